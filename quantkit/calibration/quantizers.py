@@ -22,8 +22,8 @@ from quantkit.calibration.group_solver import Result
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.container import Written
 from quantkit.formats.output.staging import SCRATCH
-from quantkit.formats.output.writer import Written
 from quantkit.memory import malloc_trim, set_mmap_threshold
 from quantkit.progress import Progress, silent
 from quantkit.tensors.finite import all_finite, checked_cast

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -112,6 +113,33 @@ class Encoder(Protocol):
     def extra_files(self) -> dict[str, bytes]:
         """Small files that belong to the weights, such as an index."""
         ...
+
+
+@dataclass(frozen=True)
+class Written:
+    """The first tensors of an unfinished output, which an interrupted run has written.
+
+    Attributes:
+        encoder: of the output.
+        folder: of its files.
+        count: how many tensors are durably on disk.
+    """
+
+    encoder: Encoder
+    folder: Path
+    count: int = 0
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(spec.name for spec in self.encoder.planned[: self.count])
+
+    @cached_property
+    def _indices(self) -> dict[str, int]:
+        return {spec.name: index for index, spec in enumerate(self.encoder.planned)}
+
+    def load(self, name: str) -> Tensor | QuantTensor:
+        """One of the tensors, read back."""
+        return self.encoder.decode(self._indices[name], self.folder)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.detect import WeightKind
 from quantkit.jobs.carried_codes import cast, rounded, with_scales
 from quantkit.jobs.conversion import Conversion, advising, conversion, stored_name
-from quantkit.jobs.output import JobWriter, Work, model_summary, writing
+from quantkit.jobs.output import Work, Writer, model_summary, writing
 from quantkit.jobs.result import ConvertResult
 from quantkit.jobs.target import TargetName
 from quantkit.progress import Progress, deduplicated, in_phase
@@ -99,7 +99,7 @@ def convert(
     gate: Gate | None = None
     changes = planned.changes
     with writing(work, Path(dst), resume=resume, source_check=source_check, progress=progress) as writer:
-        writer.tell()
+        writer.report_progress()
         with advising(requantize=requantize):
             for spec in writer.missing:
                 writer.put(spec.name, *_value(planned, spec, allow_nonfinite))
@@ -151,7 +151,7 @@ def _asked(work: Work) -> dict[str, Any]:
 
 
 def _details(
-    planned: Conversion, writer: JobWriter, result: StoredCheckpoint, dtype: str, exact: Exact | None,
+    planned: Conversion, writer: Writer, result: StoredCheckpoint, dtype: str, exact: Exact | None,
     gate: Gate | None,
 ) -> dict[str, object]:  # fmt: skip
     """The manifest's own part of a conversion."""

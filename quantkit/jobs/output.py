@@ -1,9 +1,12 @@
-"""What all jobs that write a checkpoint share: the source is checked and hashed, the result read back, the manifest
-written last."""
+"""The writer of checkpoints that all jobs share: atomic, durable, resumable, with the sha256 of every file.
+
+Files grow in the background (`Sink`) in ``DST.partial`` (`Staging`), whose journal says up to where they can be
+trusted. The source is checked and hashed meanwhile, the result is read back, and the manifest is written last.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -13,15 +16,20 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.architectures.topology import parameters
-from quantkit.errors import CheckpointError, DestinationError
+from quantkit.errors import CheckpointError, DestinationError, QualityError, QuantkitError, ResumeError
 from quantkit.files.hub import origin
 from quantkit.files.safetensors_io import require_readable
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
-from quantkit.formats.container import Encoder, StoredCheckpoint
+from quantkit.formats.container import Encoder, StoredCheckpoint, Written
 from quantkit.formats.detect import open_unfinished
 from quantkit.formats.folder import TOKENIZER_FILES, tokenizer_files
-from quantkit.formats.output.writer import CheckpointWriter
+from quantkit.formats.output.destination import MANIFEST, output_files
+from quantkit.formats.output.journal import NAME as JOURNAL
+from quantkit.formats.output.journal import SafePoint
+from quantkit.formats.output.own_folder import not_ours
+from quantkit.formats.output.sink import Sink
+from quantkit.formats.output.staging import Staging, mark_kept
 from quantkit.progress import Progress, in_phase
 from quantkit.quality.source_check import SourceCheck, check_source
 from quantkit.tensors.qtensor import QuantTensor
@@ -30,20 +38,24 @@ from quantkit.version import __version__
 
 SHARD_BYTES = 2 << 30
 """Largest safetensors file written, unless one tensor is larger."""
+CHECKPOINT_BYTES = 256 << 20
+"""The writer makes a checkpoint after this many bytes."""
+_RESUMABLE = (DestinationError, QualityError, ResumeError)
+"""Errors that are not the source's: another run can continue from what is there."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a job is to write.
+    """What a job writes.
 
     Attributes:
         job: its name.
-        source: where it comes from.
-        encoder: knows the tensors to write.
-        side_files: what goes beside the weights: name to content, or to a file to copy.
-        options: all that decides the weights' bytes besides the source.
-        computed_by: what of the machine decides the weights' bytes; the manifest does not tell it.
-        scratch_bytes: space that the job takes on the destination's disk for itself.
+        source: the checkpoint that it reads.
+        encoder: turns the tensors into files.
+        side_files: the files that go with the weights, by name: content, or a file to copy.
+        options: all options that determine the bytes of the weights.
+        computed_by: properties of the machine that determine these bytes; they are not in the manifest.
+        scratch_bytes: temporary space that the job needs on the destination's disk.
     """
 
     job: str
@@ -55,165 +67,269 @@ class Work:
     scratch_bytes: int = 0
 
     def fingerprint(self) -> dict[str, object]:
-        """What a run must have in common with the interrupted one that it goes on with.
-
-        Besides files that are copied, which the writer looks at: templates are written anew, in files of their own.
-        """
+        """What a run must have in common with the interrupted run that it resumes; the writer adds copied files."""
         written = {name: content for name, content in self.side_files.items() if isinstance(content, bytes)}
         return {
             "job": self.job,
             "quantkit": __version__,
             "source": manifest.identity(self.source.files()),
             **{option_key(key): value for key, value in self.options.items()},
-            **{f"file {name}": sha256(written[name]).hexdigest() for name in TOKENIZER_FILES if name in written},
+            **{f"file {name}": _sha256(written[name]) for name in TOKENIZER_FILES if name in written},
             **self.computed_by,
         }
 
 
 def option_key(name: str) -> str:
-    """Under which a fingerprint has an option."""
+    """The key of an option in a fingerprint."""
     return f"option {name}"
 
 
 @contextmanager
-def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress: Progress) -> Iterator[JobWriter]:
-    """Begin a new checkpoint, or go on with an interrupted one, and look whether its source predicts a text at all.
+def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress: Progress) -> Iterator[Writer]:
+    """Open the writer of a new checkpoint or of an interrupted one, and check the source on a sample text.
 
-    Leaving it by an error removes or keeps what is there, as `CheckpointWriter` does.
+    An error of the source removes the partial output, as it would occur again. An interruption, a full disk, unknown
+    files in the partial folder, or a result of low quality keep it for ``resume``, if it has any tensor.
 
     Args:
-        dst: the folder to make, or the file.
-        source_check: whether to look.
+        dst: the folder, or the file, to create.
+        source_check: whether to check the source.
 
     Raises:
-        QuantkitError: of the kind that says what is wrong; see also `check_source`.
+        QuantkitError: see `Staging` and `check_source`.
     """
-    needed = work.encoder.total_bytes() + work.scratch_bytes
-    with CheckpointWriter(
-        dst, work.encoder, work.fingerprint(), work.side_files, needed_bytes=needed, resume=resume,
-        progress=progress,
-    ) as writer:  # fmt: skip
-        path = work.source.path
-        beside = tokenizer_files(path) if path.is_dir() else []  # a file holds its own
-        folder = path if path.is_dir() else path.parent
-        hashes = manifest.SourceHashes([*work.source.files(), *beside], folder)
-        checked: SourceCheck | str = "skipped as asked"
-        if source_check:
-            checked = _checked(work, progress)
-        yield JobWriter(work, writer, hashes, checked, progress)
+    writer = Writer(work, dst, resume=resume, progress=progress)
+    try:
+        writer.read_source(check=source_check)
+        yield writer
+    except BaseException as error:
+        writer.abandon(error)
+        raise
 
 
-class JobWriter:
-    """A checkpoint that a job writes: tensors with `put`, then `seal`, then `commit`.
+class Writer:
+    """Writes a checkpoint: `put` each tensor in the encoder's order, then `seal`, then `commit`.
 
     Attributes:
         path: the folder under construction.
-        done: how many tensors an interrupted run has left there.
-        missing: the others, in order.
+        done: the number of tensors that an interrupted run has written.
+        records: what was recorded with tensors, by name; complete once sealed.
     """
 
-    def __init__(
-        self, work: Work, writer: CheckpointWriter, hashes: manifest.SourceHashes, checked: SourceCheck | str,
-        progress: Progress,
-    ) -> None:  # fmt: skip
-        self._work = work
-        self._writer = writer
-        self._hashes = hashes
+    def __init__(self, work: Work, dst: Path, *, resume: bool, progress: Progress) -> None:
+        """See `writing`, which also closes it."""
+        self._work, self._encoder, self._progress = work, work.encoder, progress
+        copied = {name: value for name, value in work.side_files.items() if isinstance(value, Path)}
+        self._copied_hashes = {name: _sha256(_content(path)) for name, path in copied.items()}
+        fingerprint = work.fingerprint() | {f"file {name}": digest for name, digest in self._copied_hashes.items()}
+        files = output_files(dst, self._encoder.files())
+        self._in_folder = files is None
+        if work.side_files and not self._in_folder:
+            raise ValueError("only a folder has side files")
+        self._manifest_name = MANIFEST if files is None else files[0]
+        needed = self._encoder.total_bytes() + work.scratch_bytes
+        self._staging = Staging(dst, fingerprint, needed, resume=resume, files=files)
+        self.path = self._staging.path
+        self.records: dict[str, Any] = {}
+        self._unsaved_records: dict[str, Any] = {}
+        self._unsaved_bytes = 0
+        self._hashes: dict[str, str] = {}
         self._source_hashes: dict[str, str] = {}
-        self._checked = checked
-        self._progress = progress
-        planned = work.encoder.planned
-        self.path = writer.path
-        self.done = writer.done
-        self.missing: Sequence[TensorSpec] = planned[self.done :]
-        layers = {one.name: one.layer for one in parameters(work.source.config)}
-        last = {layers.get(spec.name): index for index, spec in enumerate(planned)}
-        ends = sorted(index for layer, index in last.items() if layer is not None)
-        self._ends = {*ends[:-1], len(planned) - 1}  # what follows the last layer counts with it
-        self._next = self.done
-        self._whole = sum(index < self.done for index in self._ends)
+        self._source_check: SourceCheck | str = "skipped as requested"
+        try:
+            last = self._last_safe_point()
+            self._sink = Sink(self._staging.folder, last.files, last.sha256, progress=progress)
+        except BaseException as error:
+            self._mark_kept(error)
+            self._staging.close()
+            raise
+        self.done = self._next = last.tensors
+        self._layer_ends = _layer_ends(work)
+
+    @property
+    def written(self) -> Written:
+        """The tensors that an interrupted run has written."""
+        return Written(self._encoder, self.path, self.done)
+
+    @property
+    def missing(self) -> list[TensorSpec]:
+        """The tensors still to put, in order."""
+        return list(self._encoder.planned[self._next :])
+
+    @property
+    def notes(self) -> list[str]:
+        """What the check of the source found that the user should know."""
+        note = self._source_check.note() if isinstance(self._source_check, SourceCheck) else None
+        return [] if note is None else [f"{self._work.source.path}: {note}"]
+
+    def read_source(self, *, check: bool) -> None:
+        """Hash the source in the background, and check it on a sample text.
+
+        Raises:
+            CheckpointError, NonFiniteError: see `check_source`.
+        """
+        source = self._work.source
+        path = source.path
+        extra = tokenizer_files(path) if path.is_dir() else []  # a single file contains its tokenizer
+        self._hashing = manifest.SourceHashes([*source.files(), *extra], path if path.is_dir() else path.parent)
+        if check:
+            found = check_source(
+                source, allow_nonfinite=self._work.options["allow_nonfinite"] is True,
+                progress=in_phase(self._progress, "check of the source"),
+            )  # fmt: skip
+            self._source_check = found if isinstance(found, SourceCheck) else f"not measured: {found}"
 
     def put(self, name: str, value: Tensor | QuantTensor, record: Mapping[str, object] | None = None) -> None:
-        """Write the next tensor, with what the manifest shall say of it.
+        """Append the next tensor, with its record for the manifest.
 
         Raises:
             CheckpointError: if the source turns out to be damaged.
             DestinationError: if the disk is full or a write failed.
+            RuntimeError: if it is not the encoder's next tensor.
         """
-        self._hashes.require_sound()
-        self._writer.put(name, value, record)
-        self._whole += self._next in self._ends
+        self._hashing.require_sound()
+        expected = self._encoder.planned[self._next].name
+        if name != expected:
+            raise RuntimeError(f"tensor '{name}' was put, but '{expected}' is the next one")
+        for file, data in self._encoder.encode(self._next, value):
+            self._sink.append(file, data)
+            self._unsaved_bytes += len(data)
+        if record is not None:
+            self._unsaved_records[name] = record
         self._next += 1
-        self.tell()
+        if self._unsaved_bytes >= CHECKPOINT_BYTES and not self._encoder.holds:
+            self.checkpoint()
+        self.report_progress()
 
-    def tell(self) -> None:
-        """Tell how many layers are written."""
-        self._progress(self._work.job, self._whole, self._work.source.config.num_layers, "layers")
+    def report_progress(self) -> None:
+        """Report how many layers are written."""
+        layers = sum(end < self._next for end in self._layer_ends)
+        self._progress(self._work.job, layers, self._work.source.config.num_layers, "layers")
 
     def checkpoint(self) -> None:
-        """Make everything so far durable, so that a later run goes on from here."""
-        self._writer.checkpoint()
+        """Make all tensors so far durable, so that a later run continues from here.
+
+        Raises:
+            DestinationError: if the disk is full or a write failed.
+            RuntimeError: if only some parts of a tensor on disk were put.
+        """
+        if self._encoder.holds:
+            raise RuntimeError(f"a checkpoint among the parts of one tensor on disk, after {self._next} tensors")
+        sizes = self._sink.sync()
+        point = SafePoint(self._next, sizes, self._sink.hashes(), self._encoder.state(), self._unsaved_records)
+        self._staging.record(point.to_json())
+        self.records.update(self._unsaved_records)
+        self._unsaved_records = {}
+        self._unsaved_bytes = 0
 
     def seal(self) -> StoredCheckpoint:
-        """Complete the weights and what goes beside them; the result, opened.
+        """Complete the weights and write the side files; the result, opened.
 
         Raises:
             CheckpointError: if the source changed since it was opened.
-            DestinationError: if the result cannot be read back.
+            DestinationError: if a write failed, or the result cannot be read back.
         """
-        self._source_hashes = self._hashes.result(self._progress)
-        self._writer.seal()
-        self._writer.require_in_place()
-        path = self.path if self._writer.in_folder else self.path / self._work.encoder.files()[0]
+        self.finish()
+        path = self.path if self._in_folder else self.path / self._encoder.files()[0]
         return _read_back(path, tensors_only=not self._work.source.config.runnable)
 
-    @property
-    def notes(self) -> list[str]:
-        """What one should know of the source, as a text went through it."""
-        note = self._checked.note() if isinstance(self._checked, SourceCheck) else None
-        return [] if note is None else [f"{self._work.source.path}: {note}"]
-
-    @property
-    def records(self) -> dict[str, Any]:
-        """What was recorded with tensors, by name, of all runs; complete once sealed."""
-        return self._writer.records
+    def finish(self) -> None:
+        """Complete the weights and write the side files, as `seal` does, without opening the result."""
+        self._source_hashes = self._hashing.result(self._progress)
+        self.checkpoint()
+        for name, data in self._encoder.finish():
+            self._sink.append(name, data)
+        self._sink.sync()
+        self._hashes = self._sink.close()
+        for name, value in self._work.side_files.items():
+            self._add_file(name, value if isinstance(value, bytes) else _content(value))
+            if isinstance(value, Path) and self._hashes[name] != self._copied_hashes[name]:
+                raise CheckpointError("the source changed while it was read", path=value)
+        for name, content in self._encoder.extra_files().items():
+            self._add_file(name, content)
+        self._staging.require_in_place()
 
     def commit(self, details: Mapping[str, object], files: Mapping[str, bytes] | None = None) -> dict[str, Any]:
-        """Write the manifest and give the output its name.
+        """Write the manifest and rename the output to its final name.
 
         Args:
-            details: the manifest's own part of the job.
-            files: more to put beside the weights, if the output is a folder.
+            details: the job's part of the manifest.
+            files: further side files, if the output is a folder.
 
         Returns:
-            What the manifest holds.
+            The manifest.
         """
-        for name, content in (files or {}).items() if self._writer.in_folder else ():
-            self._writer.add_file(name, content)
-        checked, source = self._checked, self._work.source
+        for name, content in (files or {}).items() if self._in_folder else ():
+            self._add_file(name, content)
+        check, source = self._source_check, self._work.source
         written = manifest.build(
-            self._work.job, source.format, self._source_hashes, self._writer.hashes,
-            {"source_check": checked.to_json() if isinstance(checked, SourceCheck) else checked, **details},
+            self._work.job, source.format, self._source_hashes, dict(sorted(self._hashes.items())),
+            {"source_check": check.to_json() if isinstance(check, SourceCheck) else check, **details},
             origin(source.path),
         )  # fmt: skip
-        self._writer.commit(manifest.encoded(written))
+        self._staging.folder.write(self._manifest_name, manifest.encoded(written))
+        self._staging.commit({*self._hashes, self._manifest_name})
         return written
 
+    def abandon(self, error: BaseException) -> None:
+        """Close the output after an error; keep it if another run can continue from it, else remove it."""
+        self._sink.abandon()
+        if isinstance(error, _RESUMABLE) if isinstance(error, QuantkitError) else self._next > 0:
+            self._mark_kept(error)
+            self._staging.close()
+        else:
+            self._staging.discard()
 
-def _checked(work: Work, progress: Progress) -> SourceCheck | str:
-    """What the source makes of a text, or why that was not measured."""
-    allow_nonfinite = work.options["allow_nonfinite"] is True
-    told = in_phase(progress, "check of the source")
-    found = check_source(work.source, allow_nonfinite=allow_nonfinite, progress=told)
-    return found if isinstance(found, SourceCheck) else f"not measured: {found}"
+    def _add_file(self, name: str, content: bytes) -> None:
+        self._staging.folder.write(name, content)
+        self._hashes[name] = _sha256(content)
+
+    def _mark_kept(self, error: BaseException) -> None:
+        """Note what is kept on an interruption, or on an error without a hint."""
+        if not isinstance(error, QuantkitError) and self._staging.folder.is_at(self.path):
+            mark_kept(error, self.path)
+
+    def _last_safe_point(self) -> SafePoint:
+        """Where an interrupted run stopped."""
+        last = SafePoint(0, {}, {}, None, {})
+        names = frozenset(spec.name for spec in self._encoder.planned)
+        try:
+            for entry in self._staging.entries:
+                last = SafePoint.from_json(entry, names, self._encoder.files())
+                self.records.update(last.records)
+            if self._staging.entries:
+                self._encoder.restore(last.state)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise not_ours(self.path / JOURNAL) from error
+        return last
+
+
+def _layer_ends(work: Work) -> set[int]:
+    """The index of each layer's last tensor; what follows the last layer counts as part of it."""
+    planned = work.encoder.planned
+    layers = {one.name: one.layer for one in parameters(work.source.config)}
+    last = {layers.get(spec.name): index for index, spec in enumerate(planned)}
+    ends = sorted(index for layer, index in last.items() if layer is not None)
+    return {*ends[:-1], len(planned) - 1}
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", path=path) from error
+
+
+def _sha256(content: bytes) -> str:
+    return sha256(content).hexdigest()
 
 
 def _read_back(path: Path, *, tensors_only: bool) -> StoredCheckpoint:
-    """What was written, opened by our reader and by the safetensors library; headers only.
+    """Open what was written, with our reader and with the safetensors library; headers only.
 
     Raises:
-        DestinationError: if ours finds another model than the config calls for: somebody changed the files.
-        RuntimeError: if the library finds other tensors than ours.
+        DestinationError: if the files are not the model of the config: something changed them.
+        RuntimeError: if the library finds other tensors.
     """
     try:
         result = open_unfinished(path, tensors_only=tensors_only)
@@ -227,5 +343,5 @@ def _read_back(path: Path, *, tensors_only: bool) -> StoredCheckpoint:
 
 
 def model_summary(source: Checkpoint, dtype: str) -> dict[str, object]:
-    """The few facts about a model that a reader of the manifest looks for first."""
+    """The manifest's main facts about a model."""
     return {"architecture": source.config.architecture, "parameters": parameter_count(source), "dtype": dtype}

@@ -14,10 +14,9 @@ from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.container import weight_size
+from quantkit.formats.container import Written, weight_size
 from quantkit.formats.detect import WeightKind
 from quantkit.formats.output.staging import partial_folder
-from quantkit.formats.output.writer import Written
 from quantkit.formats.registry import Target
 from quantkit.jobs.card import model_card_files
 from quantkit.jobs.card_facts import Made
@@ -28,7 +27,7 @@ from quantkit.jobs.fit_to_size import OPTION as BIT_ALLOCATION
 from quantkit.jobs.fit_to_size import SizeFit, requested_recipe
 from quantkit.jobs.kv_cache import dropped_kv_cache
 from quantkit.jobs.labels import Labels, model_name
-from quantkit.jobs.output import SHARD_BYTES, JobWriter, Work, model_summary, writing
+from quantkit.jobs.output import SHARD_BYTES, Work, Writer, model_summary, writing
 from quantkit.jobs.prepare import Prepared, planned_output, prepare, starved_experts, tensor_blocks, too_few_tokens
 from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.settings import GptqSettings, Method, MethodOptions
@@ -205,7 +204,7 @@ def quantize(
     work = Work("quantize", source, encoder, side_files, options, computed_by, scratch)
     told = progress if settings is None else without_phase(progress, work.job)  # GPTQ tells of its linears
     with writing(work, dst, resume=resume, source_check=source_check, progress=told) as writer:
-        _write(blocks, quantizer, writer, Written(encoder, writer.path, writer.done), durable=settings is not None)
+        _write(blocks, quantizer, writer, writer.written, durable=settings is not None)
         result = writer.seal()
         written = weight_size(result)
         notes += starved_experts(writer.records, source.config)
@@ -274,7 +273,7 @@ def _computed_by(settings: GptqSettings, drawn: Calibration, group: ProcessGroup
 
 
 def _gate(
-    source: Checkpoint, result: Checkpoint, writer: JobWriter, schemes: Mapping[str, QuantScheme], dst: Path, *,
+    source: Checkpoint, result: Checkpoint, writer: Writer, schemes: Mapping[str, QuantScheme], dst: Path, *,
     accepted: bool, progress: Progress,
 ) -> tuple[Gate | WeightsOnly, list[str]]:  # fmt: skip
     """Hold a result against its source; of a model that cannot be run, its tensors. Notes come with it.
@@ -291,13 +290,13 @@ def _gate(
 
 
 def _write(
-    blocks: Sequence[TensorBlock], quantizer: Quantizer, writer: JobWriter, there: Written, *, durable: bool
+    blocks: Sequence[TensorBlock], quantizer: Quantizer, writer: Writer, there: Written, *, durable: bool
 ) -> None:
     """Solve and write what is not there yet, with `durable` so that each block outlives the run."""
     with quantizer.running(blocks, there):
         for block in blocks:
             if not there.names.issuperset(spec.name for spec in block.tensors):
-                writer.tell()
+                writer.report_progress()
             for name, tensor, record in quantizer.solve(block):
                 writer.put(name, tensor, record)
                 del tensor  # before the next one is made

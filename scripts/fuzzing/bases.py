@@ -19,7 +19,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL
-from quantkit.formats.output import writer
+from quantkit.jobs import output
 
 MTIME_NS = 1_700_000_000 * 10**9
 """Of every source file: a journal remembers it."""
@@ -283,8 +283,8 @@ def _interrupted(folder: Path, name: str) -> None:
         if phase in ("convert", "quantize") and 2 * done >= total:
             raise KeyboardInterrupt
 
-    usual = writer._CHECKPOINT_BYTES
-    writer._CHECKPOINT_BYTES = 5_000  # the journal of so small a model would have one line
+    usual = output.CHECKPOINT_BYTES
+    output.CHECKPOINT_BYTES = 5_000  # the journal of so small a model would have one line
     try:
         if name == "resume-quantize":
             quantkit.quantize(src, dst, "int4-g32", method="rtn", progress=stop)
@@ -294,7 +294,7 @@ def _interrupted(folder: Path, name: str) -> None:
     except KeyboardInterrupt:
         return
     finally:
-        writer._CHECKPOINT_BYTES = usual
+        output.CHECKPOINT_BYTES = usual
     raise RuntimeError(f"{name}: the run was not interrupted")
 
 

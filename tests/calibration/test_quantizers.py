@@ -20,14 +20,15 @@ from quantkit.calibration.streams import Streams
 from quantkit.data.files import EXCERPT
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.container import Output
+from quantkit.formats.container import Output, Written
 from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.output.writer import CheckpointWriter, Written
 from quantkit.formats.registry import HF, target
+from quantkit.jobs.output import Work, writing
 from quantkit.jobs.prepare import tensor_blocks
 from quantkit.model.attention import causal_attention
 from quantkit.model.decoder import Step
+from quantkit.progress import silent
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -85,12 +86,12 @@ def test_rounding_holds_one_tensor_at_a_time(demo_model: Path, tmp_path: Path) -
 def test_the_writer_takes_tensors_in_the_encoders_order_only(demo_model: Path, tmp_path: Path) -> None:
     source = open_checkpoint(demo_model)
     (block, *_) = tensor_blocks(source, {}, target("compressed-tensors"))
-    encoder = _encoder(source, list(block.tensors))
     value = source.load(block.tensors[0].name)
-    given = "'model.norm.weight' was given, and 'model.embed_tokens.weight' is the next"
+    work = Work("quantize", source, _encoder(source, list(block.tensors)), {}, {})
+    problem = "'model.norm.weight' was put, but 'model.embed_tokens.weight' is the next"
     with (
-        pytest.raises(RuntimeError, match=given),
-        CheckpointWriter(tmp_path / "out", encoder, {}, {}, needed_bytes=0, resume=False) as writer,
+        pytest.raises(RuntimeError, match=problem),
+        writing(work, tmp_path / "out", resume=False, source_check=False, progress=silent) as writer,
     ):
         writer.put("model.norm.weight", value)
 

@@ -239,7 +239,7 @@ def test_what_is_stopped_before_the_first_tensor_leaves_nothing(
 def test_what_an_earlier_run_left_stays_when_its_resumption_is_stopped(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.formats.output.writer._CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr("quantkit.jobs.output.CHECKPOINT_BYTES", 50_000)
     dst = tmp_path / "out"
     before = contents(interrupted(quantkit.convert, demo_model, dst))
 

@@ -24,9 +24,10 @@ from command import Capture, run, without_progress
 import quantkit
 from quantkit.data.files import EXCERPT
 from quantkit.errors import CheckpointError, DestinationError, InterruptedRunError, NoSpaceError, ResumeError
-from quantkit.formats.output import sink, writer
+from quantkit.formats.output import sink
 from quantkit.formats.output.own_folder import OwnFolder
-from quantkit.formats.output.writer import CheckpointWriter
+from quantkit.jobs import output
+from quantkit.jobs.output import Writer
 
 JOBS: dict[str, Callable[..., Any]] = {
     "convert-hf": lambda src, dst, **options: quantkit.convert(src, dst, **options),
@@ -48,9 +49,8 @@ import os, signal, sys
 import torch
 import quantkit
 from quantkit.data.files import EXCERPT
-from quantkit.formats.output import writer
 from quantkit.jobs import conversion, output, quantize
-writer._CHECKPOINT_BYTES = 50_000
+output.CHECKPOINT_BYTES = 50_000
 conversion.SHARD_BYTES = quantize.SHARD_BYTES = 300_000
 torch.set_num_threads(1)  # sums of floats depend on it
 src, dst, limit = sys.argv[1], sys.argv[2], float(sys.argv[3])
@@ -64,7 +64,7 @@ def progress(phase, done, total, unit):
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr(output, "CHECKPOINT_BYTES", 50_000)
     monkeypatch.setattr("quantkit.jobs.conversion.SHARD_BYTES", 300_000)
     monkeypatch.setattr("quantkit.jobs.quantize.SHARD_BYTES", 300_000)
 
@@ -310,9 +310,9 @@ def test_a_failed_write_is_not_taken_for_a_finished_one(tmp_path: Path) -> None:
 SLOW = (
     "import sys, time\n"
     "from quantkit.cli.entry import main\n"
-    "from quantkit.formats.output import sink, writer\n"
-    "from quantkit.jobs import conversion\n"
-    "writer._CHECKPOINT_BYTES = 50_000\n"
+    "from quantkit.formats.output import sink\n"
+    "from quantkit.jobs import conversion, output\n"
+    "output.CHECKPOINT_BYTES = 50_000\n"
     "conversion.SHARD_BYTES = 300_000\n"
     "append, steps = sink.Sink.append, iter([0.1] * 8)\n"
     "def slowly(self, name, data):\n"
@@ -349,13 +349,13 @@ def test_an_interrupted_command_says_what_is_kept_and_can_be_resumed(
 def test_an_error_of_the_source_leaves_nothing_behind(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = CheckpointWriter.put
+    real = Writer.put
 
-    def fail(self: CheckpointWriter, name: str, value: Any, record: Any = None) -> None:
+    def fail(self: Writer, name: str, value: Any, record: Any = None) -> None:
         real(self, name, value, record)
         raise CheckpointError("the source is damaged")
 
-    monkeypatch.setattr(CheckpointWriter, "put", fail)
+    monkeypatch.setattr(Writer, "put", fail)
     with pytest.raises(CheckpointError):
         quantkit.convert(demo_model, tmp_path / "out")
     assert not list(tmp_path.iterdir())

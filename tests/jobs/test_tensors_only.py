@@ -264,11 +264,11 @@ def test_bin_files_with_shared_and_turned_tensors(tmp_path: Path) -> None:
 def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _folder(tmp_path / "src", _some())
     whole = quantkit.quantize(source, tmp_path / "whole", "int8", tensors_only=True).path
-    from quantkit.jobs.output import JobWriter
+    from quantkit.jobs.output import Writer
 
-    put, count = JobWriter.put, 0
+    put, count = Writer.put, 0
 
-    def stopped(self: JobWriter, *arguments: Any) -> None:
+    def stopped(self: Writer, *arguments: Any) -> None:
         nonlocal count
         count += 1
         if count > 9:
@@ -276,10 +276,10 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             raise KeyboardInterrupt
         put(self, *arguments)
 
-    monkeypatch.setattr(JobWriter, "put", stopped)
+    monkeypatch.setattr(Writer, "put", stopped)
     with pytest.raises(KeyboardInterrupt):
         quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True)
-    monkeypatch.setattr(JobWriter, "put", put)
+    monkeypatch.setattr(Writer, "put", put)
     made = quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True, resume=True).path
     for path in whole.iterdir():
         assert path.read_bytes() == (made / path.name).read_bytes(), path.name

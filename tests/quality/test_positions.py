@@ -24,7 +24,7 @@ from quantkit.evals.report import markdown, sheet, tables
 from quantkit.evals.table import render
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs.output import JobWriter
+from quantkit.jobs.output import Writer
 from quantkit.model import attention
 from quantkit.model.attention import Scores, causal_attention
 from quantkit.model.load import load_model
@@ -208,14 +208,14 @@ def test_a_certificate_is_in_the_manifest_and_the_card(demo_model: Path, tmp_pat
 def test_a_certificate_stops_what_is_broken_far_on(
     demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seal: Callable[[JobWriter], StoredCheckpoint] = JobWriter.seal
+    seal: Callable[[Writer], StoredCheckpoint] = Writer.seal
 
-    def broken(self: JobWriter) -> StoredCheckpoint:
+    def broken(self: Writer) -> StoredCheckpoint:
         result = seal(self)
         result.config = _with_window(result.config)  # as long as the gate's
         return result
 
-    monkeypatch.setattr(JobWriter, "seal", broken)
+    monkeypatch.setattr(Writer, "seal", broken)
     dst = tmp_path / "int8"
     text = _short(tmp_path / "speech.txt", 4500)
     asked = ["quantize", demo_model, dst, "--scheme", "int8", "--certify-positions", "600", "--certify-text", text]

@@ -23,14 +23,14 @@ from quantkit.formats.checkpoint import schemes
 from quantkit.formats.container import Output
 from quantkit.formats.containers.hf_checkpoint import SETTINGS, HFCheckpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.output import writer as writers
 from quantkit.formats.output.journal import NAME
-from quantkit.formats.output.writer import CheckpointWriter, Written
 from quantkit.formats.registry import HF, target
-from quantkit.jobs.output import SHARD_BYTES
+from quantkit.jobs import output as outputs
+from quantkit.jobs.output import SHARD_BYTES, Work, writing
 from quantkit.jobs.prepare import prepare, tensor_blocks
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.jobs.settings import MethodOptions
+from quantkit.progress import silent
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -103,15 +103,15 @@ def quantized(source: HFCheckpoint, dst: Path, recipe: Recipe, *, resume: bool =
     tensors = [spec for block in blocks for spec in block.tensors]
     output = Output(source, source.config, tensors, SHARD_BYTES)
     encoder, quantizer = HF.encoder(output), RtnQuantizer(source, allow_nonfinite=False)
-    with CheckpointWriter(dst, encoder, {}, HF.side_files(output), needed_bytes=1, resume=resume) as writer:
-        there = Written(encoder, writer.path, writer.done)
-        with quantizer.running(blocks, there):
+    work = Work("quantize", source, encoder, HF.side_files(output), {})
+    with writing(work, dst, resume=resume, source_check=False, progress=silent) as writer:
+        with quantizer.running(blocks, writer.written):
             for block in blocks:
                 for name, tensor, record in quantizer.solve(block):
                     writer.put(name, tensor, record)
                 assert not encoder.holds  # a block is whole
-        writer.seal()
-        writer.commit(b"{}")
+        writer.finish()
+        writer.commit({})
     return dst
 
 
@@ -220,7 +220,7 @@ def test_a_run_stopped_within_a_tensor_goes_on_to_the_same_bytes(
         else (lambda dst, resume: _convert(folder, dst, resume=resume))
     )
     undisturbed = job(tmp_path / "undisturbed", False)
-    monkeypatch.setattr(writers, "_CHECKPOINT_BYTES", 0)
+    monkeypatch.setattr(outputs, "CHECKPOINT_BYTES", 0)
     load = HFCheckpoint.load
 
     def stopping(self: HFCheckpoint, name: str, *part: object) -> object:

@@ -12,7 +12,7 @@ from partial import contents, interrupted, partial
 
 import quantkit
 from quantkit.errors import CheckpointError, ResumeError
-from quantkit.formats.output import writer
+from quantkit.jobs import output
 
 COMMANDS = ("convert", "quantize --scheme=int8", "plan convert", "plan quantize --scheme=int8")
 NO_NAMES = (".", "..", "", "/", "there/..", "out.partial")
@@ -58,7 +58,7 @@ def test_a_loop_of_links_is_a_destination_that_is_there(demo_model: Path, tmp_pa
 
 @pytest.fixture
 def source(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(writer, "_CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr(output, "CHECKPOINT_BYTES", 50_000)
     folder = tmp_path / "source"
     shutil.copytree(demo_model, folder)
     (folder / "LICENSE").write_text("as it is")

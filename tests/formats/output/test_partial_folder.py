@@ -16,8 +16,7 @@ from partial import Change, contents, interrupted, no_hang, partial, rewrite_las
 
 import quantkit
 from quantkit.errors import DestinationError, ResumeError
-from quantkit.formats.output import writer
-from quantkit.jobs import conversion
+from quantkit.jobs import conversion, output
 
 JOURNAL = ".quantkit-journal.jsonl"
 SECRET = b"somebody's only copy"
@@ -26,7 +25,7 @@ NOT_OURS = "not what the interrupted run left"
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr(output, "CHECKPOINT_BYTES", 50_000)
     monkeypatch.setattr(conversion, "SHARD_BYTES", 300_000)
 
 
@@ -41,7 +40,7 @@ def _in_time() -> Iterator[None]:
 def left(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What an interrupted conversion leaves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "_CHECKPOINT_BYTES", 50_000)
+        patch.setattr(output, "CHECKPOINT_BYTES", 50_000)
         patch.setattr(conversion, "SHARD_BYTES", 300_000)
         return interrupted(quantkit.convert, demo_model, tmp_path_factory.mktemp("left") / "out")
 

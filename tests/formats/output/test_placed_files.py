@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import CheckpointError, DestinationError, InterruptedRunError, RequestError, ResumeError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats import manifest
 from quantkit.formats.container import Chunk, tensor_bytes
+from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output import placed_files
 from quantkit.formats.output.destination import manifest_path, placed_as
 from quantkit.formats.output.placed_files import PlacedFiles
 from quantkit.formats.output.staging import require_finished, require_name
-from quantkit.formats.output.writer import CheckpointWriter
+from quantkit.jobs.output import Work, writing
+from quantkit.progress import silent
 from quantkit.quality.manifest_check import verify_model
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
@@ -71,12 +74,13 @@ def make(dst: Path, names: Sequence[str], *, resume: bool = False, before: Calla
     Args:
         before: called before the files get their names.
     """
-    with CheckpointWriter(dst, Bytes(names), {"job": "convert"}, {}, needed_bytes=0, resume=resume) as writer:
+    work = Work("convert", open_checkpoint(DEMO_MODEL), Bytes(names), {}, {})
+    with writing(work, dst, resume=resume, source_check=False, progress=silent) as writer:
         for index in range(writer.done, COUNT):
             writer.put(f"tensor {index}", torch.full((8,), float(index)))
-        writer.seal()
+        writer.finish()
         before()
-        writer.commit(manifest.encoded(manifest.build("convert", "hf", {}, writer.hashes, {})))
+        writer.commit({})
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -15,14 +15,15 @@ from partial import contents, no_hang, partial
 
 import quantkit
 from quantkit.errors import DestinationError
-from quantkit.formats.output import sink, writer
+from quantkit.formats.output import sink
+from quantkit.jobs import output
 
 Break = Callable[[pytest.MonkeyPatch, BaseException], None]
 
 
 @pytest.fixture(autouse=True)
 def _in_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(writer, "_CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr(output, "CHECKPOINT_BYTES", 50_000)
     with no_hang():
         yield
 
