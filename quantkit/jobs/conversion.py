@@ -1,4 +1,4 @@
-"""A conversion before it is carried out: what becomes of every tensor, and what cannot be done."""
+"""The plan of a conversion: what happens to each tensor, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import linear_columns
-from quantkit.arguments import as_path, as_whole, require_flags
+from quantkit.arguments import as_path
 from quantkit.errors import NotRepresentableError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.container import Output, StoredCheckpoint
-from quantkit.formats.detect import WeightKind, open_checkpoint
+from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.output.staging import require_name, require_new_names
@@ -25,28 +25,32 @@ from quantkit.formats.registry import CONTAINERS, GGUF, Target
 from quantkit.jobs.carried_codes import Changes, common_scale_dtype, needed_changes, require_representable, widened
 from quantkit.jobs.kv_cache import kept_kv_cache
 from quantkit.jobs.labels import model_name
+from quantkit.jobs.options import ConvertOptions
 from quantkit.jobs.output import SHARD_BYTES, Work
 from quantkit.jobs.target import requested_target, shard_bytes, target_of
-from quantkit.tensors.dtypes import FLOATS, SHORT_NAMES, DType, FloatName, float_name
+from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
 
-_MOST_WIDENED = 1 << 24
-_SHORT = {dtype: name for name, dtype in SHORT_NAMES.items()}
+_MAX_WIDENED = 1 << 24
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion before it is carried out.
+    """A planned conversion.
 
     Attributes:
-        work: what is to be written.
-        target: as what.
-        changes: what becomes of weights that it cannot hold exactly.
-        precise: the source as those that are rounded are read, in float32 where they are read as floats.
+        dst: the folder, or the file, to create.
+        options: of the job.
+        work: what the writer writes.
+        target: the format.
+        changes: what happens to weights that the format cannot hold exactly.
+        precise: the source for weights that are rounded anew: what it reads as floats is float32.
         notes: for the user.
-        kv_cache: what is written of a quantized key/value cache.
+        kv_cache: the settings of a quantized KV cache to write; None for none.
     """
 
+    dst: Path
+    options: ConvertOptions
     work: Work
     target: Target
     changes: Changes
@@ -55,82 +59,72 @@ class Conversion:
     kv_cache: KvCache | None = None
 
 
-def conversion(
-    src: str | Path, dst: str | Path, *, to: str | None, mp: int, dtype: FloatName | torch.dtype | None,
-    dequantize: bool, requantize: bool, split_max_size: int | None, template: str | None, weights: WeightKind | None,
-    allow_nonfinite: bool, tensors_only: bool, look: bool = True,
-) -> Conversion:  # fmt: skip
-    """A conversion before it is carried out.
+def plan_conversion(
+    src: str | Path, dst: str | Path, options: ConvertOptions, *, headers_only: bool = False
+) -> Conversion:
+    """Open the source, and decide what happens to each tensor.
 
     Args:
-        look: whether to look at weights too, where what is written depends on them, and not at headers alone.
+        headers_only: whether to read no weights, even if the output depends on them.
 
     Raises:
-        QuantkitError: as `convert` does for what headers alone can tell.
+        QuantkitError: as `convert` does before it writes.
     """
-    require_flags(dequantize=dequantize, requantize=requantize)
-    cast = float_name(dtype)
-    mp, dst = as_whole("mp", mp), as_path("dst", dst)
-    asked = requested_target(to, dst, dequantize=dequantize, requantize=requantize)
+    dst, cast, dequantize, requantize = as_path("dst", dst), options.float_type, options.dequantize, options.requantize
+    requested = requested_target(options.to, dst, dequantize=dequantize, requantize=requantize)
     require_name(dst)
     src = as_path("src", src)
-    source = precise = open_checkpoint(src, weights, tensors_only=tensors_only, floats_as=cast)
-    target = asked or target_of(source, dequantize=dequantize)
+    source = precise = _open(src, options, cast)
+    target = requested or target_of(source, dequantize=dequantize)
     container = target.container
-    if mp != 1 and not container.model_parallel:
+    if options.mp != 1 and not container.model_parallel:
         able = " or ".join(name for name, one in CONTAINERS.items() if one.model_parallel)
-        raise RequestError(f'`mp` goes with `to="{able}"`', found=f"`mp={mp}`")
+        raise RequestError(f'`mp` goes with `to="{able}"`', found=f"`mp={options.mp}`")
     require_new_names(source.path, dst)
     tokenizer, notes = checked_tokenizer(source)
     notes += left_behind(source)
-    _require_convertible(source, target, cast, dequantize=dequantize, requantize=requantize)
+    _require_convertible(source, target, options)
     config = source.config if cast is None else source.config.with_dtype(cast)
-    changes = Changes()
-    scale_dtype = None
+    changes, scale_dtype = Changes(), None
     if target.codes is not None and not dequantize:
-        changes = needed_changes(source, target.codes, weights=look) if requantize else changes
-        with advising(requantize=requantize):
+        changes = needed_changes(source, target.codes, weights=not headers_only) if requantize else changes
+        with suggest_requantize(options):
             require_representable(source, target.codes, changes.rounded)
         if changes.rounded.keys() & read_as_floats(source).keys():
-            precise = open_checkpoint(src, weights, tensors_only=tensors_only, floats_as=DType.FLOAT32)
-        scale_dtype = common_scale_dtype(source, target.codes, changes, look=look)
-        notes += _carrying_notes(source, dst, target, scale_dtype, changes, requantize=requantize)
+            precise = _open(src, options, DType.FLOAT32)
+        scale_dtype = common_scale_dtype(source, target.codes, changes, look=not headers_only)
+        notes += _code_notes(source, dst, target, scale_dtype, changes, requantize=requantize)
     specs = _specs(source, cast, None if dequantize else changes, scale_dtype, target)
-    kv_cache, more = kept_kv_cache(source, target, dst, dequantize=dequantize, allow_nonfinite=allow_nonfinite)
-    notes += more
-    templates = carried_templates(source, tokenizer, template)
-    most = shard_bytes(split_max_size, container, SHARD_BYTES)
-    output = Output(
-        source, config, specs, most, tokenizer, mp, target.method, templates, model_name(source), dst, kv_cache
+    kv_cache, kv_notes = kept_kv_cache(
+        source, target, dst, dequantize=dequantize, allow_nonfinite=options.allow_nonfinite
     )  # fmt: skip
-    with advising(requantize=requantize):
-        side_files = container.side_files(output)
-        encoder = container.encoder(output)
-    notes += container.notes(output)
-    options: dict[str, object] = {
-        "to": target.name, "mp": mp, "dtype": None if cast is None else _SHORT[cast],
-        "allow_nonfinite": allow_nonfinite,
-    }  # fmt: skip
-    given = {
-        "dequantize": dequantize, "requantize": requantize, "split_max_size": split_max_size,
-        "template": None if template is None else Path(template).name, "tensors_only": not source.config.runnable,
-    }  # fmt: skip
-    options |= {name: value for name, value in given.items() if value}
-    work = Work("convert", source, encoder, side_files, options)
-    return Conversion(work, target, changes, precise, [*source.notes, *notes], kv_cache)
+    output = Output(
+        source, config, specs, shard_bytes(options.split_max_size, container, SHARD_BYTES), tokenizer, options.mp,
+        target.method, carried_templates(source, tokenizer, options.template), model_name(source), dst, kv_cache,
+    )  # fmt: skip
+    with suggest_requantize(options):
+        side_files, encoder = container.side_files(output), container.encoder(output)
+    notes += [*kv_notes, *container.notes(output)]
+    recorded = options.recorded(target.name, tensors_only=not source.config.runnable)
+    work = Work("convert", source, encoder, side_files, recorded)
+    return Conversion(dst, options, work, target, changes, precise, [*source.notes, *notes], kv_cache)
+
+
+def _open(src: Path, options: ConvertOptions, floats_as: DType | None) -> StoredCheckpoint:
+    return open_checkpoint(src, options.weights, tensors_only=options.tensors_only, floats_as=floats_as)
 
 
 @contextmanager
-def advising(*, requantize: bool) -> Iterator[None]:
-    """Have an error about a tensor that a format cannot hold name the option that lets it change, unless it is given.
+def suggest_requantize(options: ConvertOptions) -> Iterator[None]:
+    """Add `requantize` as the hint of an error about a tensor that a format cannot hold, unless it is set.
 
     Raises:
-        NotRepresentableError: of what is done within.
+        NotRepresentableError: from the body, with the hint.
     """
     try:
         yield
     except NotRepresentableError as error:
-        if requantize:
+        if options.requantize:
             raise
         casts = "casts scales that do not fit, and rounds anew what else cannot be held"
         raise NotRepresentableError(
@@ -139,40 +133,38 @@ def advising(*, requantize: bool) -> Iterator[None]:
         ) from error  # fmt: skip
 
 
-def _require_convertible(
-    source: StoredCheckpoint, target: Target, cast: DType | None, *, dequantize: bool, requantize: bool
-) -> None:
+def _require_convertible(source: StoredCheckpoint, target: Target, options: ConvertOptions) -> None:
     """
     Raises:
-        RequestError: for options that make no sense for this source.
-        UnsupportedError: if it is quantized, and what is asked for would change that.
+        RequestError: for options that do not go with this source.
+        UnsupportedError: if it is quantized, and the options would change that.
     """
     quantized, integers = schemes(source), read_as_floats(source)
     if not source.config.runnable:
         if not target.container.methods:
             raise RequestError(f'`tensors_only=True` does not go with `to="{target.name}"`', expected='`to="hf"`')
-        if requantize or (target.method is not None and quantized and target.name != source.method):
+        if options.requantize or (target.method is not None and quantized and target.name != source.method):
             raise RequestError("`tensors_only=True` changes no codes", found=f'`to="{target.name}"`')
     if not (quantized or integers):
         if not target.floats:
             problem = f'the source is not quantized; `to="{target.name}"` converts one that is'
             raise RequestError(problem, hint="quantize it first")
-        if requantize:
+        if options.requantize:
             raise RequestError("`requantize=True` is for a quantized source", path=source.path)
         return
-    if dequantize:
+    if options.dequantize:
         return
     found = str(next(iter(quantized.values()), None) or next(iter(integers.values())))
-    if target.codes is None or (cast is not None and target.container is not GGUF):
-        what = "floats are" if target.codes is None else "another float type is"
+    if target.codes is None or (options.dtype is not None and target.container is not GGUF):
+        what = "floats" if target.codes is None else "another float type"
         raise UnsupportedError(
-            f"the source is quantized; {what} written of it only where that is asked for", path=source.path,
+            f"the source is quantized; it is written as {what} only if it is dequantized", path=source.path,
             found=found, hint="`dequantize=True` writes the floats that its codes mean, each rounded once",
         )  # fmt: skip
-    if integers and not requantize:
+    if integers and not options.requantize:
         name, stored_as = next(iter(integers.items()))
         linear = name.removesuffix(".weight") in linear_columns(source.config)
-        why = "its codes are not carried" if linear else "it is none of the linears, which alone have codes here"
+        why = "its codes are not carried over" if linear else "only linears have codes in this format"
         raise UnsupportedError(
             f"tensor '{name}' cannot be held exactly as {target.name}: {why}", path=source.path, found=stored_as,
             expected=f"codes that {target.name} has" if linear else "floats",
@@ -181,10 +173,10 @@ def _require_convertible(
         )  # fmt: skip
 
 
-def _carrying_notes(
+def _code_notes(
     source: Checkpoint, dst: Path, target: Target, scale_dtype: DType | None, changes: Changes, *, requantize: bool
 ) -> list[str]:
-    """What a user should know of the codes that are written."""
+    """Notes on the codes that are written."""
     notes, to_round = [], changes.rounded
     total = len(schemes(source)) + sum(name.removesuffix(".weight") not in schemes(source) for name in to_round)
     if changes.cast:
@@ -225,8 +217,8 @@ def _specs(
     """The tensors of the output, in order.
 
     Args:
-        changes: of weights that do not stay as they are; None where all become floats.
-        scale_dtype: of all scales; None where each weight's own stays.
+        changes: to weights that the format cannot hold exactly; None if all weights become floats.
+        scale_dtype: of all scales; None if each weight keeps its own.
     """
     config = replace(
         source.config, tied_embeddings=source.config.tied_embeddings and not target.container.stores_tied_head
@@ -241,7 +233,7 @@ def _specs(
     quantized = {name.removesuffix(".weight") for name in assigned}
     for parameter in target.container.parameters(config, quantized, target.method):
         name, shape = parameter.name, parameter.shape
-        info = source.info(stored_name(source, name))
+        info = source.info(source_name(source, name))
         if to_round is not None and target.codes is not None and widened(source, parameter.module, target.codes):
             specs.append(TensorSpec(name, shape, DType.FLOAT32))
             continue
@@ -258,19 +250,19 @@ def _specs(
 
 
 def _of_blocks(source: Checkpoint, info: TensorSpec) -> bool:
-    """Whether a matrix may be one that GGUF has in blocks, and that is read in float32 to be exact."""
+    """Whether a matrix may be stored in GGUF's blocks, which are read as float32 where that is exact."""
     return source.format == GGUF.name and len(info.shape) > 1
 
 
 def _widened(source: Checkpoint, info: TensorSpec, model: DType) -> bool:
-    """Whether GGUF has a tensor in float32, as it has norms and biases, of which the model's type has every number."""
-    if source.format != GGUF.name or info.dtype != DType.FLOAT32 or math.prod(info.shape) > _MOST_WIDENED:
+    """Whether GGUF stores a tensor as float32, such as a norm, though the model's type holds it exactly."""
+    if source.format != GGUF.name or info.dtype != DType.FLOAT32 or math.prod(info.shape) > _MAX_WIDENED:
         return False
     value = source.load(info.name)
     return isinstance(value, Tensor) and torch.equal(value.to(model.torch).float(), value)
 
 
-def stored_name(source: Checkpoint, name: str) -> str:
-    """The tensor that one of the output comes from: the head of a model that has none is its embedding."""
-    doubled = name == "lm_head.weight" and source.config.tied_embeddings
-    return "model.embed_tokens.weight" if doubled else name
+def source_name(source: Checkpoint, name: str) -> str:
+    """The source's tensor for one of the output: a tied head is the embedding."""
+    tied = name == "lm_head.weight" and source.config.tied_embeddings
+    return f"{EMBEDDING}.weight" if tied else name

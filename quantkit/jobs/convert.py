@@ -5,25 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.arguments import require_flags
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.detect import WeightKind
 from quantkit.jobs.carried_codes import cast, rounded, with_scales
-from quantkit.jobs.conversion import Conversion, advising, conversion, stored_name
-from quantkit.jobs.output import Work, Writer, model_summary, writing
+from quantkit.jobs.conversion import Conversion, plan_conversion, source_name, suggest_requantize
+from quantkit.jobs.options import ConvertOptions
+from quantkit.jobs.output import Writer, model_summary, writing
 from quantkit.jobs.result import ConvertResult
 from quantkit.jobs.target import TargetName
 from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.transcoded import Exact, require_exact, require_same_kv_cache
 from quantkit.quality.weights_only import carried_tensors
-from quantkit.tensors.dtypes import FloatName, float_name
+from quantkit.tensors.dtypes import FloatName
 from quantkit.tensors.finite import checked_cast, checked_codes
 from quantkit.tensors.qtensor import CARRIED, QuantTensor, row_chunks
 from quantkit.tensors.spec import TensorSpec
@@ -49,115 +48,121 @@ def convert(
 ) -> ConvertResult:
     """Write the model in `src` to the new folder, or GGUF file, `dst`.
 
-    The codes, scales and zero points of a quantized model stay what they are, or it is refused. What was written is
-    read back and held against the source, tensor by tensor.
+    The codes, scales and zero points of a quantized model stay as they are; otherwise the conversion is refused. The
+    result is read back and compared with the source, tensor by tensor.
 
     Args:
-        src: a model, in any format that is read.
-        dst: the folder to make, or a file ``*.gguf``; it must not exist.
-        to: ``compressed-tensors``, ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf`` of quantized models;
-            ``hf``, ``meta`` or ``gguf`` of floats. By default floats go to ``hf``, and a quantized model keeps its
-            format where that is written, else goes to ``compressed-tensors``.
+        src: a model in any format that quantkit reads.
+        dst: the folder to create, or a file ``*.gguf``; it must not exist.
+        to: ``compressed-tensors``, ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf`` for quantized models;
+            ``hf``, ``meta`` or ``gguf`` for floats. By default floats become ``hf``. A quantized model keeps its
+            format if quantkit writes it, and else becomes ``compressed-tensors``.
         mp: number of Meta model-parallel shards.
-        dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own. Of quantized models it goes with
-            GGUF, for the tensors that are floats, and with `dequantize`.
-        dequantize: write the floats that a quantized model means, each rounded once to the model's float type.
-        requantize: change as little as needed of what `to` cannot hold exactly: cast scales to a type that it holds,
-            codes and zero points as they are, else round the weight anew. The result is then compared with the
-            source, and refused if it is too far from it.
-        split_max_size: bytes of the largest file of weights, by default 2 GiB, and all of them in GGUF.
-        template: of conversations, for an instruct model that brings none: ``llama2`` or ``llama3``, which say what
-            Meta's code does, or a file ``*.jinja``; None carries those of `src`.
+        dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own. A quantized model takes it with
+            GGUF, for its float tensors, or with `dequantize`.
+        dequantize: write the floats that the codes of a quantized model mean, each rounded once to the model's type.
+        requantize: change what `to` cannot hold exactly, as little as needed: cast scales to a type that it holds and
+            keep codes and zero points, or else round the weight anew. The result is compared with the source, and
+            refused if it differs too much.
+        split_max_size: bytes of the largest file of weights; by default 2 GiB, and one file for GGUF.
+        template: a chat template for an instruct model without one: ``llama2`` or ``llama3``, as in Meta's code, or a
+            file ``*.jinja``; None keeps the templates of `src`.
         weights: picks one of several sets of weights in `src`: ``meta``, ``safetensors``, ``bin``, ``gpt-fast`` or
             ``gpt-fast-int8``.
-        resume: go on with an interrupted run; where there is none, begin.
+        resume: continue an interrupted run, if there is one.
         allow_nonfinite: write NaN and Inf, and values that overflow `dtype`, as they are.
-        source_check: see first that the source predicts a packaged text at all, where it has a tokenizer.
-        tensors_only: take the tensors as they are, of whatever architecture.
-        progress: told of every layer; None tells nobody.
+        source_check: first check that the source predicts a sample text, if it has a tokenizer.
+        tensors_only: copy the tensors as they are, whatever the architecture.
+        progress: called for each layer; None reports nothing.
 
     Returns:
-        What was written: path, size, bits a weight, what was proven equal, notes.
+        What was written: path, size, bits per weight, which tensors are proven equal, notes.
 
     Raises:
-        QuantkitError: of the kind that says what is wrong; `dst` is then not there.
+        QuantkitError: its type says what is wrong; `dst` does not exist then.
 
     Example:
         >>> quantkit.convert("Llama-3.2-1B", "Llama-3.2-1B-hf", dtype="bf16")
         >>> quantkit.convert("Llama-3.2-1B-int4", "llama-3.2-1b.gguf").exact.line()
     """
-    began = time.monotonic()
-    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check, tensors_only=tensors_only)
+    started = time.monotonic()
+    options = ConvertOptions(
+        to, mp, dtype, dequantize, requantize, split_max_size, template, weights, resume, allow_nonfinite,
+        source_check, tensors_only,
+    )  # fmt: skip
     progress = deduplicated(progress)
-    planned = conversion(
-        src, dst, to=to, mp=mp, dtype=dtype, dequantize=dequantize, requantize=requantize,
-        split_max_size=split_max_size, template=template, weights=weights, allow_nonfinite=allow_nonfinite,
-        tensors_only=tensors_only,
-    )  # fmt: skip
-    work, source = planned.work, planned.work.source
-    exact: Exact | None = None
-    gate: Gate | None = None
-    changes = planned.changes
-    with writing(work, Path(dst), resume=resume, source_check=source_check, progress=progress) as writer:
-        writer.report_progress()
-        with advising(requantize=requantize):
-            for spec in writer.missing:
-                writer.put(spec.name, *_value(planned, spec, allow_nonfinite))
+    plan = plan_conversion(src, dst, options)
+    with writing(plan.work, plan.dst, resume=resume, source_check=source_check, progress=progress) as writer:
+        _write(plan, writer)
         result = writer.seal()
+        exact, gate = _compare(plan, writer, result, progress)
         size = weight_size(result)
-        if planned.kv_cache is not None:
-            require_same_kv_cache(planned.kv_cache, result)
-        if not dequantize and planned.target.codes is not None:
-            dtypes = {name: one.dtypes for name, one in changes.cast.items()}
-            exact = require_exact(source, result, changes.rounded, dtypes, progress=progress)
-        if changes.rounded or changes.cast:
-            gate = run_gate(source, result, writer.records, asked=_asked(work), progress=in_phase(progress, "gate"))
-            require_passed(gate, source, result, Path(dst), remedy="start from the float model")
-        details = _details(planned, writer, result, float_name(dtype) or source.config.dtype, exact, gate)
-        manifest = writer.commit(details)
+        manifest = writer.commit(_details(plan, writer, result, exact, gate))
     return ConvertResult(
-        Path(dst), *size, exact, len(changes.rounded), gate, time.monotonic() - began,
-        [*planned.notes, *writer.notes], manifest,
+        plan.dst, *size, exact, len(plan.changes.rounded), gate, time.monotonic() - started,
+        [*plan.notes, *writer.notes], manifest,
     )  # fmt: skip
 
 
-def _value(
-    planned: Conversion, spec: TensorSpec, allow_nonfinite: bool
-) -> tuple[Tensor | QuantTensor, Mapping[str, object] | None]:
-    """A tensor of the output, and what the manifest says of how it was found."""
-    changes = planned.changes
-    source = planned.precise if spec.name in changes.rounded else planned.work.source
-    value = source.load(stored_name(source, spec.name))
+def _write(plan: Conversion, writer: Writer) -> None:
+    writer.report_progress()
+    with suggest_requantize(plan.options):
+        for spec in writer.missing:
+            writer.put(spec.name, *_value(plan, spec))
+
+
+def _value(plan: Conversion, spec: TensorSpec) -> tuple[Tensor | QuantTensor, Mapping[str, object] | None]:
+    """A tensor of the output, and its record for the manifest."""
+    changes, allow_nonfinite, dtype = plan.changes, plan.options.allow_nonfinite, spec.dtype.torch
+    source = plan.precise if spec.name in changes.rounded else plan.work.source
+    value = source.load(source_name(source, spec.name))
     if isinstance(value, QuantTensor) and spec.scheme is not None:
         checked_codes(value, spec.name, source.path, allow_nonfinite)
     if spec.scheme is not None and spec.name in changes.rounded:
-        return rounded(value, spec.scheme, spec.dtype.torch, spec.name, source.path)
+        return rounded(value, spec.scheme, dtype, spec.name, source.path)
     if isinstance(value, Tensor):
-        return checked_cast(value, spec.dtype.torch, spec.name, source.path, allow_nonfinite), None
+        return checked_cast(value, dtype, spec.name, source.path, allow_nonfinite), None
     if spec.scheme is not None and spec.name in changes.cast:
         return cast(value, changes.cast[spec.name].dtypes)
     if spec.scheme is not None:
         return with_scales(value, spec.dtype) or value, {"solver": CARRIED}
-    floats = torch.empty(value.shape, dtype=spec.dtype.torch)
+    floats = torch.empty(value.shape, dtype=dtype)
     for start, stop in row_chunks(*value.shape):
-        some = value.rows(start, stop).dequantize()
-        floats[start:stop] = checked_cast(some, spec.dtype.torch, spec.name, source.path, allow_nonfinite)
+        rows = value.rows(start, stop).dequantize()
+        floats[start:stop] = checked_cast(rows, dtype, spec.name, source.path, allow_nonfinite)
     return floats, None
 
 
-def _asked(work: Work) -> dict[str, Any]:
-    """The schemes in which the output was asked for, by module."""
-    return {spec.name.removesuffix(".weight"): spec.scheme for spec in work.encoder.planned if spec.scheme is not None}
+def _compare(
+    plan: Conversion, writer: Writer, result: StoredCheckpoint, progress: Progress
+) -> tuple[Exact | None, Gate | None]:
+    """Compare a result with its source: the codes that are carried over, and by the gate if any were changed.
+
+    Raises:
+        QualityError: if it differs too much.
+    """
+    source, changes = plan.work.source, plan.changes
+    exact, gate = None, None
+    if plan.kv_cache is not None:
+        require_same_kv_cache(plan.kv_cache, result)
+    if not plan.options.dequantize and plan.target.codes is not None:
+        dtypes = {name: one.dtypes for name, one in changes.cast.items()}
+        exact = require_exact(source, result, changes.rounded, dtypes, progress=progress)
+    if changes.rounded or changes.cast:
+        planned = plan.work.encoder.planned
+        requested = {spec.name.removesuffix(".weight"): spec.scheme for spec in planned if spec.scheme is not None}
+        gate = run_gate(source, result, writer.records, asked=requested, progress=in_phase(progress, "gate"))
+        require_passed(gate, source, result, plan.dst, remedy="start from the float model")
+    return exact, gate
 
 
 def _details(
-    planned: Conversion, writer: Writer, result: StoredCheckpoint, dtype: str, exact: Exact | None,
-    gate: Gate | None,
-) -> dict[str, object]:  # fmt: skip
-    """The manifest's own part of a conversion."""
-    source, assigned = planned.work.source, schemes(result)
+    plan: Conversion, writer: Writer, result: StoredCheckpoint, exact: Exact | None, gate: Gate | None
+) -> dict[str, object]:
+    """The job's part of the manifest."""
+    source, assigned = plan.work.source, schemes(result)
     details: dict[str, object] = {
-        "model": model_summary(source, dtype), "options": planned.work.options,
+        "model": model_summary(source, plan.options.float_type or source.config.dtype), "options": plan.work.options,
         "schemes": {module: str(scheme) for module, scheme in assigned.items()},
     }  # fmt: skip
     if exact is not None:

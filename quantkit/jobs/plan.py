@@ -21,10 +21,11 @@ from quantkit.formats.container import Encoder
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.output.staging import require_space
 from quantkit.jobs.certificate import certified_text
-from quantkit.jobs.conversion import conversion
+from quantkit.jobs.conversion import plan_conversion
 from quantkit.jobs.estimate import Estimate, estimate_conversion, estimate_quantization, require_buildable
 from quantkit.jobs.fit_to_size import SizeFit, requested_recipe
 from quantkit.jobs.labels import Labels, model_name
+from quantkit.jobs.options import ConvertOptions
 from quantkit.jobs.output import SHARD_BYTES
 from quantkit.jobs.prepare import planned_output, prepare, tensor_blocks
 from quantkit.jobs.settings import Method, MethodOptions
@@ -66,14 +67,13 @@ def convert(
     Raises:
         QuantkitError: as `quantkit.convert` does for what can be told without reading weights.
     """
-    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check, tensors_only=tensors_only)
-    planned = conversion(
-        src, dst, to=to, mp=mp, dtype=dtype, dequantize=dequantize, requantize=requantize,
-        split_max_size=split_max_size, template=template, weights=weights, allow_nonfinite=allow_nonfinite,
-        tensors_only=tensors_only, look=False,
+    options = ConvertOptions(
+        to, mp, dtype, dequantize, requantize, split_max_size, template, weights, resume, allow_nonfinite,
+        source_check, tensors_only,
     )  # fmt: skip
+    planned = plan_conversion(src, dst, options, headers_only=True)
     estimate = estimate_conversion(planned, source_check=source_check)
-    _require_room(Path(dst), planned.work.encoder, estimate, resume=resume)
+    _require_room(planned.dst, planned.work.encoder, estimate, resume=resume)
     return estimate
 
 

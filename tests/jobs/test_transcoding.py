@@ -335,12 +335,12 @@ def test_dequantized_weights_are_rounded_once(scheme: str, folders: dict[str, Pa
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("int8", {"to": "hf"}, "floats are written of it only .* `dequantize=True`"),
-    ("int8", {"to": "meta"}, "floats are written of it only"),
+    ("int8", {"to": "hf"}, "it is written as floats only .* `dequantize=True`"),
+    ("int8", {"to": "meta"}, "it is written as floats only"),
     ("int8", {"to": "gptq", "dequantize": True}, '`dequantize=True` does not go with `to="gptq"`'),
     ("int8", {"to": "hf", "requantize": True}, '`requantize=True` does not go with `to="hf"`'),
     ("int8", {"dequantize": True, "requantize": True}, "exclude each other"),
-    ("int8", {"to": "gptq", "dtype": "fp16"}, "another float type is written of it only"),
+    ("int8", {"to": "gptq", "dtype": "fp16"}, "it is written as another float type only"),
     ("int8", {"to": "meta", "dequantize": True, "split_max_size": 1000}, "`mp` says how many files"),
     ("int8", {"split_max_size": 0}, "`split_max_size` must be positive"),
     ("floats", {"to": "awq"}, "the source is not quantized"),
