@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import quantkit
-from quantkit.calibration.block_quantizer import BlockQuantizer
 from quantkit.calibration.data import load_calibration
+from quantkit.calibration.quantizers import GptqQuantizer
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches, text_windows
@@ -62,16 +62,16 @@ class Runs:
 
     def gptq(self, scheme: str, seed: int, *, thorough: bool = False) -> tuple[Path, str]:
         inside = 0.0
-        next_block = BlockQuantizer.next_block
+        solve = GptqQuantizer.solve
 
         def timed(*arguments, **options):  # type: ignore[no-untyped-def]
             nonlocal inside
             before = time.monotonic()
-            result = next_block(*arguments, **options)
+            result = solve(*arguments, **options)
             inside += time.monotonic() - before
             return result
 
-        BlockQuantizer.next_block = timed  # type: ignore[method-assign]
+        GptqQuantizer.solve = timed  # type: ignore[method-assign]
         started = time.monotonic()
         dst = self._dst(f"gptq{thorough}", scheme, seed)
         try:
@@ -80,7 +80,7 @@ class Runs:
                 length=WINDOW, seed=seed, thorough=thorough,
             )  # fmt: skip
         finally:
-            BlockQuantizer.next_block = next_block  # type: ignore[method-assign]
+            GptqQuantizer.solve = solve  # type: ignore[method-assign]
         return dst, f"{time.monotonic() - started:.1f} ({inside:.1f})"
 
     def thorough(self, scheme: str, seed: int) -> tuple[Path, str]:

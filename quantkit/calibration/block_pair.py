@@ -1,8 +1,8 @@
-"""One decoder block twice, as floats and as far as it has been quantized, with only the linears at work in memory."""
+"""One decoder block twice: with float weights, and as far as it has been quantized. Only linears in use are loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from quantkit.architectures.topology import InputGroup, input_groups
 from quantkit.calibration.group_solver import GroupSolver, Result
 from quantkit.calibration.hessian import HessianAccumulator
-from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init
@@ -20,21 +19,21 @@ from quantkit.tensors.qtensor import QuantTensor
 
 
 class StreamLinear(nn.Linear):
-    """A linear that samples pass through, while the solver has its float32 weight."""
+    """A linear that multiplies samples in `compute_dtype`, while the solver has its float32 weight."""
 
-    passing = torch.float32
+    compute_dtype = torch.float32
     _rounded: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.passing == torch.bfloat16:
+        if self.compute_dtype == torch.bfloat16:
             out = bfloat16_linear(x, self._rounded_weight())
         else:
             out = times(x.flatten(0, -2), self.weight.t()).view(*x.shape[:-1], -1)
         return out if self.bias is None else out.add_(self.bias)
 
-    def settle(self) -> None:
-        """Keep only what samples need to pass through."""
-        if self.passing == torch.bfloat16:
+    def drop_solver_weight(self) -> None:
+        """Keep only the weight that multiplies samples."""
+        if self.compute_dtype == torch.bfloat16:
             self._rounded_weight()
             self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
@@ -44,19 +43,20 @@ class StreamLinear(nn.Linear):
         return self._rounded
 
 
-Finished = Callable[[str], Tensor | QuantTensor]
-"""Gives a block's weights by tensor name where an earlier run has already found them."""
+LoadQuantized = Callable[[str], Tensor | QuantTensor]
+"""Loads a quantized weight, by tensor name, that an earlier run has written."""
 
 
 @dataclass(frozen=True)
 class BlockPair:
-    """A block on its way from floats to codes.
+    """A decoder block with float weights, and the same block as far as it has been quantized.
 
     Attributes:
         source: the float model.
         layer: number of the block.
-        floats, quantized: it, without weights at first but for those that are in no group, as norms and routers.
-        solver: finds the codes.
+        floats, quantized: the blocks. Initially they have only the tensors that are in no group: norms and routers.
+        solver: quantizes linears.
+        load_resumed: loads the block's quantized weights, if an earlier run has written them all.
     """
 
     source: Checkpoint
@@ -65,141 +65,111 @@ class BlockPair:
     quantized: Block
     solver: GroupSolver
     device: torch.device
+    load_resumed: LoadQuantized | None = None
 
     @classmethod
-    def of(cls, source: Checkpoint, layer: int, solver: GroupSolver, device: torch.device) -> BlockPair:
-        """The pair with what both have in common."""
+    def of(
+        cls, source: Checkpoint, layer: int, solver: GroupSolver, device: torch.device,
+        load_resumed: LoadQuantized | None = None,
+    ) -> BlockPair:  # fmt: skip
+        """The pair with the tensors that both blocks share."""
         with meta_init():
             floats, quantized = (Block(source.config, layer) for _ in range(2))
-        pair = cls(source, layer, floats, quantized, solver, device)
+        pair = cls(source, layer, floats, quantized, solver, device, load_resumed)
         grouped = {module for group in pair.groups for module in group.modules}
         for name, _ in list(floats.named_parameters()):
             if name.rpartition(".")[0] not in grouped:
                 parameter = pair._parameter(name)
                 for block in (floats, quantized):
-                    _set_parameter(block, name, parameter)
+                    _set(block, name, parameter)
         return pair
 
     @property
     def groups(self) -> list[InputGroup]:
         return input_groups(self.source.config, self.layer)
 
-    def fill(self, group: InputGroup) -> None:
+    def full_name(self, module: str) -> str:
+        """The name of a module of the block within the model."""
+        return BLOCK_PREFIX.format(self.layer) + module
+
+    def load(self, group: InputGroup) -> None:
         """Load the floats of a group."""
         for module in group.modules:
-            _set(self.floats, module, self._linear(linear_of(self.floats, module)))
+            _set(self.floats, module, self._empty_linear(linear_of(self.floats, module)))
             for leaf, _ in list(self.floats.get_submodule(module).named_parameters()):
                 name = f"{module}.{leaf}"
-                _set_parameter(self.floats, name, self._parameter(name))
+                _set(self.floats, name, self._parameter(name))
 
-    def wanted(self, group: InputGroup) -> dict[str, str]:
-        """The modules to quantize: name within the block to full name."""
-        names = {module: BLOCK_PREFIX.format(self.layer) + module for module in group.modules}
-        return {module: name for module, name in names.items() if name in self.solver.schemes}
+    def linears(self, group: InputGroup) -> dict[str, nn.Linear]:
+        """The float linears of a group that have to be solved, by full name."""
+        if self.load_resumed is not None:
+            return {}
+        names = {self.full_name(module): module for module in group.modules}
+        schemes = self.solver.schemes
+        return {name: linear_of(self.floats, module) for name, module in names.items() if name in schemes}
 
     def statistics(self, group: InputGroup) -> HessianAccumulator:
-        """Sums over a group's inputs, still empty; the drift is that of the outputs where the group writes."""
+        """Empty sums over a group's inputs; the drift is that of the outputs if the group writes to the residual."""
         linear = linear_of(self.floats, group.modules[0])
         drift_width = linear.out_features if group.writes else linear.in_features
         return HessianAccumulator(linear.in_features, drift_width, self.device)
 
     def solve(
-        self, group: InputGroup, statistics: HessianAccumulator, modules: Collection[str] | None = None
+        self, group: InputGroup, statistics: HessianAccumulator, linears: Mapping[str, nn.Linear]
     ) -> dict[str, Result]:
-        """The results by module within the block.
+        """`GroupSolver.solve` for linears of a group, given this process's sums over their inputs."""
+        statistics.finish(self.solver.group)
+        return self.solver.solve(linears, statistics, outputs=group.writes)
 
-        Args:
-            statistics: of all processes; used up.
-            modules: of the group; None is all that are wanted.
-
-        Raises:
-            NonFiniteError: if a weight or the inputs of a linear hold NaN or Inf.
-        """
-        wanted = {module: name for module, name in self.wanted(group).items() if modules is None or module in modules}
-        linears = {name: linear_of(self.floats, module) for module, name in wanted.items()}
-        try:
-            solved = self.solver.solve(linears, statistics, outputs=group.writes)
-        except NonFiniteError as error:
-            raise NonFiniteError(
-                f"layer '{next(iter(linears))}': {error.problem}", path=self.source.path,
-                hint='`method="rtn"` rounds without it',
-            ) from error  # fmt: skip
-        return {module: solved[name] for module, name in wanted.items()}
-
-    def change(self, module: str, quantized: QuantTensor) -> tuple[float, float]:
-        """As `GroupSolver.change`, for a linear whose floats are loaded."""
-        return self.solver.change(quantized, linear_of(self.floats, module).weight)
-
-    def rounded(self, module: str) -> QuantTensor:
-        """A linear whose floats are loaded, rounded to nearest."""
-        return self.solver.rounded(BLOCK_PREFIX.format(self.layer) + module, linear_of(self.floats, module).weight)
-
-    def load_resumed(self, group: InputGroup, finished: Finished) -> dict[str, Result]:
-        """What an earlier run has found, by module within the block."""
-        return {module: (_quantized(finished(f"{name}.weight")), {}) for module, name in self.wanted(group).items()}
-
-    def install(self, group: InputGroup, solved: Mapping[str, Result]) -> dict[str, Result]:
-        """Let the quantized block go on with what was found, and with floats for the rest.
-
-        Returns:
-            What was found, by tensor name.
-        """
+    def install(self, group: InputGroup, results: Mapping[str, Result]) -> None:
+        """Give the quantized block the linears of a group: as solved, as an earlier run has written them, or floats."""
         for module in group.modules:
-            linear = linear_of(self.floats, module)
-            if module in solved:
+            linear, name = linear_of(self.floats, module), self.full_name(module)
+            weight = results[name].weight if name in results else None
+            if self.load_resumed is not None and name in self.solver.schemes:
+                stored = self.load_resumed(f"{name}.weight")
+                assert isinstance(stored, QuantTensor)
+                weight = stored
+            if weight is not None:
                 bias = linear.bias
-                linear = self._linear(linear)
-                weight = solved[module][0].to(self.device).dequantize()
-                linear.weight = nn.Parameter(weight, requires_grad=False)
+                linear = self._empty_linear(linear)
+                linear.weight = nn.Parameter(weight.to(self.device).dequantize(), requires_grad=False)
                 linear.bias = bias
-                linear.settle()
+                linear.drop_solver_weight()
             _set(self.quantized, module, linear)
-        prefix = BLOCK_PREFIX.format(self.layer)
-        return {f"{prefix}{module}.weight": result for module, result in solved.items()}
 
-    def settle(self, group: InputGroup) -> None:
-        """Keep of the floats of a group only what samples need to pass through them."""
+    def drop_solver_weights(self, group: InputGroup) -> None:
+        """Keep only the float weights of a group that multiply samples."""
         for module in group.modules:
             linear = linear_of(self.floats, module)
             if isinstance(linear, StreamLinear):
-                linear.settle()
+                linear.drop_solver_weight()
 
-    def _linear(self, like: nn.Linear) -> StreamLinear:
+    def _empty_linear(self, like: nn.Linear) -> StreamLinear:
         """A linear of the same shape, without weights yet."""
         linear = StreamLinear(like.in_features, like.out_features, like.bias is not None, device="meta")
-        linear.passing = compute_dtype(self.device)
+        linear.compute_dtype = compute_dtype(self.device)
         return linear
 
     def _parameter(self, name: str) -> nn.Parameter:
-        full = BLOCK_PREFIX.format(self.layer) + name
-        return float_parameter(self.source, full, self.device, torch.float32)
+        return float_parameter(self.source, self.full_name(name), self.device, torch.float32)
 
 
 def linear_of(block: Block, module: str) -> nn.Linear:
-    """A linear of a block that has not been forgotten."""
+    """A linear of a block that has not been unloaded."""
     linear = block.get_submodule(module)
     assert isinstance(linear, nn.Linear)
     return linear
 
 
-def forget(groups: Iterable[InputGroup], *blocks: Block) -> None:
-    """Let go of linears that are not needed again."""
+def unload(groups: Iterable[InputGroup], *blocks: Block) -> None:
+    """Free linears that are not needed again."""
     for group in groups:
         for module in group.modules:
             for block in blocks:
                 _set(block, module, nn.Module())
 
 
-def _quantized(value: Tensor | QuantTensor) -> QuantTensor:
-    assert isinstance(value, QuantTensor)
-    return value
-
-
-def _set(block: Block, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(block.get_submodule(parent), child, module)
-
-
-def _set_parameter(block: Block, name: str, parameter: nn.Parameter) -> None:
+def _set(block: Block, name: str, value: nn.Module | nn.Parameter) -> None:
     owner, _, leaf = name.rpartition(".")
-    setattr(block.get_submodule(owner), leaf, parameter)
+    setattr(block.get_submodule(owner), leaf, value)

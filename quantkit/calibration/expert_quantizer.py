@@ -1,26 +1,26 @@
 """GPTQ for a mixture of experts: one expert after the other, each on the tokens that are sent to it.
 
-An expert that gets few tokens for a linear's inputs leaves that linear's Hessian singular, or close to it, and its
-errors free to grow on other tokens. It is calibrated on all tokens then, whose states are much like those it is sent.
-So is a linear whose weights its own tokens change by more than its scheme explains; where all tokens do so too, it is
+If an expert gets few tokens for a linear's inputs, that linear's Hessian is singular, or close to it, and its errors
+may grow on other tokens. It is then calibrated on all tokens, whose states are similar to those it is sent. So is a
+linear whose weights change by more on its own tokens than its scheme explains. If they do on all tokens too, it is
 rounded.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from quantkit.architectures.topology import InputGroup
-from quantkit.calibration.block_pair import BlockPair, Finished, forget, linear_of
+from quantkit.calibration.block_pair import BlockPair, linear_of, unload
 from quantkit.calibration.expert_streams import FLOAT, QUANTIZED, ExpertStreams, Piece
 from quantkit.calibration.group_solver import Result
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.streams import Streams
-from quantkit.distributed.group import ProcessGroup
 from quantkit.memory import malloc_trim
 from quantkit.model.decoder import Block
 from quantkit.model.feed_forward import MLP
@@ -28,162 +28,158 @@ from quantkit.model.linear import no_tap
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import ROUNDING
 
-ProgressCallback = Callable[[int], None]
-"""Is told how many more linears are done with."""
+MIN_TOKENS_PER_INPUT = 2
+"""Tokens sent to an expert per input of a linear; with fewer it is calibrated on all tokens."""
 
 
 def quantize_experts(
-    pair: BlockPair, groups: Sequence[InputGroup], streams: Streams, processes: ProcessGroup,
-    finished: Finished | None, told: ProgressCallback | None,
-) -> dict[str, Result]:  # fmt: skip
-    """The results of a branch that ends with experts, by tensor name; both streams are led through it.
+    pair: BlockPair, groups: Sequence[InputGroup], streams: Streams
+) -> Iterator[tuple[int, Mapping[str, Result]]]:
+    """Quantize a branch that ends with experts, and move both streams to its end.
 
     Args:
         groups: of the branch.
-        processes: those that share the samples; all decide alike.
-        finished, told: as for `BlockQuantizer.next_block`.
+
+    Yields:
+        After each expert: the number of its linears, and the results by name of the linear.
 
     Raises:
         NonFiniteError: if a weight or the inputs of a linear hold NaN or Inf.
     """
     states = streams.enter_experts(pair.quantized)
     counts = states.token_counts()
-    processes.sum_(counts)
-    work = _ExpertWork(pair, states, processes, counts.tolist())
-    owners = [list(own) for _, own in itertools.groupby(groups, key=_owner)]
-    results: dict[str, Result] = {}
-    for own in owners:
-        results |= work.expert(own, finished)
-        if told is not None:
-            told(sum(len(group.modules) for group in own))
+    pair.solver.group.sum_(counts)
+    experts = _Experts(pair, states, counts.tolist())
+    for _, own in itertools.groupby(groups, key=_owner):
+        of_expert = list(own)
+        yield sum(len(group.modules) for group in of_expert), experts.quantize(of_expert)
     states.leave()
-    return results
-
-
-ENOUGH = 2
-"""Tokens sent to an expert for each input of a linear; with fewer it is calibrated on all tokens."""
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """What a group of an expert's linears is calibrated on.
+class _Tokens:
+    """The tokens that linears of an expert are calibrated on.
 
     Attributes:
         count: how many tokens.
-        everyone: whether they are all tokens, since those sent to the expert do not do.
-        sent: how many are.
+        all: whether they are all tokens, as those sent to the expert are too few.
+        sent: how many are sent to it.
     """
 
     count: int
-    everyone: bool
+    all: bool
     sent: int
 
     def record(self, reason: str) -> dict[str, object]:
-        """What the manifest says of them.
+        """Their entry in the manifest.
 
         Args:
-            reason: why they are not those that were tried first; empty where they are.
+            reason: why the tokens that were tried first are not used; empty if these are the first.
         """
-        if not self.everyone:
+        if not self.all:
             return {"tokens": self.count, "tokens_from": "routed"}
-        told = {"tokens_reason": reason} if reason else {}
-        return {"tokens": self.count, "tokens_from": "all", "routed_tokens": self.sent, **told}
+        because = {"tokens_reason": reason} if reason else {}
+        return {"tokens": self.count, "tokens_from": "all", "routed_tokens": self.sent, **because}
 
 
 @dataclass(frozen=True)
-class _ExpertWork:
+class _Experts:
     """The experts of a block.
 
     Attributes:
-        counts: tokens by expert, and last of all, in all processes.
+        counts: tokens by expert, then the number of tokens, in all processes.
     """
 
     pair: BlockPair
     states: ExpertStreams
-    processes: ProcessGroup
     counts: Sequence[int]
 
-    def expert(self, groups: Sequence[InputGroup], finished: Finished | None) -> dict[str, Result]:
-        """The results of one expert, by tensor name, or of the shared ones."""
-        pair, number = self.pair, groups[0].expert
+    def quantize(self, groups: Sequence[InputGroup]) -> dict[str, Result]:
+        """The results of one expert, or of the shared ones, whose output is then added to both streams."""
+        pair = self.pair
         floats, quantized = (_mlp(block, groups[0]) for block in (pair.floats, pair.quantized))
         results: dict[str, Result] = {}
         for group in groups:
-            pair.fill(group)
+            pair.load(group)
         for group in groups:
-            solved: dict[str, Result] = {}
-            if finished is not None:
-                solved = pair.load_resumed(group, finished)
-            elif pair.wanted(group):
-                solved = self._solved(group, floats, quantized)
+            linears = pair.linears(group)
+            solved = self._solve(group, linears, floats, quantized) if linears else {}
+            del linears
             malloc_trim()
-            results |= pair.install(group, solved)
+            pair.install(group, solved)
+            results |= solved
         for stream, mlp in ((QUANTIZED, quantized), (FLOAT, floats)):
-            self.states.add(stream, number, mlp)
-        forget(groups, pair.floats, pair.quantized)
+            self.states.add(stream, groups[0].expert, mlp)
+        unload(groups, pair.floats, pair.quantized)
         return results
 
-    def _solved(self, group: InputGroup, floats: MLP, quantized: MLP) -> dict[str, Result]:
-        """The results of some linears of an expert, by module within the block."""
-        wanted = dict.fromkeys(self.pair.wanted(group), "")
+    def _solve(
+        self, group: InputGroup, linears: Mapping[str, nn.Linear], floats: MLP, quantized: MLP
+    ) -> dict[str, Result]:
+        """The results of linears of an expert that share their inputs."""
         if group.expert is None:
-            return self._calibrated(group, wanted, floats, quantized, everyone=False)
+            return self._calibrate(group, linears, floats, quantized, all_tokens=False)
         results: dict[str, Result] = {}
+        reasons = dict.fromkeys(linears, "")
         choices = self._choices(group)
         for tokens in choices:
-            found = self._calibrated(group, wanted, floats, quantized, everyone=tokens.everyone)
-            for module, (codes, record) in found.items():
-                results[module] = codes, {**record, **tokens.record(wanted[module])}
-            beyond = self._beyond(found, tokens)
-            wanted = {module: "; ".join(filter(None, (wanted[module], told))) for module, told in beyond.items()}
-            if not wanted:
+            unsolved = {name: linears[name] for name in reasons}
+            found = self._calibrate(group, unsolved, floats, quantized, all_tokens=tokens.all)
+            for name, result in found.items():
+                results[name] = replace(result, record={**result.record, **tokens.record(reasons[name])})
+            distorted = self._distorted(found, unsolved, tokens)
+            reasons = {name: "; ".join(filter(None, (reasons[name], reason))) for name, reason in distorted.items()}
+            if not reasons:
                 break
-        for module, reason in wanted.items():
-            codes = self.pair.rounded(module)
-            results[module] = codes, {"solver": ROUNDING, **choices[-1].record(reason)}
+        for name, reason in reasons.items():
+            record = {"solver": ROUNDING, **choices[-1].record(reason)}
+            results[name] = self.pair.solver.round(name, linears[name].weight, record)
         return results
 
-    def _calibrated(
-        self, group: InputGroup, modules: Collection[str], floats: MLP, quantized: MLP, *, everyone: bool
+    def _calibrate(
+        self, group: InputGroup, linears: Mapping[str, nn.Linear], floats: MLP, quantized: MLP, *, all_tokens: bool
     ) -> dict[str, Result]:
-        """What GPTQ makes of some linears of a group on the tokens sent to their expert, or on all."""
+        """GPTQ on the tokens sent to the group's expert, or on all."""
         statistics = self.pair.statistics(group)
-        for piece in self.states.pieces(group.expert, everyone=everyone):
-            _take_up(piece, group, floats, quantized, statistics)
-        statistics.finish(self.processes)
-        return self.pair.solve(group, statistics, modules)
+        for piece in self.states.pieces(group.expert, all_tokens=all_tokens):
+            _add(piece, group, floats, quantized, statistics)
+        return self.pair.solve(group, statistics, linears)
 
-    def _choices(self, group: InputGroup) -> list[Tokens]:
-        """What an expert's group may be calibrated on, the better first."""
+    def _choices(self, group: InputGroup) -> list[_Tokens]:
+        """What an expert's group may be calibrated on, the better choice first."""
         assert group.expert is not None
-        sent, everyone = self.counts[group.expert], self.counts[-1]
-        enough = sent >= ENOUGH * linear_of(self.pair.floats, group.modules[0]).in_features
-        own = [Tokens(sent, False, sent)] if enough else []
-        return [*own, Tokens(everyone, True, sent)]
+        sent, every = self.counts[group.expert], self.counts[-1]
+        enough = sent >= MIN_TOKENS_PER_INPUT * linear_of(self.pair.floats, group.modules[0]).in_features
+        own = [_Tokens(sent, False, sent)] if enough else []
+        return [*own, _Tokens(every, True, sent)]
 
-    def _beyond(self, found: Mapping[str, Result], tokens: Tokens) -> dict[str, str]:
-        """The linears that tokens changed by more than their schemes explain, with what the manifest says of it."""
-        changes = {module: self.pair.change(module, codes) for module, (codes, _) in found.items()}
-        beyond = torch.tensor([float(not error <= bound) for error, bound in changes.values()], device=self.pair.device)
-        self.processes.sum_(beyond)  # not all machines need round alike
-        on = "all tokens" if tokens.everyone else "the tokens sent to it"
+    def _distorted(
+        self, found: Mapping[str, Result], linears: Mapping[str, nn.Linear], tokens: _Tokens
+    ) -> dict[str, str]:
+        """The linears that changed by more than their schemes explain, with the reason for the manifest."""
+        solver = self.pair.solver
+        bounds = {name: solver.error_bound(result.weight, linears[name].weight) for name, result in found.items()}
+        votes = [float(not result.error <= bounds[name]) for name, result in found.items()]
+        distorted = torch.tensor(votes, device=self.pair.device)
+        solver.group.sum_(distorted)  # machines may round differently
+        on = "all tokens" if tokens.all else "the tokens sent to it"
         return {
-            module: f"changed by {error:.3g} on {on}, expected at most {bound:.3g}"
-            for (module, (error, bound)), count in zip(changes.items(), beyond.tolist(), strict=True)
+            name: f"changed by {found[name].error:.3g} on {on}, expected at most {bound:.3g}"
+            for (name, bound), count in zip(bounds.items(), distorted.tolist(), strict=True)
             if count
         }
 
 
-def _take_up(piece: Piece, group: InputGroup, floats: MLP, quantized: MLP, statistics: HessianAccumulator) -> None:
-    """Add a piece to the sums over a group's inputs, by the tokens' shares."""
-    inputs, counterparts = piece.inputs, piece.counterparts
+def _add(piece: Piece, group: InputGroup, floats: MLP, quantized: MLP, statistics: HessianAccumulator) -> None:
+    """Add a piece to the sums over a group's inputs, weighted by the tokens' shares."""
+    inputs, float_inputs = piece.inputs, piece.float_inputs
     if group.writes:
         inputs = quantized.inner(inputs, no_tap)
-        counterparts = None if counterparts is None else floats.inner(counterparts, no_tap)
-    if counterparts is None:
+        float_inputs = None if float_inputs is None else floats.inner(float_inputs, no_tap)
+    if float_inputs is None:
         statistics.add(inputs * piece.shares)
         return
-    difference = (counterparts - inputs) * piece.shares
+    difference = (float_inputs - inputs) * piece.shares
     if group.writes:
         difference = times(difference, floats.down_proj.weight.t())
     statistics.add_pair(inputs * piece.shares, difference)
@@ -194,7 +190,7 @@ def _owner(group: InputGroup) -> str:
 
 
 def _mlp(block: Block, group: InputGroup) -> MLP:
-    """The expert whose linears a group is."""
+    """The expert that a group belongs to."""
     found = block.get_submodule(_owner(group))
     assert isinstance(found, MLP)
     return found

@@ -1,7 +1,7 @@
-"""Both streams within a branch that ends with experts: each expert is given the tokens that a router sends to it.
+"""Both streams within a branch that ends with experts: each expert gets the tokens that the router sends to it.
 
-The tokens' states stay where they are. An expert's rows are looked up, some from each batch, and what it gives for
-them is added to the branch's output; so there is one expert at a time, and none of its states are kept.
+The tokens' states stay in the store. An expert's rows are read from it, some from each batch, and the expert's output
+for them is added to the branch's output. So one expert runs at a time, and none of its states are kept.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.activation_store import ActivationStore
-from quantkit.model.decoder import Block, Step
+from quantkit.model.decoder import Block
 from quantkit.model.feed_forward import Experts
 
-QUANTIZED, FLOAT = "quantized", "float"  # the streams, by which the store knows a batch's states
+QUANTIZED, FLOAT = "quantized", "float"  # the streams: the store's keys for a batch's states
 _OUTPUT = {QUANTIZED: "quantized output", FLOAT: "float output"}
-_ROWS = 2048  # that go through an expert together, unless one batch has more
+_MIN_ROWS = 2048  # that go through an expert together, if it gets as many
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,22 @@ class Piece:
 
     Attributes:
         inputs: normed states of the quantized stream, [N, D].
-        counterparts: those of the float stream, [N, D], where it follows.
-        shares: how much of what the expert gives each token gets, [N, 1].
+        float_inputs: those of the float stream, [N, D], for batches that it has.
+        shares: each token's weight for the expert's output, [N, 1].
     """
 
     inputs: Tensor
-    counterparts: Tensor | None
+    float_inputs: Tensor | None
     shares: Tensor
 
 
 @dataclass(frozen=True)
 class _Routes:
-    """Where a batch's tokens go.
+    """The router's choice for a batch's tokens.
 
     Attributes:
-        shares, chosen: of the experts, [N, K].
-        shared: how much each token gets of what the shared experts give, [N].
+        shares, chosen: the experts' weights and numbers, [N, K].
+        shared: the weight of the shared experts, [N].
     """
 
     shares: Tensor
@@ -50,7 +50,7 @@ class _Routes:
     shared: Tensor
 
     def to(self, expert: int | None) -> tuple[Tensor, Tensor]:
-        """The tokens sent to an expert, by number, and their shares; None is the shared experts."""
+        """The indices of the tokens sent to an expert, and their shares; None is the shared experts."""
         if expert is None:
             return torch.arange(len(self.shared)), self.shared
         tokens, places = (self.chosen == expert).nonzero(as_tuple=True)
@@ -58,9 +58,9 @@ class _Routes:
 
 
 class ExpertStreams:
-    """The states of all batches before a branch with experts, and what these have given so far."""
+    """The states of all batches before a branch with experts, and the sum of the experts' outputs so far."""
 
-    def __init__(self, store: ActivationStore, device: torch.device, block: Block, step: Step) -> None:
+    def __init__(self, store: ActivationStore, device: torch.device, block: Block) -> None:
         """
         Args:
             store: holds the states.
@@ -71,13 +71,12 @@ class ExpertStreams:
         self._device = device
         self._block = block
         self._experts = block.mlp
-        self._step = step
         self._routes: dict[str, dict[int, _Routes]] = {QUANTIZED: {}, FLOAT: {}}
 
     def enter(self, stream: str, index: int, states: Tensor) -> None:
-        """Take up a batch's states [B, T, D] before the branch."""
+        """Store a batch's states [B, T, D] before the branch, and route its tokens."""
         mlp = self._experts
-        normed = self._normed(states.flatten(0, -2))
+        normed = self._block.normed("mlp", states.flatten(0, -2))
         shares, chosen = mlp.route(normed)
         shared = torch.ones(len(normed))
         if mlp.shared_expert_gate is not None:
@@ -87,14 +86,14 @@ class ExpertStreams:
         self._store.put((_OUTPUT[stream], index), torch.zeros(states.shape, device=states.device))
 
     def leave(self) -> None:
-        """Add to all states what the experts have given."""
+        """Add the experts' outputs to all states."""
         for stream, routes in self._routes.items():
             for index in routes:
-                states, given = (self._store.take((key, index)).to(self._device) for key in (stream, _OUTPUT[stream]))
-                self._store.put((stream, index), self._block.add("mlp", states, given))
+                states, output = (self._store.take((key, index)).to(self._device) for key in (stream, _OUTPUT[stream]))
+                self._store.put((stream, index), self._block.add("mlp", states, output))
 
     def token_counts(self) -> Tensor:
-        """How many tokens of the quantized stream each expert is sent, and last how many there are: [E + 1] int64."""
+        """How many tokens of the quantized stream each expert is sent, and last the number of tokens: [E + 1] int64."""
         count = len(self._experts.experts)
         found = torch.zeros(count + 1, dtype=torch.int64)
         for routes in self._routes[QUANTIZED].values():
@@ -102,45 +101,47 @@ class ExpertStreams:
             found[count] += len(routes.chosen)
         return found.to(self._device)
 
-    def pieces(self, expert: int | None, *, everyone: bool) -> Iterator[Piece]:
-        """The tokens that are sent to an expert, or all of them with equal shares; None is the shared experts."""
-        followed = self._routes[FLOAT]
-        for indexes in (followed, [index for index in self._routes[QUANTIZED] if index not in followed]):
-            for rows in self._gathered(QUANTIZED, indexes, expert, everyone=everyone):
+    def pieces(self, expert: int | None, *, all_tokens: bool) -> Iterator[Piece]:
+        """The tokens that are sent to an expert, or all with equal shares; None is the shared experts."""
+        with_floats = self._routes[FLOAT]
+        without = [index for index in self._routes[QUANTIZED] if index not in with_floats]
+        for indexes in (with_floats, without):
+            for rows in self._gathered(QUANTIZED, indexes, expert, all_tokens=all_tokens):
                 inputs = self._states(QUANTIZED, rows)
-                counterparts = self._states(FLOAT, rows) if indexes is followed else None
+                float_inputs = self._states(FLOAT, rows) if indexes is with_floats else None
                 shares = torch.cat([own for _, _, own in rows]).to(self._device)
-                yield Piece(inputs, counterparts, shares.unsqueeze(-1))
+                yield Piece(inputs, float_inputs, shares.unsqueeze(-1))
 
     def add(self, stream: str, expert: int | None, apply: Callable[[Tensor], Tensor]) -> None:
-        """Add what an expert gives for normed states [N, D] of the tokens that are sent to it, by their shares."""
-        for rows in self._gathered(stream, self._routes[stream], expert, everyone=False):
-            given = apply(self._states(stream, rows))
-            pieces = torch.split(given, [len(tokens) for _, tokens, _ in rows])
+        """Add an expert's output, times the shares, for the tokens that are sent to it.
+
+        Args:
+            apply: the expert, for normed states [N, D].
+        """
+        for rows in self._gathered(stream, self._routes[stream], expert, all_tokens=False):
+            output = apply(self._states(stream, rows))
+            pieces = torch.split(output, [len(tokens) for _, tokens, _ in rows])
             for (index, tokens, shares), piece in zip(rows, pieces, strict=True):
                 self._store.add_rows((_OUTPUT[stream], index), tokens, piece * shares.to(piece.device).unsqueeze(-1))
 
     def _gathered(
-        self, stream: str, indexes: Iterable[int], expert: int | None, *, everyone: bool
+        self, stream: str, indexes: Iterable[int], expert: int | None, *, all_tokens: bool
     ) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
-        """Tokens of some batches, by number, with their shares, as many as go through an expert together."""
+        """Tokens that go through an expert together: batch, indices of its tokens, shares."""
         found: list[tuple[int, Tensor, Tensor]] = []
         for index in indexes:
             routes = self._routes[stream][index]
-            tokens, shares = routes.to(None if everyone else expert)
+            tokens, shares = routes.to(None if all_tokens else expert)
             if not len(tokens):
                 continue
-            found.append((index, tokens, torch.ones_like(shares) if everyone else shares))
-            if sum(len(own) for _, own, _ in found) >= _ROWS:
+            found.append((index, tokens, torch.ones_like(shares) if all_tokens else shares))
+            if sum(len(own) for _, own, _ in found) >= _MIN_ROWS:
                 yield found
                 found = []
         if found:
             yield found
 
     def _states(self, stream: str, rows: list[tuple[int, Tensor, Tensor]]) -> Tensor:
-        """Normed states [N, D] of tokens of some batches."""
+        """Normed states [N, D] of tokens of several batches."""
         states = [self._store.rows((stream, index), tokens).to(self._device) for index, tokens, _ in rows]
-        return self._normed(torch.cat(states))
-
-    def _normed(self, states: Tensor) -> Tensor:
-        return self._block.inner("mlp", states, self._step)
+        return self._block.normed("mlp", torch.cat(states))

@@ -12,29 +12,43 @@ from torch import Tensor, nn
 
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.distributed.group import ProcessGroup
+from quantkit.errors import NonFiniteError
 from quantkit.quality.bounds import REPEATABLE, coarsest, weight_bound
 from quantkit.solver.columns import TORCH, ColumnKernels
 from quantkit.solver.gptq import DAMPING, Damped, GptqReport, SingularError, solve
-from quantkit.solver.portions import divided_at_once
+from quantkit.solver.portions import max_divided_elements
+from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
 
-_NOISE = 3.0  # damping, in mean diagonals, where there is one token for each input
+_NOISE = 3.0  # damping, in mean diagonals, for one token per input
 
-Result = tuple[QuantTensor, dict[str, object]]
-"""Codes, and what the manifest says of how they were found."""
+
+@dataclass(frozen=True)
+class Result:
+    """A quantized linear.
+
+    Attributes:
+        weight: on the CPU.
+        error: of the weight, relative to its floats (Frobenius norms).
+        record: how it was found, for the manifest.
+    """
+
+    weight: QuantTensor
+    error: float
+    record: Mapping[str, object]
 
 
 @dataclass(frozen=True)
 class GroupSolver:
-    """Quantizes linears, given sums over the inputs that they share.
+    """Quantizes linears, given sums over their shared inputs.
 
     Attributes:
         schemes: by name of the linear.
         scale_dtype: dtype the scales are stored in.
-        group: the processes; each solves its share of the rows, and all get all of them.
-        kernels: of the device where the linears are.
+        group: the processes; each solves its share of the rows, and all receive all rows.
+        kernels: for the device of the linears.
     """
 
     schemes: Mapping[str, QuantScheme]
@@ -45,16 +59,18 @@ class GroupSolver:
     def solve(
         self, linears: Mapping[str, nn.Linear], statistics: HessianAccumulator, *, outputs: bool
     ) -> dict[str, Result]:
-        """Results on the CPU, by name; a Hessian that stays singular leaves the linears rounded to nearest.
+        """The results by name. If the Hessian stays singular, the linears are rounded to nearest.
 
         Args:
             linears: by name; float32.
-            statistics: of all processes; used up.
+            statistics: of all processes; consumed.
             outputs: whether the drift is that of the outputs.
 
         Raises:
             NonFiniteError: if a weight or the Hessian holds NaN or Inf.
         """
+        if not all(all_finite(linear.weight) for linear in linears.values()):
+            raise NonFiniteError("a weight holds NaN or Inf")
         by_scheme: dict[QuantScheme, list[str]] = defaultdict(list)
         for name in linears:
             by_scheme[self.schemes[name]].append(name)
@@ -62,28 +78,30 @@ class GroupSolver:
         try:
             solved = self._solve_rows(weights, statistics, outputs=outputs)
         except SingularError as error:
-            return {
-                name: (self.rounded(name, linear.weight), {"solver": ROUNDING, "fallback": str(error)})
-                for name, linear in linears.items()
-            }
+            record = {"solver": ROUNDING, "fallback": str(error)}
+            return {name: self.round(name, linear.weight, record) for name, linear in linears.items()}
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"layer '{next(iter(linears))}': {error.problem}", hint='`method="rtn"` rounds without it'
+            ) from error
         results: dict[str, Result] = {}
         for scheme, names in by_scheme.items():
+            quantized, report = solved[scheme]
             start = 0
             for name in names:
-                rows = start, start + len(linears[name].weight)
-                quantized, report = solved[scheme]
-                results[name] = quantized.rows(*rows), _record(report.rows(*rows))
+                weight = linears[name].weight
+                rows = start, start + len(weight)
+                results[name] = _result(quantized.rows(*rows), weight, _record(report.rows(*rows)))
                 start = rows[1]
         return results
 
-    def rounded(self, name: str, weight: Tensor) -> QuantTensor:
-        """A linear's weight [O, I] rounded to nearest, on the CPU."""
-        return quantize_rtn(weight, self.schemes[name], self.scale_dtype).to("cpu")
+    def round(self, name: str, weight: Tensor, record: Mapping[str, object]) -> Result:
+        """A linear's weight [O, I] rounded to nearest."""
+        return _result(quantize_rtn(weight, self.schemes[name], self.scale_dtype).to("cpu"), weight, record)
 
-    def change(self, quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
-        """How much codes change a weight [O, I], relative to it, and what `verify` allows wherever it measures."""
-        error = relative_error(quantized.to(weight.device), weight)
-        return error, weight_bound(quantized, weight, self._coarsest) / (1 + REPEATABLE)
+    def error_bound(self, quantized: QuantTensor, weight: Tensor) -> float:
+        """The largest relative error of a weight [O, I] that `verify` accepts on every machine."""
+        return weight_bound(quantized.to(weight.device), weight, self._coarsest) / (1 + REPEATABLE)
 
     @cached_property
     def _coarsest(self) -> QuantScheme:
@@ -98,7 +116,7 @@ class GroupSolver:
         targets: dict[QuantScheme, Tensor] = {}
         if drift.any():
             diagonal = paired.diagonal().clone()
-            move = self._divided(drift, Damped.of_(paired, drift_damping(len(paired), statistics.pairs)))
+            move = self._divide(drift, Damped.of_(paired, drift_damping(len(paired), statistics.pairs)))
             for scheme, (part, _) in parts.items():
                 own = move if outputs else times(part, self.group.join(move, len(drift)))
                 targets[scheme] = own.add_(part)
@@ -112,17 +130,17 @@ class GroupSolver:
         for scheme, (part, total) in parts.items():
             target = targets.pop(scheme, None)
             solved = solve(part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels)
-            found[scheme] = self._joined(*solved, total)
+            found[scheme] = self._join(*solved, total)
         return found
 
-    def _divided(self, drift: Tensor, followed: Damped) -> Tensor:
-        """This process's rows of a drift [R, I], used up, divided by the Hessian of the samples that show it."""
+    def _divide(self, drift: Tensor, paired: Damped) -> Tensor:
+        """This process's rows of a drift [R, I], in place, divided by the Hessian of the inputs that it belongs to."""
         own = drift[self.group.share(len(drift))]
-        for start, stop in row_chunks(len(own), own.shape[1], divided_at_once(own.device)):
-            own[start:stop] = followed.divide(own[start:stop])
+        for start, stop in row_chunks(len(own), own.shape[1], max_divided_elements(own.device)):
+            own[start:stop] = paired.divide(own[start:stop])
         return own
 
-    def _joined(self, quantized: QuantTensor, report: GptqReport, total: int) -> tuple[QuantTensor, GptqReport]:
+    def _join(self, quantized: QuantTensor, report: GptqReport, total: int) -> tuple[QuantTensor, GptqReport]:
         """The rows of all processes, on the CPU."""
         codes, error, energy = (self.group.join(rows, total) for rows in (quantized.codes, report.error, report.energy))
         scale = self.group.join(quantized.scale.float(), total).to(self.scale_dtype)
@@ -134,25 +152,26 @@ class GroupSolver:
 
 
 def drift_damping(inputs: int, tokens: int) -> float:
-    """Damping, as a share of the mean diagonal, of the Hessian by which drift is divided.
+    """Damping, as a share of the mean diagonal, of the Hessian that drift is divided by.
 
-    That is a regression of the drift on the inputs: the fewer tokens it rests on for each of them, the more of what it
-    finds is noise.
+    The division is a regression of the drift on the inputs: the fewer tokens there are per input, the more of the
+    result is noise.
     """
     return max(DAMPING, _NOISE * inputs / tokens)
 
 
 def _stacked(linears: Sequence[nn.Linear]) -> Tensor:
-    """The rows of some linears, one below the other; the linears' own weights become views of them."""
+    """The rows of all linears, one linear below the other; the linears' own weights become views of them."""
     if len(linears) == 1:
         return linears[0].weight
     rows = torch.cat([linear.weight for linear in linears])
-    start = 0
-    for linear in linears:
-        stop = start + len(linear.weight)
-        linear.weight = nn.Parameter(rows[start:stop], requires_grad=False)
-        start = stop
+    for linear, part in zip(linears, torch.split(rows, [len(linear.weight) for linear in linears]), strict=True):
+        linear.weight = nn.Parameter(part, requires_grad=False)
     return rows
+
+
+def _result(quantized: QuantTensor, weight: Tensor, record: Mapping[str, object]) -> Result:
+    return Result(quantized, relative_error(quantized.to(weight.device), weight), record)
 
 
 def _record(report: GptqReport) -> dict[str, object]:

@@ -1,11 +1,10 @@
-"""The tensors of a quantized model, block after block: by rounding alone, or by GPTQ on calibration text."""
+"""The tensors of a quantized model, block after block: by rounding to nearest, or by GPTQ on calibration text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,11 +13,14 @@ from torch import Tensor
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import input_groups
 from quantkit.calibration.activation_store import ActivationStore
-from quantkit.calibration.block_quantizer import BlockQuantizer
+from quantkit.calibration.block_pair import BlockPair
+from quantkit.calibration.block_quantizer import quantize_block
+from quantkit.calibration.column_kernels import column_kernels
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import Effort
 from quantkit.calibration.estimate import gpu_activation_bytes
-from quantkit.calibration.group_solver import Result
+from quantkit.calibration.group_solver import GroupSolver, Result
+from quantkit.calibration.streams import Streams
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
@@ -26,45 +28,50 @@ from quantkit.formats.container import Written
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.memory import malloc_trim, set_mmap_threshold
 from quantkit.progress import Progress, silent
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.products import exact_float32
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
-_LARGE_BUFFER = 8 << 20
+_MMAP_THRESHOLD = 8 << 20
 
 Solved = tuple[str, Tensor | QuantTensor, Mapping[str, object] | None]
-"""A tensor's name, its value, and what the manifest says of how it was found."""
+"""A tensor's name, its value, and for the manifest how it was found."""
 
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """Tensors of the output that follow each other in it.
+    """Tensors that follow each other in the output.
 
     Attributes:
-        layer: the decoder block that they are all those of, or None for what lies before or behind the blocks.
+        layer: the decoder block that they form, or None for tensors before or after the blocks.
         tensors: in order.
     """
 
     layer: int | None
     tensors: tuple[TensorSpec, ...]
 
+    def is_quantized_in(self, written: Written) -> bool:
+        """Whether an earlier run has written all quantized tensors of the block."""
+        return all(spec.name in written.names for spec in self.tensors if spec.scheme is not None)
+
 
 class Quantizer(Protocol):
     """Finds the tensors of an output, block after block."""
 
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> AbstractContextManager[None]:
-        """What `solve` is called within, for each of the blocks in order.
+        """The context in which `solve` is called for each of the blocks, in order.
 
         Args:
-            blocks: all there are.
-            written: what an interrupted run has left of them.
+            blocks: all blocks.
+            written: the tensors that an interrupted run has written.
         """
         ...
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
-        """The tensors of a block that are not written yet, in order, each made as it is asked for.
+        """The tensors of a block that are not written yet, in order; each is made when the iterator reaches it.
 
         Raises:
             NonFiniteError: if a tensor holds NaN or Inf and must not, or weights too large for their scales.
@@ -86,13 +93,14 @@ class RtnQuantizer:
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
         missing = (spec for spec in block.tensors if spec.name not in self._done)
-        return (_solved(self._source, spec, None, self._allow_nonfinite) for spec in missing)
+        return (_rounded(self._source, spec, self._allow_nonfinite) for spec in missing)
 
 
 class GptqQuantizer:
-    """GPTQ for the linears of decoder blocks, on the inputs they will really see; rounding for others.
+    """GPTQ for the linears of decoder blocks, on the inputs that the quantized model passes to them; rounding for
+    other tensors.
 
-    Of several processes each takes some of the samples and some of the rows; all of them solve the same blocks.
+    With several processes each takes a share of the samples and of the rows; all of them solve the same blocks.
     """
 
     def __init__(
@@ -105,9 +113,9 @@ class GptqQuantizer:
             schemes: by module.
             device: where it computes.
             memory_bytes: activations held in memory; more go to disk.
-            effort: how much to do about drift.
-            group: this process among those that share the work.
-            progress: told of all linears that are passed through, or solved.
+            effort: how many batches the float stream has.
+            group: the processes that share the work.
+            progress: called with the number of linears that the samples have passed.
         """
         self._source = source
         self._calibration = calibration
@@ -118,101 +126,109 @@ class GptqQuantizer:
         self._allow_nonfinite = allow_nonfinite
         self._group = group
         self._progress = progress
-        self._done = 0
         self._linears = [
             sum(len(group.modules) for group in input_groups(source.config, layer))
             for layer in range(source.config.num_layers)
         ]  # fmt: skip
-        self._finished = 0
-        self._written: Written | None = None
-        self._unsolved = 0
-        self._blocks: BlockQuantizer | None = None
+        self._streams: Streams | None = None
 
     @contextmanager
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
-        set_mmap_threshold(_LARGE_BUFFER)
+        set_mmap_threshold(_MMAP_THRESHOLD)
         self._written = written = replace(written, count=self._group.broadcast_from_rank0(written.count))
-        open_layers = [block.layer for block in blocks if block.layer is not None and not _finished(block, written)]
-        self._unsolved = 1 + max(open_layers, default=-1)
-        self._finished = min(open_layers, default=0)
-        scratch = written.folder / f"{SCRATCH}-{self._group.rank}"
-        tokens = self._calibration.tokens
-        room = gpu_activation_bytes(self._source.config, tokens.shape, self._device)
-        store = ActivationStore(scratch, self._memory_bytes, room // self._group.size)  # all may be on one card
+        unsolved = [block.layer for block in blocks if block.layer is not None and not block.is_quantized_in(written)]
+        self._stop = 1 + max(unsolved, default=-1)
+        self._first_unsolved = min(unsolved, default=0)
+        self._done = 0
+        tokens, config = self._calibration.tokens, self._source.config
+        room = gpu_activation_bytes(config, tokens.shape, self._device) // self._group.size  # all may share one GPU
+        store = ActivationStore(written.folder / f"{SCRATCH}-{self._group.rank}", self._memory_bytes, room)
         try:
             with exact_float32():
-                if self._unsolved:
-                    self._blocks = BlockQuantizer(
-                        self._source, tokens, self._schemes, store, self._device, self._effort, self._group
-                    )
+                if self._stop:
+                    kernels = column_kernels(self._device)
+                    self._solver = GroupSolver(self._schemes, DType(config.dtype).torch, self._group, kernels)
+                    own = tokens[self._group.share(len(tokens))]
+                    self._streams = Streams(self._source, own, store, self._device, self._effort)
                 yield
         finally:
             store.close()
-            self._blocks = None
+            self._streams = None
             malloc_trim()
         self._group.wait()  # until no process has anything left on disk
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
-        assert self._written is not None
-        done, found = self._written.names, self._block_results(block)
-        missing = (spec for spec in block.tensors if spec.name not in done)
-        return (_solved(self._source, spec, found.pop(spec.name, None), self._allow_nonfinite) for spec in missing)
+        results = {} if block.layer is None or block.layer >= self._stop else self._quantize(block, block.layer)
+        return self._tensors(block, results)
 
-    def _block_results(self, block: TensorBlock) -> dict[str, Result]:
-        """The codes of a block, by tensor name; none behind the last block that there is something to solve in."""
-        if block.layer is None or block.layer >= self._unsolved:
-            return {}
-        assert self._blocks is not None
-        assert self._written is not None
-        self._tell(block.layer, 0)
-        finished = self._written.load if _finished(block, self._written) else None
+    def _tensors(self, block: TensorBlock, results: dict[str, Result]) -> Iterator[Solved]:
+        for spec in block.tensors:
+            result = results.pop(spec.name.removesuffix(".weight"), None)
+            if spec.name in self._written.names:
+                continue
+            if result is None:
+                yield _rounded(self._source, spec, self._allow_nonfinite)
+            else:
+                yield _checked(self._source, spec, result)
+
+    def _quantize(self, block: TensorBlock, layer: int) -> dict[str, Result]:
+        """The results of a block, by name of the linear; none if an earlier run has written them all."""
+        assert self._streams is not None
+        stored = self._written.load if block.is_quantized_in(self._written) else None
+        results: dict[str, Result] = {}
+        self._report(layer, 0)
         try:
-            return self._blocks.next_block(finished, partial(self._tell, block.layer))
-        except NonFiniteError:
-            for spec in block.tensors:  # the first that is not finite has made the others so
-                _require_finite(self._source, spec.name)
-            raise
+            with torch.inference_mode():
+                pair = BlockPair.of(self._source, layer, self._solver, self._device, stored)
+                for count, found in quantize_block(pair, self._streams):
+                    results |= found
+                    self._report(layer, count)
+        except NonFiniteError as error:
+            for spec in block.tensors:  # the first that is not finite explains the others
+                value = self._source.load(spec.name)
+                assert isinstance(value, Tensor)
+                checked_cast(value, value.dtype, spec.name, self._source.path, allow_nonfinite=False)
+            raise NonFiniteError(error.problem, path=self._source.path, hint=error.hint) from error
+        return results
 
-    def _tell(self, layer: int, more: int) -> None:
-        """Tell how many linears the samples have come through: of the blocks that an earlier run has solved, or else
-        of all."""
-        phase, layers = ("quantize", len(self._linears)) if layer >= self._finished else ("calibrate", self._finished)
-        self._done += more
-        self._progress(phase, self._done, sum(self._linears[:layers]), "linears")
+    def _report(self, layer: int, count: int) -> None:
+        """Report how many linears the samples have passed: of all, or of the blocks that an earlier run has written."""
+        resumed = layer < self._first_unsolved
+        total = sum(self._linears[: self._first_unsolved] if resumed else self._linears)
+        self._done += count
+        self._progress("calibrate" if resumed else "quantize", self._done, total, "linears")
 
 
-def _finished(block: TensorBlock, written: Written) -> bool:
-    """Whether nothing is left to solve in a block."""
-    return all(spec.name in written.names for spec in block.tensors if spec.scheme is not None)
+def _rounded(source: Checkpoint, spec: TensorSpec, allow_nonfinite: bool) -> Solved:
+    """One tensor of the output, rounded to nearest if it is to be quantized."""
+    weight = source.load(spec.name)
+    assert isinstance(weight, Tensor)
+    if spec.scheme is None:
+        return spec.name, checked_cast(weight, spec.dtype.torch, spec.name, source.path, allow_nonfinite), None
+    checked_cast(weight, weight.dtype, spec.name, source.path, allow_nonfinite=False, hint=_nonfinite_hint(spec.name))
+    quantized = quantize_rtn(weight, spec.scheme, spec.dtype.torch)
+    return _checked(source, spec, Result(quantized, relative_error(quantized, weight), {"solver": ROUNDING}))
 
 
-def _without_codes(name: str) -> str:
-    """What to do about a tensor that holds NaN or Inf."""
+def _checked(source: Checkpoint, spec: TensorSpec, result: Result) -> Solved:
+    """A quantized tensor of the output.
+
+    Raises:
+        NonFiniteError: if a scale overflows.
+    """
+    if not all_finite(result.weight.scale):
+        raise NonFiniteError(
+            f"tensor '{spec.name}' holds values too large for scales in {spec.dtype}",
+            path=source.path, hint="convert the source to another dtype first",
+        )  # fmt: skip
+    return spec.name, result.weight, {**result.record, "relative_error": float(f"{result.error:.4g}")}
+
+
+def _nonfinite_hint(name: str) -> str:
+    """What to do about a tensor that cannot be quantized, as it holds NaN or Inf."""
     module = name.removesuffix(".weight")
     if module == EMBEDDING:
         keep = "leave the scheme of the embedding out, and `allow_nonfinite=True` leaves it as it is"
     else:
         keep = f'`keep="{module}"` and `allow_nonfinite=True` leave it as it is'
-    return f"it has no codes; repair the source, or {keep}"
-
-
-def _solved(source: Checkpoint, spec: TensorSpec, result: Result | None, allow_nonfinite: bool) -> Solved:
-    """One tensor of the output; what is to be quantized and has no codes yet is rounded."""
-    weight = source.load(spec.name)
-    assert isinstance(weight, Tensor)
-    if spec.scheme is None:
-        return spec.name, checked_cast(weight, spec.dtype.torch, spec.name, source.path, allow_nonfinite), None
-    checked_cast(weight, weight.dtype, spec.name, source.path, allow_nonfinite=False, hint=_without_codes(spec.name))
-    quantized, record = result or (quantize_rtn(weight, spec.scheme, spec.dtype.torch), {"solver": ROUNDING})
-    if not all_finite(quantized.scale):
-        raise NonFiniteError(
-            f"tensor '{spec.name}' holds values too large for scales in {spec.dtype}",
-            path=source.path, hint="convert the source to another dtype first",
-        )  # fmt: skip
-    return spec.name, quantized, {**record, "relative_error": float(f"{relative_error(quantized, weight):.4g}")}
-
-
-def _require_finite(source: Checkpoint, name: str) -> None:
-    value = source.load(name)
-    assert isinstance(value, Tensor)
-    checked_cast(value, value.dtype, name, source.path, allow_nonfinite=False)
+    return f"it cannot be quantized; repair the source, or {keep}"

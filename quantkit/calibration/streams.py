@@ -1,110 +1,109 @@
-"""The calibration samples on their way through the model, in two streams: one through the quantized layers and, for
-some of the samples, one through the float layers. How far the two have drifted apart goes into each layer's target.
+"""The calibration samples' hidden states in two streams: one through the quantized layers and, for some of the
+samples, one through the float layers. The drift between the two goes into each layer's target.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
-from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import InputGroup
 from quantkit.calibration.activation_store import ActivationStore
-from quantkit.calibration.block_pair import linear_of
+from quantkit.calibration.block_pair import BlockPair, linear_of
 from quantkit.calibration.effort import Effort, batch_samples
 from quantkit.calibration.expert_streams import FLOAT, QUANTIZED, ExpertStreams
 from quantkit.calibration.hessian import HessianAccumulator
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.attention import causal_attention
 from quantkit.model.decoder import Block, Step, scaled_embeddings
 from quantkit.model.rope import Rotary
 
-INNER = "inner"  # what the store holds of a batch besides its states in the streams
+INPUTS = "inputs"  # the store's key for the inputs of a branch's last linear
 
 
 class Streams:
     """The hidden states of all batches, before one branch of one block after the other.
 
-    A branch of the quantized stream is finished one pass late, when its last linear has been quantized and the
-    states are needed again; until then what that linear is applied to is kept.
+    A branch of the quantized stream is finished in the next pass, when its last linear has been quantized; until then
+    the inputs of that linear are kept.
     """
 
     def __init__(
-        self, config: ModelConfig, samples: Tensor, embedding: Tensor, store: ActivationStore, device: torch.device,
-        effort: Effort,
-    ) -> None:  # fmt: skip
-        """
+        self, source: Checkpoint, samples: Tensor, store: ActivationStore, device: torch.device, effort: Effort
+    ) -> None:
+        """Embed the samples.
+
         Args:
+            source: the float model.
             samples: tokens [N, T]; there may be none.
-            embedding: of all tokens, [V, D].
             store: holds the states.
             device: where blocks are run.
-            effort: says which batches the float stream takes.
+            effort: says which batches the float stream has.
         """
+        config, length = source.config, samples.shape[1]
         self._store = store
         self._device = device
         self._effort = effort
-        length = samples.shape[1]
+        embedding = source.load("model.embed_tokens.weight")
+        assert isinstance(embedding, Tensor)
         batches = torch.split(samples, batch_samples(config, length)) if len(samples) else ()
         self._batches = len(batches)
         for index, batch in enumerate(batches):
             states = scaled_embeddings(nn.functional.embedding(batch, embedding).float(), config.embedding_multiplier)
-            for stream in (QUANTIZED, FLOAT)[: 1 + self._follows(index)]:
+            for stream in (QUANTIZED, FLOAT)[: 1 + self._has_floats(index)]:
                 store.put((stream, index), states.to(device))
         positions = torch.arange(length, device=device)
         angles = Rotary(config).to(device)(positions)
         self._step = Step(angles, causal_attention(positions, config.windows))
         self._unfinished: tuple[str, Block] | None = None
-        self._apart = False  # before the first linear that is quantized both streams are one
+        self._drifted = False  # until the first quantized linear both streams are the same
 
-    def gather(self, group: InputGroup, quantized: Block, floats: Block, found: HessianAccumulator) -> None:
-        """Add up the inputs of linears within a branch."""
+    def gather(self, group: InputGroup, pair: BlockPair, statistics: HessianAccumulator) -> None:
+        """Add up the inputs of linears at the start of a branch."""
         for index in range(self._batches):
             x = self._current(index)
-            inputs = self._inputs(group, quantized, x)
-            if self._follows(index):
+            inputs = pair.quantized.normed(group.branch, x)
+            if self._has_floats(index):
                 y = self._take(FLOAT, index)
-                found.add_pair(inputs, self._inputs(group, floats, y) - inputs if self._apart else None)
-                self._put(FLOAT, index, y)
+                difference = pair.floats.normed(group.branch, y) - inputs if self._drifted else None
+                statistics.add_pair(inputs, difference)
+                self._store.put((FLOAT, index), y)
             else:
-                found.add(inputs)
-            self._put(QUANTIZED, index, x)
+                statistics.add(inputs)
+            self._store.put((QUANTIZED, index), x)
         self._unfinished = None
 
-    def reach_end(
-        self, group: InputGroup, quantized: Block, floats: Block, found: HessianAccumulator | None, *, last: bool
+    def run_to_last(
+        self, group: InputGroup, pair: BlockPair, statistics: HessianAccumulator | None, *, is_end: bool
     ) -> None:
-        """Run a branch up to its last linear, the float stream through it; add up its inputs where `found` is given.
-
-        The drift is that of the linear's outputs.
+        """Run the quantized stream up to a branch's last linear, the float stream to the branch's end.
 
         Args:
-            last: nothing comes after the branch, so the streams end here.
+            statistics: if given, sums over the linear's inputs are added; the drift is that of its outputs.
+            is_end: no other branch follows, so the streams end here.
         """
-        linear = linear_of(floats, group.modules[0])
+        linear, branch = linear_of(pair.floats, group.modules[0]), group.branch
         for index in range(self._batches):
             x = self._current(index)
-            inner = quantized.inner(group.branch, x, self._step)
-            inputs = inner if found is None else self._inputs(group, quantized, x, inner)
-            if self._follows(index):
+            inputs = pair.quantized.inner(branch, x, self._step)
+            if self._has_floats(index):
                 y = self._take(FLOAT, index)
-                own = floats.inner(group.branch, y, self._step)
-                if found is not None:  # one product of a difference loses less than a difference of two
-                    drift = linear(self._inputs(group, floats, y, own) - inputs)
-                    found.add_pair(inputs, drift if linear.bias is None else drift - linear.bias)
-                if not last:
-                    self._put(FLOAT, index, floats.finish(group.branch, y, own, self._step))
-            elif found is not None:
-                found.add(inputs)
-            if not last:
-                self._put(INNER, index, inner)
-                self._put(QUANTIZED, index, x)
+                float_inputs = pair.floats.inner(branch, y, self._step)
+                if statistics is not None:  # the product of a difference is more precise than that of two products
+                    drift = linear(float_inputs - inputs)
+                    statistics.add_pair(inputs, drift if linear.bias is None else drift - linear.bias)
+                if not is_end:
+                    self._store.put((FLOAT, index), pair.floats.finish(branch, y, float_inputs, self._step))
+            elif statistics is not None:
+                statistics.add(inputs)
+            if not is_end:
+                self._store.put((INPUTS, index), inputs)
+                self._store.put((QUANTIZED, index), x)
         self._unfinished = None
-        self._apart = True
+        self._drifted = True
 
     def finish_later(self, branch: str, quantized: Block) -> None:
-        """Have the next pass finish a branch whose last linear has now been quantized."""
+        """Finish a branch, whose last linear has now been quantized, in the next pass."""
         self._unfinished = branch, quantized
 
     def enter_experts(self, block: Block) -> ExpertStreams:
@@ -113,52 +112,25 @@ class Streams:
         Args:
             block: with its norms and router.
         """
-        experts = ExpertStreams(self._store, self._device, block, self._step)
+        experts = ExpertStreams(self._store, self._device, block)
         for index in range(self._batches):
             experts.enter(QUANTIZED, index, self._current(index))
-            if self._follows(index):
+            if self._has_floats(index):
                 experts.enter(FLOAT, index, self._take(FLOAT, index))
         self._unfinished = None
-        self._apart = True
+        self._drifted = True
         return experts
 
-    def _follows(self, index: int) -> bool:
+    def _has_floats(self, index: int) -> bool:
         return self._effort.follows(index, self._batches)
 
     def _current(self, index: int) -> Tensor:
-        """The quantized stream's states [B, T, D] before the branch at work."""
+        """The quantized stream's states [B, T, D] before the current branch."""
         x = self._take(QUANTIZED, index)
         if self._unfinished is None:
             return x
         branch, block = self._unfinished
-        return block.finish(branch, x, self._take(INNER, index), self._step)
-
-    def _inputs(self, group: InputGroup, block: Block, x: Tensor, inner: Tensor | None = None) -> Tensor:
-        """What a block applies the linears of a group to, [..., I], for hidden states [B, T, D]; it runs no further.
-
-        Args:
-            inner: what `Block.inner` gave for the branch, if it has been run.
-        """
-        found = []
-
-        def listen(at: str, value: Tensor) -> None:
-            if at == group.site:
-                found.append(value)
-                raise _Reached
-
-        step = replace(self._step, tap=listen)
-        try:
-            block.finish(group.branch, x, block.inner(group.branch, x, step) if inner is None else inner, step)
-        except _Reached:
-            return found[0]
-        raise RuntimeError(f"the {group.branch} branch of a block has no site {group.site}")
+        return block.finish(branch, x, self._take(INPUTS, index), self._step)
 
     def _take(self, stream: str, index: int) -> Tensor:
         return self._store.take((stream, index)).to(self._device)
-
-    def _put(self, stream: str, index: int, value: Tensor) -> None:
-        self._store.put((stream, index), value)
-
-
-class _Reached(Exception):
-    """Ends a run of a block at a site."""

@@ -227,13 +227,17 @@ class Block(nn.Module):
             x = self.finish(branch, x, self.inner(branch, x, step), step)
         return x
 
+    def normed(self, branch: str, x: Tensor) -> Tensor:
+        """What a branch's first linears are applied to, [B, T, D], for hidden states [B, T, D]."""
+        norm = self.input_layernorm if branch == "attention" else self.post_attention_layernorm
+        normed: Tensor = x if norm is None else norm(x)
+        return normed
+
     def inner(self, branch: str, x: Tensor, step: Step) -> Tensor:
         """What a branch's last linear is applied to, [B, T, I], or its experts, [B, T, D], for hidden states
         [B, T, D]."""
-        if branch == "attention":
-            return self.self_attn.inner(x if self.input_layernorm is None else self.input_layernorm(x), step)
-        norm = self.post_attention_layernorm
-        return self.mlp.inner(x if norm is None else norm(x), step.tap)
+        states = self.normed(branch, x)
+        return self.self_attn.inner(states, step) if branch == "attention" else self.mlp.inner(states, step.tap)
 
     def finish(self, branch: str, x: Tensor, inner: Tensor, step: Step) -> Tensor:
         """Hidden states [B, T, D] with a branch's output added, given what `inner` returned for them."""

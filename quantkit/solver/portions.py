@@ -21,7 +21,7 @@ def weights_at_once(device: torch.device) -> int:
     return min(_CARD_WEIGHTS, 1 << (fitting.bit_length() - 1))
 
 
-def divided_at_once(device: torch.device) -> int:
+def max_divided_elements(device: torch.device) -> int:
     """Elements that are divided by a Hessian together: for each portion its factor is read twice."""
     return weights_at_once(device) // 2 if device.type == "cuda" else _DIVIDED_AT_ONCE
 

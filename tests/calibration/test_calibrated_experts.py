@@ -19,12 +19,16 @@ from torch import Tensor
 import quantkit
 from quantkit.calibration import group_solver
 from quantkit.calibration.activation_store import ActivationStore
-from quantkit.calibration.block_quantizer import BlockQuantizer
+from quantkit.calibration.block_pair import BlockPair
+from quantkit.calibration.block_quantizer import quantize_block
 from quantkit.calibration.effort import STANDARD, THOROUGH, Effort, activation_bytes, batch_samples
+from quantkit.calibration.group_solver import GroupSolver
 from quantkit.calibration.hessian import HessianAccumulator
+from quantkit.calibration.streams import Streams
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.distributed.group import SINGLE
 from quantkit.errors import NonFiniteError
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.attention import causal_attention
 from quantkit.model.decoder import Step
@@ -38,6 +42,7 @@ from quantkit.tensors.scheme import QuantScheme
 SAMPLES, LENGTH = 24, 40
 TOKENS = SAMPLES * LENGTH
 NEVER, STARVED = 5, 4
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +92,12 @@ def _kl(source: Path, folder: Path) -> float:
     return compare_batches(open_checkpoint(source), open_checkpoint(folder), [batch])[0].divergence.kl
 
 
+def _quantize_block(source: Checkpoint, layer: int, streams: Streams, schemes: dict[str, QuantScheme]) -> None:
+    with torch.inference_mode():
+        pair = BlockPair.of(source, layer, GroupSolver(schemes, torch.float32, SINGLE), CPU)
+        list(quantize_block(pair, streams))
+
+
 def _expert(layer: int, expert: int, part: str) -> str:
     return f"model.layers.{layer}.mlp.experts.{expert}.{part}"
 
@@ -107,15 +118,15 @@ def test_both_streams_are_the_models_own(case: str, tmp_path: Path) -> None:
     source = open_checkpoint(_saved(case, tmp_path / "source"))
     tokens = oracle.random_tokens(LENGTH, batch=SAMPLES, vocabulary=2048)
     store = ActivationStore(tmp_path / "states", 10**9)
-    quantizer = BlockQuantizer(source, tokens, {}, store, torch.device("cpu"), THOROUGH, SINGLE)
+    streams = Streams(source, tokens, store, CPU, THOROUGH)
     decoder = load_model(source, dtype=torch.float32, device="cpu")
     positions = torch.arange(LENGTH)
     step = Step(decoder.rotary(positions), causal_attention(positions, decoder.config.windows))
     with torch.inference_mode():
         x = decoder.model.embed(tokens)
-        for block in decoder.model.layers:
+        for layer, block in enumerate(decoder.model.layers):
             x = block(x, step)
-            quantizer.next_block()
+            _quantize_block(source, layer, streams, {})
             if isinstance(block.mlp, Experts):
                 for stream in ("quantized", "float"):
                     torch.testing.assert_close(store.rows((stream, 0), torch.arange(TOKENS)), x.flatten(0, 1))
@@ -136,7 +147,7 @@ def test_a_hessian_is_of_the_tokens_that_are_sent_to_the_expert_by_their_shares(
     monkeypatch.setattr(HessianAccumulator, "finish", watched)
     schemes = {_expert(0, expert, "down_proj"): QuantScheme.parse("int8") for expert in (1, NEVER)}
     store = ActivationStore(tmp_path / "states", 10**9)
-    BlockQuantizer(source, tokens, schemes, store, torch.device("cpu"), STANDARD, SINGLE).next_block()
+    _quantize_block(source, 0, Streams(source, tokens, store, CPU, STANDARD), schemes)
     decoder, positions = load_model(source, dtype=torch.float32, device="cpu"), torch.arange(LENGTH)
     step = Step(decoder.rotary(positions), causal_attention(positions, decoder.config.windows))
     block: Any = decoder.model.layers[0]
@@ -296,7 +307,7 @@ def test_a_store_holds_what_was_reckoned(
         free.append(self._free[True])
 
     monkeypatch.setattr(ActivationStore, "put", watched)
-    BlockQuantizer(source, tokens, {}, store, torch.device("cpu"), effort, SINGLE).next_block()
+    _quantize_block(source, 0, Streams(source, tokens, store, CPU, effort), {})
     reckoned, *_ = activation_bytes(source.config, tokens.shape, effort, 10**9)
     assert 10**9 - min(free) == pytest.approx(reckoned, rel=0.01)
 

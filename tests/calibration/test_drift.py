@@ -29,8 +29,7 @@ def _solved(weight: Tensor, inputs: Tensor, drift: Tensor) -> Tensor:
     statistics.add_pair(inputs, drift)
     statistics.finish(SINGLE)
     solver = GroupSolver({"layer": INT8}, torch.float32, SINGLE)
-    quantized, _ = solver.solve({"layer": linear}, statistics, outputs=False)["layer"]
-    return quantized.dequantize()
+    return solver.solve({"layer": linear}, statistics, outputs=False)["layer"].weight.dequantize()
 
 
 def test_drift_that_few_tokens_show_is_taken_for_noise() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from torch import Tensor
 
 import quantkit
 from quantkit.architectures.topology import input_groups
-from quantkit.calibration.quantizers import RtnQuantizer
+from quantkit.calibration.data import Calibration
+from quantkit.calibration.effort import STANDARD
+from quantkit.calibration.quantizers import GptqQuantizer, RtnQuantizer
 from quantkit.calibration.streams import Streams
 from quantkit.data.files import EXCERPT
+from quantkit.distributed.group import SINGLE
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Output, Written
@@ -58,6 +62,18 @@ class Watched:
         return value
 
 
+class Counted(Watched):
+    """A checkpoint that counts how often each tensor is read."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self.reads: Counter[str] = Counter()
+
+    def load(self, name: str, part: Any = None) -> Tensor | QuantTensor:
+        self.reads[name] += 1
+        return self._checkpoint.load(name, part)
+
+
 def _encoder(source: Checkpoint, planned: list[TensorSpec]) -> SafetensorsEncoder:
     encoder = HF.encoder(Output(source, source.config, planned, 10**9))
     assert isinstance(encoder, SafetensorsEncoder)
@@ -81,6 +97,28 @@ def test_rounding_holds_one_tensor_at_a_time(demo_model: Path, tmp_path: Path) -
                 del tensor
     assert found == source.names()[already:]
     assert source.alive == 0
+
+
+def test_gptq_reads_each_quantized_weight_once(demo_model: Path, tmp_path: Path) -> None:
+    source = Counted(open_checkpoint(demo_model))
+    modules = [
+        f"model.layers.{layer}.{module}"
+        for layer in range(source.config.num_layers)
+        for group in input_groups(source.config, layer)
+        for module in group.modules
+    ]
+    schemes = dict.fromkeys(modules, QuantScheme.parse("int8"))
+    blocks = tensor_blocks(source, schemes, target("compressed-tensors"))
+    planned = [spec for block in blocks for spec in block.tensors]
+    quantizer = GptqQuantizer(
+        source, Calibration(oracle.random_tokens(16, batch=4, vocabulary=2048), "", 0), schemes,
+        device=torch.device("cpu"), memory_bytes=10**9, effort=STANDARD, allow_nonfinite=False, group=SINGLE,
+    )  # fmt: skip
+    with quantizer.running(blocks, Written(_encoder(source, planned), tmp_path)):
+        for block in blocks:
+            for name, tensor, record in quantizer.solve(block):
+                assert isinstance(tensor, QuantTensor) == (record is not None) == (name[: -len(".weight")] in schemes)
+    assert {source.reads[f"{module}.weight"] for module in modules} == {1}
 
 
 def test_the_writer_takes_tensors_in_the_encoders_order_only(demo_model: Path, tmp_path: Path) -> None:
@@ -127,13 +165,13 @@ def test_blocks_behind_the_last_that_is_quantized_are_not_run(
 ) -> None:
     layers = open_checkpoint(demo_model).config.num_layers
     passes = []
-    reach_end = Streams.reach_end
+    run_to_last = Streams.run_to_last
 
     def counted(self: Streams, *arguments: Any, **named: Any) -> None:
         passes.append(arguments[0].site)
-        reach_end(self, *arguments, **named)
+        run_to_last(self, *arguments, **named)
 
-    monkeypatch.setattr(Streams, "reach_end", counted)
+    monkeypatch.setattr(Streams, "run_to_last", counted)
     kept = [f"model.layers.{layer}.*" for layer in range(1, layers)]
     quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **GPTQ, keep=kept)
     assert passes == ["attention.out", "mlp.out"]

@@ -285,14 +285,14 @@ def test_another_error_says_what_is_kept(
 
 STOPPED = """
 import os, signal, sys
-from quantkit.calibration.block_quantizer import BlockQuantizer
+from quantkit.calibration.quantizers import GptqQuantizer
 from quantkit.cli.entry import main
-step = BlockQuantizer.next_block
-def stopped(self, *given):
-    if self._layer == 2 and "--resume" not in sys.argv:
+step = GptqQuantizer.solve
+def stopped(self, block):
+    if block.layer == 2 and "--resume" not in sys.argv:
         os.kill(os.getpid(), {number})
-    return step(self, *given)
-BlockQuantizer.next_block = stopped
+    return step(self, block)
+GptqQuantizer.solve = stopped
 main()
 """
 

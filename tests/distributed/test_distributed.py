@@ -14,9 +14,12 @@ import torch
 
 import quantkit
 from quantkit.calibration.activation_store import ActivationStore
-from quantkit.calibration.block_quantizer import BlockQuantizer
+from quantkit.calibration.block_pair import BlockPair
+from quantkit.calibration.block_quantizer import quantize_block
 from quantkit.calibration.effort import STANDARD
+from quantkit.calibration.group_solver import GroupSolver
 from quantkit.calibration.hessian import HessianAccumulator
+from quantkit.calibration.streams import Streams
 from quantkit.data.files import excerpt
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import schemes
@@ -86,10 +89,13 @@ def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, mo
         seen.append((self.paired if self.hessian is None else self.hessian).clone())
 
     monkeypatch.setattr(HessianAccumulator, "finish", watched)
+    cpu = torch.device("cpu")
     for part in (tokens, tokens[:2], tokens[2:]):
         states = ActivationStore(tmp_path / "states", 10**9)
-        scheme = {"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}
-        BlockQuantizer(source, part, scheme, states, torch.device("cpu"), STANDARD, SINGLE).next_block()
+        solver = GroupSolver({"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}, torch.float32, SINGLE)
+        with torch.inference_mode():
+            streams = Streams(source, part, states, cpu, STANDARD)
+            list(quantize_block(BlockPair.of(source, 0, solver, cpu), streams))
     whole, first, second = seen
     torch.testing.assert_close(first + second, whole, rtol=1e-4, atol=1e-2)
     assert torch.equal(whole, whole.t())

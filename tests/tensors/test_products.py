@@ -129,7 +129,7 @@ def test_the_solver_has_float32_weights_whatever_samples_pass_through(
     source = open_checkpoint(demo_model)
     pair = BlockPair.of(source, 0, GroupSolver({}, torch.float32, SINGLE), torch.device("cpu"))
     group = pair.groups[0]
-    pair.fill(group)
+    pair.load(group)
     linear = linear_of(pair.floats, group.modules[0])
     weight = source.load("model.layers.0.self_attn.q_proj.weight")
     assert isinstance(weight, torch.Tensor)
@@ -139,7 +139,7 @@ def test_the_solver_has_float32_weights_whatever_samples_pass_through(
     torch.testing.assert_close(linear(x), expected)
     pair.install(group, {})
     assert isinstance(linear, StreamLinear)
-    assert linear.passing == dtype
-    linear.settle()
+    assert linear.compute_dtype == dtype
+    linear.drop_solver_weight()
     assert linear.weight.numel() == (0 if bfloat16 else weight.numel())
     torch.testing.assert_close(linear_of(pair.quantized, group.modules[0])(x), expected)
