@@ -22,7 +22,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.progress import Progress, silent
 from quantkit.quality.measures import token_losses
 from quantkit.text.chat import Chat
-from quantkit.text.template_sandbox import Bounds
+from quantkit.text.template_process import Budget
 from quantkit.text.tokenizer import Tokenizer
 
 PACKAGED = "packaged"
@@ -39,8 +39,8 @@ _SPREAD = 4  # times the tokens that are drawn of a kind are taken of its docume
 _MOST_PASSES = 2  # through the text, in windows that overlap
 _LEAST_DISTINCT = 16  # tokens that a text is made of
 _BETWEEN = "\n\n"
-_TEMPLATE_STEPS = 1 << 23  # of a chat template over all dialogues; of one that is all macros half as many
-_TEMPLATE_LETTERS = 1 << 22
+_TEMPLATE_SECONDS = 60.0  # of a chat template for all dialogues
+_TEMPLATE_LENGTH = 1 << 22
 
 
 NearUniform = Callable[[Sequence[Tensor]], list[bool]]
@@ -93,20 +93,24 @@ class PackagedText:
             documents.setdefault(document["kind"], []).append(document)
         weights = {name: sum(len(_plain(one).encode()) for one in own) for name, own in documents.items()}
         generator = torch.Generator().manual_seed(seed)
-        bounds = Bounds(_TEMPLATE_STEPS, _TEMPLATE_LETTERS, repeatable=True)
-        kinds, told = [], []
+        budget = Budget(_TEMPLATE_SECONDS, _TEMPLATE_LENGTH, repeatable=True)
+        kinds: list[_Kind] = []
+        told: list[list[int] | None] = []
         for name, own in documents.items():
             ids: list[int] = []
             enough = _SPREAD * wanted * weights[name] // sum(weights.values())
             for index in torch.randperm(len(own), generator=generator).tolist():
                 if len(ids) > enough:
                     break
-                found = _document_tokens(own[index], tokenizer, chat, bounds)
+                found = _document_tokens(own[index], tokenizer, chat, budget)
                 if "messages" in own[index]:
                     told.append(found)
                 ids += found or ()
             if ids:
                 kinds.append(_Kind(name, weights[name], torch.tensor(ids)))
+        if budget.seconds <= 0:  # how many dialogues were rendered in time depends on the machine: none is used
+            told = [None for kind in documents.values() for one in kind if "messages" in one]
+            kinds = [kind for kind in kinds if not any("messages" in one for one in documents[kind.name])]
         if len({token for kind in kinds for token in kind.tokens.tolist()}) < _LEAST_DISTINCT:
             raise RequestError(
                 "the tokenizer makes next to nothing of the calibration text",
@@ -114,7 +118,7 @@ class PackagedText:
                 hint='give text with `calibration`, or round with `method="rtn"`',
             )  # fmt: skip
         lead, _ = tokenized("a", tokenizer)
-        return cls(hashlib.sha256(raw).hexdigest(), tuple(lead), tuple(kinds), _template_notes(told, bounds))
+        return cls(hashlib.sha256(raw).hexdigest(), tuple(lead), tuple(kinds), _template_notes(told, budget))
 
     def require(self, samples: int, length: int) -> None:
         """
@@ -239,25 +243,25 @@ def _require_held(samples: int, length: int, tokens: int) -> None:
 
 
 def _document_tokens(
-    document: Mapping[str, Any], tokenizer: Tokenizer, chat: Chat | None, bounds: Bounds
+    document: Mapping[str, Any], tokenizer: Tokenizer, chat: Chat | None, budget: Budget
 ) -> list[int] | None:
     """What a document is to a model; None for a dialogue that its template refuses, or has no steps left for."""
     if chat is None or "messages" not in document:
         return tokenizer.encode(_plain(document) + _BETWEEN, bos=False)
     for messages in _tellings(document["messages"]):
         try:
-            ids = chat.encode(messages, add_generation_prompt=False, bounds=bounds)
+            ids = chat.encode(messages, add_generation_prompt=False, budget=budget)
         except (RequestError, CheckpointError):
             continue
         return ids[1:] if tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id] else ids
     return None
 
 
-def _template_notes(told: Sequence[Sequence[int] | None], bounds: Bounds) -> tuple[str, ...]:
+def _template_notes(told: Sequence[Sequence[int] | None], budget: Budget) -> tuple[str, ...]:
     """What there is to say of what a template made of the dialogues; None is one that was refused."""
     notes = []
     if refused := sum(one is None for one in told):
-        reason = "takes too long over them" if bounds.spent else "refuses them"
+        reason = "takes too long over them" if budget.spent else "refuses them"
         notes.append(f"{refused} dialogues of the calibration text are left out: the chat template {reason}")
     made = Counter(tuple(one) for one in told if one is not None)
     if empty := made.pop((), 0):

@@ -1,7 +1,7 @@
 """Chat templates: conversations to the text that an instruct model was trained to continue.
 
-A Hugging Face folder brings its own template in Jinja, which is untrusted code: it runs in Jinja's sandbox. What a
-template can see and call is what ``transformers`` documents for chat templates.
+A Hugging Face folder brings its own template in Jinja, which is untrusted code: it runs in a process of its own, see
+`template_process`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from quantkit.arguments import wrong_type
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.json_values import read_json, require_plain_file, shown
-from quantkit.text.template_sandbox import LONGEST, Bounds, Refusal, bounded, environment
+from quantkit.text.template_process import Budget, check_template, render
 from quantkit.text.text_folder import text_folder
 
 Message = Mapping[str, Any]
@@ -30,10 +29,10 @@ OLD_TEMPLATE_FILE = "chat_template.json"
 _MORE = "additional_chat_templates"
 _SUFFIX = ".jinja"
 META_FORMATS = ("llama2", "llama3")
-_ASKED_FOR = ("bos_token", "eos_token")  # of these a template should never print nothing unawares
+_REQUIRED = ("bos_token", "eos_token")  # in whose place a template must not print nothing unnoticed
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """What the thoughts before an answer are called: templates know one name or another."""
-_LONGEST_REASON = 300
+_MAX_REASON = 300
 
 
 class ChatTemplate:
@@ -55,8 +54,8 @@ class ChatTemplate:
         self.source = source
         self._tokens = dict(tokens or {})
         self._path = path
-        with self._told("is no chat template that Jinja reads"):
-            self._template = environment().from_string(source)
+        if problem := check_template(source):
+            raise CheckpointError(f"is no chat template that Jinja reads: {_short(problem)}", path=path)
 
     def render(
         self,
@@ -65,7 +64,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool | str = False,
-        bounds: Bounds | None = None,
+        budget: Budget | None = None,
         **variables: Any,
     ) -> str:
         """The text of a conversation.
@@ -76,7 +75,7 @@ class ChatTemplate:
             add_generation_prompt: end with what begins an answer.
             continue_final_message: end in the midst of the last message, for the model to continue it; the name of
                 one of its fields, such as ``reasoning_content``, ends within that instead of ``content``.
-            bounds: that renderings share, and what these see of the world; None is those of one.
+            budget: of all renderings that share it; None is that of one.
             variables: more that the template may read, such as ``enable_thinking``.
 
         Raises:
@@ -92,65 +91,31 @@ class ChatTemplate:
             begun = _Begun(chat, field, self.source)
             add_generation_prompt = False
         tokens = {name: spelling for name, spelling in self._tokens.items() if spelling is not None}
-        unknown = {name: _unknown_token(name) for name in _ASKED_FOR if name not in self._tokens}
-        given = {"tools": given_tools, "documents": None, **unknown, **tokens, **variables}
-        with self._told("the chat template fails", bounds):
-            pieces, length = [], 0
-            for piece in self._template.generate(messages=chat, add_generation_prompt=add_generation_prompt, **given):
-                pieces.append(piece)
-                length += len(piece)
-                if length > LONGEST:
-                    raise RequestError("the chat template makes too long a text", path=self._path)
-        text = "".join(pieces)
+        unknown = tuple(name for name in _REQUIRED if name not in self._tokens and name not in variables)
+        given = {"tools": given_tools, "documents": None, **tokens, **variables}
+        given |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
+        answer = render(self.source, given, unknown, budget or Budget())
+        if "error" in answer:
+            raise self._error(answer["error"], _short(answer["reason"]))
+        text = str(answer["text"])
         return text if begun is None else begun.cut(text)
 
-    @contextmanager
-    def _told(self, problem: str, bounds: Bounds | None = None) -> Iterator[None]:
-        """
-        Raises:
-            RequestError: where the template itself refuses a conversation.
-            CheckpointError: for all else that goes wrong in it.
-        """
-        try:
-            with bounded(bounds):
-                yield
-        except Refusal as refusal:
-            raise RequestError(f"the chat template refuses this: {_reason(refusal)}", path=self._path) from refusal
-        except _UnknownToken as error:
-            raise CheckpointError(
-                f"the chat template shows {error}, which no file of the model spells", path=self._path,
-                expected=f'"{error}" in tokenizer_config.json, null if there is none',
-            ) from error  # fmt: skip
-        except QuantkitError:
-            raise
-        except Exception as error:  # of Jinja, of Python's compiler behind it, and of all that a template can call
-            raise CheckpointError(f"{problem}: {_reason(error)}", path=self._path) from error
+    def _error(self, kind: str, reason: str) -> QuantkitError:
+        """The error for what went wrong in the template; a refusal concerns the conversation."""
+        if kind == "refusal":
+            return RequestError(f"the chat template refuses this: {reason}", path=self._path)
+        if kind == "length":
+            return RequestError("the chat template makes too long a text", path=self._path)
+        if kind == "token":
+            return CheckpointError(
+                f"the chat template shows {reason}, which no file of the model spells", path=self._path,
+                expected=f'"{reason}" in tokenizer_config.json, null if there is none',
+            )  # fmt: skip
+        return CheckpointError(f"the chat template fails: {reason}", path=self._path)
 
 
-def _reason(error: Exception) -> str:
-    """In one line, of texts and numbers alone: what else an error holds may take for ever to show."""
-    if isinstance(error, SyntaxError):
-        told = error.msg  # lines are of what Jinja makes of the template
-    elif isinstance(error, UnicodeError) or all(isinstance(one, str) for one in error.args):
-        told = str(error)
-    else:
-        told = " ".join(shown(one) for one in error.args if isinstance(one, (str, int)))
-    return textwrap.shorten(told, _LONGEST_REASON, placeholder=" ...") or f"it raises {type(error).__name__}"
-
-
-class _UnknownToken(Exception):
-    """A template shows a special token of which nobody knows how it is spelled."""
-
-
-def _unknown_token(name: str) -> Any:
-    """What a template sees as undefined, and cannot make a text of."""
-    from jinja2 import Undefined
-
-    class Unknown(Undefined):
-        def __str__(self) -> str:
-            raise _UnknownToken(name)
-
-    return Unknown(name=name)
+def _short(reason: str) -> str:
+    return textwrap.shorten(reason, _MAX_REASON, placeholder=" ...")
 
 
 class ChatTemplates:

@@ -1,0 +1,178 @@
+"""Chat templates run in a process of their own: a template comes with a model that somebody else has made.
+
+Jinja's sandbox keeps it from the machine. The limits of the process bound its time and its memory, whatever it does.
+On macOS the system does not limit memory; on Windows it limits neither, and only the clock here ends a template.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import marshal
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import QuantkitError, RequestError
+from quantkit.json_values import shown
+
+MAX_LENGTH = 1 << 22
+"""Characters of a rendered conversation."""
+_PROGRAM = Path(__file__).with_name("template_worker.py")
+_SECONDS = 5.0
+_MEMORY = 1 << 30
+_WALL_CLOCK = 6  # times the limit of CPU time: other processes may be running
+
+
+@dataclass
+class Budget:
+    """What is left to the renderings that share it, and whether these can be repeated.
+
+    Attributes:
+        seconds: of CPU time.
+        length: characters of all results.
+        repeatable: whether a template gets the same date and the same random choices each time.
+    """
+
+    seconds: float = _SECONDS
+    length: int = MAX_LENGTH
+    repeatable: bool = False
+
+    @property
+    def spent(self) -> bool:
+        return self.seconds <= 0 or self.length < 0
+
+
+def check_template(source: str) -> str | None:
+    """What is wrong with a template's syntax; None if Jinja compiles it."""
+    answer = _answer({"source": source}, _SECONDS)
+    return answer["reason"] if "error" in answer else None
+
+
+def render(source: str, variables: Mapping[str, Any], unknown: tuple[str, ...], budget: Budget) -> dict[str, Any]:
+    """Render a template.
+
+    Args:
+        variables: plain values, as JSON has them, and tuples.
+        unknown: special tokens that no file spells; to print one is an error.
+
+    Returns:
+        The ``text``; or the ``error``, which is ``refusal``, ``token``, ``length`` or ``failure``, and its ``reason``.
+
+    Raises:
+        RequestError: if a variable is not a plain value.
+    """
+    if budget.spent:
+        return {"error": "failure", "reason": "it takes too long", "seconds": 0}
+    try:
+        request = {"source": source, "variables": _plain(dict(variables)), "unknown": unknown}
+    except RecursionError as error:
+        raise RequestError("a chat template takes values that are not nested so deep") from error
+    request |= {"repeatable": budget.repeatable, "max_length": MAX_LENGTH}
+    answer = _answer(request, budget.seconds)
+    budget.seconds -= answer["seconds"]
+    budget.length -= len(answer.get("text", ""))
+    return answer
+
+
+class _Worker:
+    """The process, with pipes for requests and answers."""
+
+    def __init__(self) -> None:
+        modules = map(importlib.util.find_spec, ("jinja2", "markupsafe"))
+        paths = dict.fromkeys(str(Path(one.origin).parents[1]) for one in modules if one and one.origin)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_PROGRAM), str(_MEMORY), *paths], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C is not for it
+            )  # fmt: skip
+        except OSError as error:
+            raise QuantkitError(f"the process for chat templates does not start: {error}") from error
+        self._owner = os.getpid()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it runs, and was not started by the process that this one was forked from."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def answer(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+        """Its answer; None if it ended without one."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        data = marshal.dumps({**request, "seconds": seconds})
+        timer = threading.Timer(_WALL_CLOCK * seconds, self._process.kill)
+        timer.start()
+        try:
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+            answer: dict[str, Any] = json.loads(self._process.stdout.readline(13 * MAX_LENGTH))
+            return answer
+        except (OSError, ValueError):
+            return None
+        finally:
+            timer.cancel()
+
+    def end(self) -> None:
+        """End the process, unless it is another's, and close the pipes."""
+        if self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # a request that was not read
+                pipe.close()  # type: ignore[union-attr]
+
+
+_lock = threading.Lock()
+_worker: _Worker | None = None
+
+
+def _answer(request: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The worker's answer; one that ends, by its limits or otherwise, is replaced for the next request."""
+    global _worker
+    with _lock:
+        if _worker is None or not _worker.usable:
+            _end()
+            _worker = _Worker()
+        answer = None
+        try:
+            answer = _worker.answer(request, seconds)
+        finally:  # also after Ctrl-C, when an answer may be on its way
+            if answer is None:
+                _end()
+    memory = f"more than {_MEMORY >> 20} MiB of memory"
+    if answer is None:
+        reason = f"it takes more than {seconds:.3g} seconds, or {memory}"
+        return {"error": "failure", "reason": reason, "seconds": seconds}
+    return answer | ({"error": "failure", "reason": f"it takes {memory}"} if answer.get("error") == "memory" else {})
+
+
+@atexit.register
+def _end() -> None:
+    global _worker
+    if _worker is not None:
+        _worker.end()
+        _worker = None
+
+
+def _plain(value: Any) -> Any:
+    """A value as the worker can read it, whose classes are Python's own.
+
+    Raises:
+        RequestError: if it holds another object.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else list(map(_plain, value))
+    raise RequestError("a chat template takes plain values only", found=shown(value), expected="values as in JSON")
