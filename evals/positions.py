@@ -113,18 +113,9 @@ def position_columns(found: Evaluation, text: str) -> list[_Column]:
     ]
 
 
-def position_method(found: Evaluation) -> list[str]:
-    """How it was measured, in words."""
-    texts = [text for text in found.texts if any(row.texts[text].positions for row in found.rows)]
-    if not texts:
-        return []
-    extents = ", ".join("{2}: {1} x {0} tokens".format(*_extent(found, text), text) for text in texts)
-    return [
-        f"By position: the first windows of each text, BOS first where the model has it ({extents}); rotary positions"
-        " as for a prompt of that length. With the int8 cache all keys and values are rounded as the cache of"
-        f" generation rounds them, also where a prompt's first chunk is read; {found.reference} has a float cache."
-        " ± as above, within a bucket."
-    ]
+def windows_by_position(found: Evaluation) -> dict[str, tuple[int, int]]:
+    """The windows' length and number, for each text measured by position."""
+    return {text: _extent(found, text) for text in found.texts if any(row.texts[text].positions for row in found.rows)}
 
 
 def _extent(found: Evaluation, text: str) -> tuple[int, int]:

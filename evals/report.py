@@ -28,8 +28,8 @@ _KEYS = {
 
 def markdown(found: Evaluation) -> str:
     """The whole report."""
-    lines = ["# Evaluation", "", *render(tables(found), "markdown"), "", "## How it was measured", "", *method(found)]
-    return "\n".join([*lines, ""])
+    lines = ["# Evaluation", "", *render(tables(found), "markdown"), "", "## How it was measured", ""]
+    return "\n".join([*lines, *(f"- {line}" for line in method(found)), ""])
 
 
 def tables(found: Evaluation) -> list[Table]:

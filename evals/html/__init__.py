@@ -1,1 +1,1 @@
-"""An evaluation as one page of HTML that needs nothing else: no network, no fonts, and no scripts to be read."""
+"""An evaluation as one self-contained HTML page: it loads nothing, and can be read without scripts."""

@@ -1,46 +1,47 @@
-"""Tokens' bytes as one can see them: half characters, white space, what is invisible or turns a line around."""
+"""Tokens made visible: incomplete characters, white space, invisible characters and those that change direction."""
 
 from __future__ import annotations
 
 import unicodedata
 
-from quantkit.evals.html.elements import Markup, element, joined
+from markupsafe import Markup, escape
 
 _SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", " ": "·"}
-_UNSEEN = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs"})
-_JOINERS = "\u200d\u200c"  # within emoji and Persian words; alone they are shown
+_INVISIBLE = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs"})
+_JOINERS = "\u200d\u200c"  # part of emoji and of Persian words
 
 
-def in_a_text(piece: bytes | str) -> Markup:
-    """A token where it stands in a text: spaces beside words stay as they are."""
-    text = _text(piece)
+def in_text(piece: bytes | str) -> Markup:
+    """A token within a text: spaces next to words stay as they are."""
+    text = _decoded(piece)
     if text is None:
         return _sign(_spelled(piece))
     spaces = not text.strip(" ")
     parts: list[str] = []
-    for sign in text:
-        if sign == "\n":
-            parts += [_sign(_SIGNS[sign]), Markup("\n")]
-        elif _is_unseen(sign, text) and (sign != " " or spaces):
-            parts.append(_sign(_shown(sign)))
+    for character in text:
+        if character == "\n":
+            parts += [_sign(_SIGNS[character]), "\n"]
+        elif _is_invisible(character, text) and (character != " " or spaces):
+            parts.append(_sign(_visible(character)))
         else:
-            parts.append(sign)
-    return joined(*parts)
+            parts.append(escape(character))
+    return Markup("").join(parts)
 
 
-def by_itself(piece: bytes | str) -> str:
-    """A token in a list, as plain text: all white space is seen."""
-    text = _text(piece)
+def in_list(piece: bytes | str) -> str:
+    """A token in a list, as plain text with all white space visible."""
+    text = _decoded(piece)
     if text is None:
         return f"⟨{_spelled(piece)}⟩"
-    alone = unicodedata.category(text[0]).startswith("M")  # it would stand on what is before it
+    combining = unicodedata.category(text[0]).startswith("M")  # would combine with the character before it
     return "".join(
-        _shown(sign) if _is_unseen(sign, text) or (alone and place == 0) else sign for place, sign in enumerate(text)
+        _visible(character) if _is_invisible(character, text) or (combining and index == 0) else character
+        for index, character in enumerate(text)
     )
 
 
-def _text(piece: bytes | str) -> str | None:
-    """What a token spells; None of half characters, and of those that have only a name."""
+def _decoded(piece: bytes | str) -> str | None:
+    """The text of a token; None for incomplete characters and for special tokens, which have only a name."""
     try:
         return None if isinstance(piece, str) else piece.decode()
     except UnicodeDecodeError:
@@ -51,16 +52,15 @@ def _spelled(piece: bytes | str) -> str:
     return piece.hex(" ").upper() if isinstance(piece, bytes) else piece
 
 
-def _is_unseen(sign: str, text: str) -> bool:
-    if sign in _JOINERS:
+def _is_invisible(character: str, text: str) -> bool:
+    if character in _JOINERS:
         return len(text) == 1
-    return unicodedata.category(sign) in _UNSEEN
+    return unicodedata.category(character) in _INVISIBLE
 
 
-def _shown(sign: str) -> str:
-    return _SIGNS.get(sign) or f"⟨U+{ord(sign):04X}⟩"
+def _visible(character: str) -> str:
+    return _SIGNS.get(character) or f"⟨U+{ord(character):04X}⟩"
 
 
 def _sign(text: str) -> Markup:
-    """What stands for something that cannot be seen."""
-    return element("b", None, text)
+    return Markup("<b>{}</b>").format(text)

@@ -1,76 +1,37 @@
-"""Texts with their tokens coloured by divergence, and what the models expect at each, for the page's script."""
+"""What a page shows of single tokens: the data for its script, and the tokens where models diverge most."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
-from quantkit.evals.html.elements import Markup, element, figures
-from quantkit.evals.html.pieces import by_itself, in_a_text
-from quantkit.evals.html.scale import Scale, logarithmic
+from quantkit.evals.html.color_scale import ColorScale, log_scale
+from quantkit.evals.html.pieces import in_list
 from quantkit.evals.results import Evaluation
 from quantkit.evals.samples import Guess, TextSample, TokenDivergence
 from quantkit.evals.table import Table
 from quantkit.quality.figures import significant
 
-_WORST = 10
-_BEFORE = 6  # tokens shown before one of the worst
+_NUM_WORST = 10
+_CONTEXT = 6  # tokens shown before each of the worst
 
 
-def token_scale(found: Evaluation) -> Scale:
-    """The colours of all tokens of a page."""
-    return logarithmic(
-        one.kl
-        for details in found.details.values()
+def token_scale(evaluation: Evaluation) -> ColorScale:
+    """The color scale of all tokens of a page."""
+    return log_scale(
+        token.kl
+        for details in evaluation.details.values()
         for sample in details.samples
-        for of_model in sample.models.values()
-        for one in of_model
-        if one is not None
+        for tokens in sample.models.values()
+        for token in tokens
+        if token is not None
     )
 
 
-def coloured_text(found: Evaluation, name: str, number: int, scale: Scale, chosen: str) -> Markup:
-    """A text's stretches, of which one model's are shown at a time.
+def script_data(evaluation: Evaluation) -> str:
+    """The tokens and predictions as JSON that is safe within a ``script`` element.
 
-    Args:
-        number: of the text on its page.
-        chosen: the model that is shown at first.
-    """
-    samples = found.details[name].samples
-    models = list(samples[0].models)
-    choice: list[Markup] = []
-    for index, model in enumerate(models):
-        key = f"t{number}m{index}"
-        checked = "" if model == chosen else None
-        choice.append(
-            element(
-                "input", {"type": "radio", "name": f"t{number}", "id": key, "class": f"m{index}", "checked": checked}
-            )
-        )
-        choice.append(element("label", {"for": key}, model))
-    panels = [
-        element("div", {"class": f"panel m{index}", "data-model": index}, *_stretches(samples, model, scale),
-                _worst(samples, model, found.reference or "", name))
-        for index, model in enumerate(models)
-    ]  # fmt: skip
-    panel = element("aside", {"class": "guess", "aria-live": "polite", "aria-label": "what the models expect"})
-    return element(
-        "div", {"class": "tokens", "data-text": number}, *choice,
-        element("div", {"class": "panels"}, *panels), panel,
-    )  # fmt: skip
-
-
-def shown_when_chosen(found: Evaluation) -> str:
-    """The rules of style that show the panel of the model that is chosen."""
-    most = max((len(sample.models) for details in found.details.values() for sample in details.samples), default=0)
-    return "".join(f".tokens>input.m{index}:checked~.panels>.m{index}{{display:block}}" for index in range(most))
-
-
-def script_data(found: Evaluation) -> str:
-    """All that is shown of single tokens, as JSON that a page may hold.
-
-    A guess is a flat list: a token and its probability in thousandths, five times, then that of the token that stands
-    there; a model's begins with its KL.
+    A prediction is a flat list: five times a token and its probability in thousandths, then the probability of the
+    token in the text; a model's prediction begins with its KL.
     """
     numbers: dict[int, int] = {}
     pieces: list[str] = []
@@ -78,7 +39,7 @@ def script_data(found: Evaluation) -> str:
     def number(sample: TextSample, token: int) -> int:
         if token not in numbers:
             numbers[token] = len(pieces)
-            pieces.append(by_itself(sample.pieces[token]))
+            pieces.append(in_list(sample.pieces[token]))
         return numbers[token]
 
     def guess(sample: TextSample, one: Guess | None) -> list[int]:
@@ -96,59 +57,47 @@ def script_data(found: Evaluation) -> str:
             {
                 "tokens": [number(sample, token) for token in sample.tokens],
                 "reference": [guess(sample, one) for one in sample.reference],
-                "models": [[divergence(sample, one) for one in of_model] for of_model in sample.models.values()],
+                "models": [[divergence(sample, one) for one in tokens] for tokens in sample.models.values()],
             }
             for sample in details.samples
         ]
-        for details in found.details.values()
+        for details in evaluation.details.values()
     ]
-    models = [row.name for row in found.rows[1:]]
-    value = {"reference": found.reference, "models": models, "pieces": pieces, "texts": texts}
+    models = [row.name for row in evaluation.rows[1:]]
+    value = {"reference": evaluation.reference, "models": models, "pieces": pieces, "texts": texts}
     plain = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    for sign in "<>&\u2028\u2029":  # which end a script, or a line of one
-        plain = plain.replace(sign, f"\\u{ord(sign):04x}")
+    for character in "<>&\u2028\u2029":  # which could end the script or one of its lines
+        plain = plain.replace(character, f"\\u{ord(character):04x}")
     return plain
 
 
-def _stretches(samples: list[TextSample], model: str, scale: Scale) -> Iterator[Markup]:
-    for index, sample in enumerate(samples):
-        last = sample.start + len(sample.tokens) - 1
-        what = "From the beginning" if index == 0 else "Where the models diverge most after that"
-        yield element("h4", None, what, element("small", None, f" tokens {sample.start} to {last}"))
-        tokens = [
-            element("i", {"class": None if one is None else f"k{scale.step(one.kl)}"}, in_a_text(sample.pieces[token]))
-            for token, one in zip(sample.tokens, sample.models[model], strict=True)
-        ]
-        yield element("p", {"class": "stretch", "data-stretch": index}, *tokens)
-
-
-def _worst(samples: list[TextSample], model: str, reference: str, text: str) -> Markup:
-    """The tokens that diverge most, as a table: for print, and for those who cannot point at one."""
-    listed = [
+def worst_tokens(evaluation: Evaluation, text: str, model: str) -> Table:
+    """The tokens where a model diverges most: for print, and for readers who cannot point at a token."""
+    tokens = [
         (one, expected, sample, place)
-        for sample in samples
+        for sample in evaluation.details[text].samples
         for place, (one, expected) in enumerate(zip(sample.models[model], sample.reference, strict=True))
         if one is not None and expected is not None
     ]
     rows: list[tuple[str, ...]] = []
-    for one, expected, sample, place in sorted(listed, key=lambda item: -item[0].kl)[:_WORST]:
-        before = "".join(by_itself(sample.pieces[token]) for token in sample.tokens[max(0, place - _BEFORE) : place])
+    for one, expected, sample, place in sorted(tokens, key=lambda item: -item[0].kl)[:_NUM_WORST]:
+        before = "".join(in_list(sample.pieces[token]) for token in sample.tokens[max(0, place - _CONTEXT) : place])
         rows.append((
-            by_itself(sample.pieces[sample.tokens[place]]), f"…{before}".replace("·", " "), significant(one.kl, 2),
+            in_list(sample.pieces[sample.tokens[place]]), f"…{before}".replace("·", " "), significant(one.kl, 2),
             _likeliest(sample, expected), _likeliest(sample, one.guess), _percent(expected.right),
             _percent(one.guess.right),
         ))  # fmt: skip
+    reference = evaluation.reference
     head = ("token", "after", "KL, nats", f"likeliest in {reference}", f"likeliest in {model}",
             f"P(token), {reference}", f"P(token), {model}")  # fmt: skip
-    table = figures(Table(None, head, rows), f"tokens of {text} at which {model} diverges most")
-    return element("details", {"class": "worst"}, element("summary", None, f"The {len(rows)} that diverge most"), table)
+    return Table(None, head, rows)
 
 
 def _likeliest(sample: TextSample, guess: Guess) -> str:
-    return f"{by_itself(sample.pieces[guess.tokens[0]])} {_percent(guess.probabilities[0])}"
+    return f"{in_list(sample.pieces[guess.tokens[0]])} {_percent(guess.probabilities[0])}"
 
 
 def _percent(share: float) -> str:
-    """A probability as the script shows it too."""
+    """A probability in the script's format."""
     thousandths = round(1000 * share)
     return f"{thousandths / 10:.1f} %" if thousandths else "< 0.1 %"

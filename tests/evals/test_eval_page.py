@@ -20,13 +20,12 @@ import quantkit
 from quantkit.cli.files import Outputs
 from quantkit.data.files import excerpt
 from quantkit.errors import RequestError
-from quantkit.evals.html.axes import Axis, spread, tick
-from quantkit.evals.html.elements import _VOID
+from quantkit.evals.html.charts import Line, position_chart
+from quantkit.evals.html.color_scale import STEPS, error_scale, log_scale
+from quantkit.evals.html.drawing import Axis, axis_range, tick_label
+from quantkit.evals.html.headline import headline
 from quantkit.evals.html.heatmap import heat_maps
-from quantkit.evals.html.page import headline
-from quantkit.evals.html.pieces import by_itself, in_a_text
-from quantkit.evals.html.positions import Line, chart
-from quantkit.evals.html.scale import STEPS, for_errors, logarithmic
+from quantkit.evals.html.pieces import in_list, in_text
 from quantkit.evals.report import side_by_side, tables
 from quantkit.evals.results import Evaluation
 from quantkit.evals.samples import LIKELIEST, SAMPLE_TOKENS, Predictions, TextSample
@@ -36,6 +35,7 @@ from quantkit.quality.positions import PositionDivergence
 
 WINDOW = 128
 CHROMIUM = chromium.executable()
+VOID = {"meta", "link", "input"}
 STYLE = Path(quantkit.__file__).parent.parent / "evals" / "html" / "style.css"
 HOSTILE = '"><img src=x onerror=alert(1)></script><script>alert(2)</script>'
 
@@ -74,7 +74,7 @@ class _Read(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
         assert len(dict(attrs)) == len(attrs)
-        if tag not in _VOID:
+        if tag not in VOID:
             self.open.append(tag)
             if tag in ("td", "th"):
                 self.cells.append("")
@@ -95,14 +95,22 @@ def test_the_page_is_whole_and_loads_nothing(found: Evaluation) -> None:
     page = found.to_html()
     assert page.startswith("<!doctype html>\n<html")
     read = _Read(page)
-    ids = [told["id"] for _, told in read.tags if "id" in told]
+    ids = [attributes["id"] for _, attributes in read.tags if "id" in attributes]
     assert len(ids) == len(set(ids)) > 3
-    assert {told.get("for") for tag, told in read.tags if tag == "label"} <= set(ids)
-    outside = [told for _, told in read.tags if "src" in told or not str(told.get("href", "data:")).startswith("data:")]
+    assert {attributes.get("for") for tag, attributes in read.tags if tag == "label"} <= set(ids)
+    outside = [
+        attributes
+        for _, attributes in read.tags
+        if "src" in attributes or not str(attributes.get("href", "data:")).startswith("data:")
+    ]
     assert not outside
     assert "@import" not in page
     assert "url(" not in page
-    policy = next(told["content"] for _, told in read.tags if told.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        attributes["content"]
+        for _, attributes in read.tags
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    )
     assert str(policy).startswith("default-src 'none';")
 
 
@@ -257,20 +265,20 @@ def test_hostile_names_and_tokens_stay_text(found: Evaluation) -> None:
     ],
 )  # fmt: skip
 def test_every_token_can_be_seen(piece: bytes | str, alone: str, within: str) -> None:
-    assert by_itself(piece) == alone
-    assert in_a_text(piece) == within
+    assert in_list(piece) == alone
+    assert in_text(piece) == within
 
 
 def test_steps_of_colour_begin_at_round_values() -> None:
-    assert logarithmic([0.3, 0.001]).limits == pytest.approx((0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2))
-    assert logarithmic([]).limits[-1] < math.inf
-    scale = for_errors([0.11, 0.12])
-    assert {scale.step(0.11), scale.step(0.12)} <= set(range(3, 7))  # alike: neither pale nor dark
-    wide = for_errors([0.02, 0.05, 0.1])
-    assert wide.step(0.02) == 1
-    assert wide.step(0.1) > 6
-    assert for_errors([1e-4, 0.1]).step(1e-4) == 0
-    assert len(for_errors([0.0]).limits) == STEPS
+    assert log_scale([0.3, 0.001]).limits == pytest.approx((0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2))
+    assert log_scale([]).limits[-1] < math.inf
+    scale = error_scale([0.11, 0.12])
+    assert {scale.color(0.11), scale.color(0.12)} <= set(range(3, 7))  # alike: neither pale nor dark
+    wide = error_scale([0.02, 0.05, 0.1])
+    assert wide.color(0.02) == 1
+    assert wide.color(0.1) > 6
+    assert error_scale([1e-4, 0.1]).color(1e-4) == 0
+    assert len(error_scale([0.0]).limits) == STEPS
 
 
 def _told(label: str) -> float:
@@ -288,9 +296,9 @@ def test_labels_of_an_axis_are_distinct_and_true() -> None:
     for _ in range(2000):
         low = 10 ** generator.uniform(-9, 9) * generator.choice((1, 1, 1, 0))
         high = low + (low or 1) * 10 ** generator.uniform(-6, 3)
-        axis = Axis(*spread([low, high])[:2], 0, 250, spread([low, high])[2])
+        axis = Axis(*axis_range([low, high])[:2], 0, 250, axis_range([low, high])[2])
         values = axis.ticks()
-        labels = [tick(value) for value in values]
+        labels = [tick_label(value) for value in values]
         assert len(labels) == len(set(labels)) >= 2, labels
         assert [_told(label) for label in labels] == pytest.approx(values, rel=1e-9, abs=1e-12 * high)
         assert max(map(len, labels)) <= 11, labels
@@ -322,20 +330,22 @@ def test_everything_can_be_read_on_its_ground(dark: bool) -> None:
 
 
 def test_errors_stand_by_kind_and_layer_and_experts_are_summed_up(found: Evaluation) -> None:
-    (read,) = [_Read(str(heat_maps(found)[0]))]
-    heads = [cell for cell in read.cells if re.fullmatch(r"[a-z]+", cell)]
-    assert heads == ["layer", "q", "k", "v", "o", "gate", "up", "down"]
+    assert list(heat_maps(found)[0].rows) == ["q", "k", "v", "o", "gate", "up", "down"]
+    page = found.to_html()
+    assert re.findall(r'<th scope="row">([a-z]+)</th>', page)[:7] == ["q", "k", "v", "o", "gate", "up", "down"]
     bank = {f"model.layers.1.mlp.experts.{index}.up_proj": 0.01 * (index + 1) for index in range(4)}
     errors = {**bank, "model.layers.0.self_attn.q_proj": 0.02, "lm_head": 0.005}
     rows = [replace(found.rows[1], layer_errors=dict(sorted(errors.items(), key=lambda item: -item[1])))]
-    read = _Read(str(heat_maps(replace(found, rows=rows))[0]))
-    titles = [told["title"] for _, told in read.tags if "title" in told]
+    read = _Read(replace(found, rows=rows, reference=None, texts={}, details={}).to_html())
+    titles = [attributes["title"] for _, attributes in read.tags if "title" in attributes]
     assert titles == ["layer 0, q: 2.0 %", "layer 1, expert up: 2.5 % on average of 4; expert 3 4.0 %"]
     assert "worst: layer 1, expert up 3: 4.0 %" in read.texts
     assert "Outside the layers: head 0.50 %." in read.texts
     mixed = [found.rows[0], found.rows[1], replace(found.rows[2], method="gptq")]
-    assert "colours of its own" in heat_maps(replace(found, rows=mixed))[-1]
-    assert "colours of its own" not in heat_maps(found)[-1]
+    assert "Each model has its own colors" in replace(found, rows=mixed).to_html()
+    assert len({map.scale for map in heat_maps(replace(found, rows=mixed))}) == 2
+    assert "Each model has its own colors" not in page
+    assert len({map.scale for map in heat_maps(found)}) == 1
 
 
 def _exact(found: Evaluation) -> Evaluation:
@@ -363,14 +373,17 @@ def test_a_model_without_any_divergence_is_in_the_charts(found: Evaluation) -> N
     assert {name: _names(page).count(name) for name in ("int8: 0", "int4-g64")} == {"int8: 0": 6, "int4-g64": 6}
     alone = replace(exact, rows=exact.rows[:2], details={})
     assert _names(alone.to_html()).count("int8: 0") == 6
-    assert spread([0.0, 0.001, 1.0])[2]
+    assert axis_range([0.0, 0.001, 1.0])[2]
 
 
 def test_lines_differ_by_more_than_colour_and_are_named_though_only_dashed(found: Evaluation) -> None:
     buckets = found.rows[1].texts["short"].positions["int8"]
-    made = str(chart([Line(1, "one", True, buckets), Line(2, "two", True, buckets)], "KL"))
-    assert len(set(re.findall(r'<path d="([^"]*)" transform', made))) == 2
-    assert _names(made) == ["one", "two"] * 2
+    chart = position_chart([Line(1, "one", True, buckets), Line(2, "two", True, buckets)], "KL")
+    assert chart is not None
+    for drawing in chart.drawings:
+        assert len({shape.attributes["d"] for shape in drawing.shapes if "transform" in shape.attributes}) == 2
+        names = [shape.text for shape in drawing.shapes if shape.attributes.get("class") == "name"]
+        assert names == ["one", "two"]
 
 
 @pytest.mark.parametrize("name", ["世界模型量化" * 4, "👩‍🚀" * 9, "WWWWMMMMWWWWMMMMWWWW", "مرحبا بالعالم كله" * 2])
@@ -390,7 +403,7 @@ def test_names_fit_whatever_their_script(name: str, found: Evaluation, tmp_path:
 
 def test_a_model_of_the_same_size_is_as_large(found: Evaluation) -> None:
     same = replace(found.rows[1], megabytes=found.rows[0].megabytes * 1.01)
-    (said, _) = headline(replace(found, rows=[found.rows[0], same]))
+    said, *_ = headline(replace(found, rows=[found.rows[0], same]))
     assert said.startswith("int8 is as large as whole; per token")
 
 
@@ -498,15 +511,15 @@ def test_pointing_at_a_token_shows_what_both_models_expected(
     def expected(place: int, model: str) -> list[str]:
         one = sample.models[model][place]
         assert one is not None
-        return [by_itself(sample.pieces[token]) for token in one.guess.tokens]
+        return [in_list(sample.pieces[token]) for token in one.guess.tokens]
 
     browser.hover(".m1 .stretch i:nth-child(9)")
     assert [name for name in expected(8, "int4-g64") if name not in browser.value(said)] == []
-    assert browser.value(said).startswith(by_itself(sample.pieces[sample.tokens[8]]))
+    assert browser.value(said).startswith(in_list(sample.pieces[sample.tokens[8]]))
     assert "whole" in browser.value(said)
     browser.click(".m1 .stretch i:nth-child(12)")
     browser.press("ArrowRight")
-    assert browser.value(said).startswith(by_itself(sample.pieces[sample.tokens[12]]))
+    assert browser.value(said).startswith(in_list(sample.pieces[sample.tokens[12]]))
     assert browser.value("document.activeElement.matches('.m1 .stretch i:nth-child(13)')")
     browser.click("label[for=t0m0]")
     browser.hover(".m0 .stretch i:nth-child(21)")
