@@ -130,28 +130,29 @@ def bench(
         raise RequestError("--scheme goes with --synthetic", hint="a folder has schemes of its own")
     if head is not None and not quantized:
         raise RequestError("--head goes with --scheme")
-    measures = (_numbers(prompt_lengths), _numbers(batches), threads, runs, backend, compiled, device)
-    more = (() if contexts is None else _numbers(contexts), int8_cache, price_per_hour)
+    measures = {
+        "prompt_lengths": _numbers(prompt_lengths), "batches": _numbers(batches),
+        "contexts": () if contexts is None else _numbers(contexts), "price_per_hour": price_per_hour,
+        "threads": threads, "runs": runs, "int8_cache": int8_cache, "backend": backend, "compiled": compiled,
+        "device": device,
+    }  # fmt: skip
     given = named(models)
     require_models(*(path for _, path in given))
 
     from quantkit.evals import bench_report
-    from quantkit.evals.bench import Job
+    from quantkit.evals.bench import BenchModel, BenchOptions
     from quantkit.evals.bench import bench as job
     from quantkit.evals.bench_plot import picture
     from quantkit.evals.table import render
 
     short = short_names([path for _, path in given])
-    jobs = [
-        Job(path, None, None, None, *measures, name or end, *more)
-        for (name, path), end in zip(given, short, strict=True)
-    ]
+    sources = [BenchModel(path, name=name or end) for (name, path), end in zip(given, short, strict=True)]
     if synthetic is not None:
-        jobs = [Job(None, synthetic, scheme, head, *measures, None, *more) for scheme in quantized or (None,)]
-    with together({"measures": (*measures, *more)}, device) as group:
+        sources = [BenchModel(shape=synthetic, scheme=scheme, head=head) for scheme in quantized or (None,)]
+    with together({"measures": measures}, device) as group:
         outputs = Outputs(data, plot=plot)
         with ProgressDisplay(show=group.is_rank0) as progress:
-            found = job(jobs, group=group, progress=progress)
+            found = job(sources, BenchOptions(**measures), group=group, progress=progress)
         if group.is_rank0:
             warnings, notes = bench_report.warnings(found), bench_report.notes(found)
             below = [""] if (warnings or notes) and table == "terminal" else []

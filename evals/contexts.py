@@ -1,4 +1,4 @@
-"""Decoding with much context: how fast several sequences go on together, and what memory that takes."""
+"""Decoding with long contexts: the speed of several sequences together, and the memory that they need."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from quantkit.model.cache import cache_bytes
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import free_bytes
 
-NEW = 16  # tokens of each sequence that are decoded in a run: the last of its context
-LEAST = PROMPT + NEW
-"""The shortest context."""
-_SPARE_BYTES = 256_000_000  # of memory, for what is computed
+NEW = 16  # tokens of each sequence that are decoded in a run: the last ones of its context
+MIN_CONTEXT = PROMPT + NEW
+_SPARE_BYTES = 256_000_000  # for intermediate results
 
 
 class Row(NamedTuple):
-    """Sequences decoded at once, and the tokens of each, new ones included."""
+    """Sequences decoded at once, and the tokens of each, including new ones."""
 
     context: int
     batch: int
@@ -34,16 +33,16 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class AtContext:
-    """What several sequences did, each with so much context.
+    """The figures of several sequences of one length.
 
     Attributes:
-        context: tokens of each sequence at the end, of which the last `NEW` are decoded.
+        context: tokens of each sequence at the end; the last `NEW` are decoded.
         batch: sequences.
-        prompt_rate: tokens a second of reading a prompt, all of a context but the new tokens.
-        together: decoding; all sequences' tokens count.
+        prompt_rate: tokens a second of prefill, which is the context without the new tokens.
+        together: decoding; the tokens of all sequences count.
         cache_bytes: keys and values of all sequences.
-        peak_bytes: memory at its peak meanwhile, weights included, the process's or what it took up on the GPU; None
-            where the system does not tell.
+        peak_bytes: peak memory meanwhile, including weights, of the process or on the GPU; None if the system does not
+            report it.
     """
 
     context: int
@@ -60,38 +59,38 @@ class AtContext:
 
 
 def prefill_rates(found: Sequence[AtContext]) -> dict[int, Rate]:
-    """Tokens a second of a prompt, by the context that it fills but for `NEW` tokens; it was read for each row."""
+    """Prefill in tokens a second by context, with one run for each batch size."""
     rates: dict[int, list[float]] = {}
     for one in found:
         rates.setdefault(one.context, []).append(one.prompt_rate)
-    return {context: Rate.of(of) for context, of in rates.items()}
+    return {context: Rate.of(runs) for context, runs in rates.items()}
 
 
-def rows(contexts: Sequence[int], batches: Sequence[int], most: int) -> list[Row]:
-    """What there is to measure of a model whose context is `most`."""
-    return [Row(context, batch) for context in contexts if context <= most for batch in batches]
+def rows(contexts: Sequence[int], batches: Sequence[int], max_context: int) -> list[Row]:
+    """The measurements that fit a model's context."""
+    return [Row(context, batch) for context in contexts if context <= max_context for batch in batches]
 
 
-def too_long(contexts: Sequence[int], most: int) -> list[str]:
-    """Why contexts are left out."""
-    return [f"context {context}: the model's is {most}" for context in contexts if context > most]
+def too_long(contexts: Sequence[int], max_context: int) -> list[str]:
+    """A line for each context that does not fit."""
+    return [f"context {context}: the model's is {max_context}" for context in contexts if context > max_context]
 
 
 def measure(
-    model: Decoder, wanted: Sequence[Row], *, compiled: bool | None, cache_dtype: torch.dtype, runs: int,
+    model: Decoder, rows: Sequence[Row], *, compiled: bool | None, cache_dtype: torch.dtype, runs: int,
     group: ProcessGroup, step: Callable[[], None],
 ) -> tuple[list[AtContext], list[str]]:  # fmt: skip
-    """Measure rows that fit in memory; and why the others do not.
+    """Measure the rows that fit in memory; a line for each of the others.
 
     Args:
-        step: called before each.
+        step: called before each row.
 
     Raises:
-        RequestError: if one of several processes runs out of memory.
+        RequestError: if several processes share the model and one runs out of memory.
         NonFiniteError: if the model's logits are NaN or Inf.
     """
     found, left_out = [], []
-    for row in wanted:
+    for row in rows:
         step()
         if (reason := group.broadcast_from_rank0(_too_large(model, row, cache_dtype, group.size))) is not None:
             left_out.append(f"{row}: {reason}")
@@ -100,7 +99,7 @@ def measure(
             with enough_memory(None):
                 found.append(_measure(model, row, compiled, cache_dtype, runs))
         except RequestError as error:
-            if group.size > 1:  # the others go on
+            if group.size > 1:  # the others would wait
                 raise
             left_out.append(f"{row}: {error.problem}")
     return found, left_out
@@ -109,7 +108,7 @@ def measure(
 def _measure(model: Decoder, row: Row, compiled: bool | None, cache_dtype: torch.dtype, runs: int) -> AtContext:
     device = model.device
     if compiled or device.type == "cuda":
-        torch.compiler.reset()  # what was compiled for another cache would count against the limit of graphs
+        torch.compiler.reset()  # graphs for another cache would count toward the limit
     malloc_trim()
     counted = True
     if device.type == "cuda":
@@ -126,12 +125,12 @@ def _measure(model: Decoder, row: Row, compiled: bool | None, cache_dtype: torch
 
 
 def max_bytes(device: torch.device) -> int:
-    """Memory at its peak, since that was counted: the process's, or what it takes up on the GPU."""
+    """Peak memory since it was reset: of the process, or on the GPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes()
 
 
 def _too_large(model: Decoder, row: Row, cache_dtype: torch.dtype, processes: int) -> str | None:
-    """Why a row cannot be measured in the memory that is free now; None if it can."""
+    """Why a row does not fit in free memory; None if it fits."""
     needed, free = cache_bytes(model.config, row.batch, row.context, cache_dtype), free_bytes(model.device)
     if model.device.type == "cpu":
         free //= processes

@@ -17,10 +17,9 @@ import torch
 from command import Capture
 
 import quantkit
-from quantkit.distributed.group import SINGLE
 from quantkit.errors import RequestError
 from quantkit.evals import bench_report, timing
-from quantkit.evals.bench import Bench, Job, _measure, bench, require_room
+from quantkit.evals.bench import Bench, BenchModel, BenchOptions, _measure, bench, require_room
 from quantkit.evals.bench_plot import picture
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import render
@@ -82,31 +81,32 @@ def test_a_model_whose_logits_are_not_finite_is_not_timed(tmp_path: Path, capfd:
 
 
 def test_a_device_that_is_not_there_is_refused(demo_model: Path) -> None:
-    job = Job(demo_model, None, None, None, (4,), (), None, 1, None, None, "no-such-device")
+    options = BenchOptions((4,), (), runs=1, device="no-such-device")
     with pytest.raises(RequestError, match="the device cannot be used"):
-        bench([job])
+        bench([BenchModel(demo_model)], options)
 
 
 def test_one_thread_is_tried_where_the_weights_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = Job(None, "llama-160m", "int8", None, (), (1,), None, 1, "reference", False)
+    model, options = BenchModel(shape="llama-160m", scheme="int8"), BenchOptions((), (1,), runs=1, backend="reference")
     monkeypatch.setattr("quantkit.evals.bench.rate", lambda *_: Rate(torch.get_num_threads(), 1, 2))
     monkeypatch.setattr("quantkit.evals.bench.bandwidth", lambda _: 1e9)
-    monkeypatch.setattr("quantkit.evals.bench._measured_apart", lambda job, progress: _measure(job, SINGLE, progress))
+    monkeypatch.setattr("quantkit.evals.bench._measure_in_new_process", _measure)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         for bytes_, expected in ((10**12, Rate(1, 1, 2)), (1, None)):
-            monkeypatch.setattr("quantkit.evals.bench._FEW_BYTES", bytes_)
-            (found,) = bench([few])
+            monkeypatch.setattr("quantkit.evals.bench._SMALL_BYTES", bytes_)
+            (found,) = bench([model], options)
             assert (found.one_thread, found.decode[1].median, torch.get_num_threads()) == (expected, 2, 2)
     finally:
         torch.set_num_threads(threads)
 
 
 def test_a_bench_tells_what_it_has_measured(demo_model: Path) -> None:
-    told: list[tuple[str, int, int, str]] = []
-    bench([Job(demo_model, None, None, None, (4,), (1, 2), 1, 1, None, None)], progress=lambda *now: told.append(now))
-    assert told == [("bench mini-en", done, 6, "measurements") for done in range(7)]
+    reported: list[tuple[str, int, int, str]] = []
+    options = BenchOptions((4,), (1, 2), threads=1, runs=1)
+    bench([BenchModel(demo_model)], options, progress=lambda *now: reported.append(now))
+    assert reported == [("bench mini-en", done, 6, "measurements") for done in range(7)]
 
 
 def test_short_calls_are_repeated_until_a_run_is_long() -> None:
@@ -216,7 +216,7 @@ def test_threads_that_lose_are_told() -> None:
 
 def test_warnings_and_notes_are_on_stderr(demo_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
     lost = replace(FOUND, other_load=2.0, one_thread=Rate(20.0, 20.0, 20.0))
-    monkeypatch.setattr("quantkit.evals.bench.bench", lambda jobs, **_: [lost])
+    monkeypatch.setattr("quantkit.evals.bench.bench", lambda *_, **__: [lost])
     code, out, err = command.run(capfd, "bench", demo_model, "--table", "csv")
     head, row = csv.reader(out.splitlines())  # one table
     assert code == 0
@@ -230,12 +230,12 @@ def test_warnings_and_notes_are_on_stderr(demo_model: Path, monkeypatch: pytest.
 
 
 def test_folders_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
-    asked: list[Job] = []
+    requested: list[BenchModel] = []
     for name in ("a", "b"):
         (tmp_path / name / "int4").mkdir(parents=True)
-    monkeypatch.setattr("quantkit.evals.bench.bench", lambda jobs, **_: asked.extend(jobs) or [FOUND])
+    monkeypatch.setattr("quantkit.evals.bench.bench", lambda models, _, **__: requested.extend(models) or [FOUND])
     assert command.run(capfd, "bench", tmp_path / "a" / "int4", f"x={tmp_path / 'b' / 'int4'}")[0] == 0
-    assert [(job.name, job.path) for job in asked] == [
+    assert [(model.name, model.path) for model in requested] == [
         ("a/int4", tmp_path / "a" / "int4"), ("x", tmp_path / "b" / "int4")
     ]  # fmt: skip
 
@@ -308,22 +308,21 @@ def test_requests_that_make_no_sense_end_before_the_work(arguments: list[str], r
 
 
 def test_what_goes_wrong_in_the_other_process_is_told_as_usual() -> None:
-    job = Job(None, "llama-160m", "int8", None, (4,), (), None, 1, "cuda-magic", None)
+    options = BenchOptions((4,), (), runs=1, backend="cuda-magic")
     with pytest.raises(RequestError, match="unknown backend"):
-        bench([job])
+        bench([BenchModel(shape="llama-160m", scheme="int8")], options)
 
 
 def test_one_kind_of_measurement_is_enough() -> None:
     for prompts, batches in (((), (1,)), ((4,), ())):
-        require_room(Job(None, "llama-160m", None, None, prompts, batches, None, 1, None, None))
+        require_room(BenchModel(shape="llama-160m"), BenchOptions(prompts, batches, runs=1))
 
 
 def test_a_process_that_dies_does_not_hang_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.evals.bench._tell", os.kill)
-    monkeypatch.setattr(Job, "checkpoint", lambda job: synthetic("llama-160m", None))
-    pretended = Job(None, "llama-160m", None, None, (4,), (), None, 1, None, None)
+    monkeypatch.setattr("quantkit.evals.bench._send_result", os.kill)
+    monkeypatch.setattr(BenchModel, "checkpoint", lambda model: synthetic("llama-160m", None))
     with pytest.raises(RequestError, match="the process that measures was ended"):
-        bench([pretended])
+        bench([BenchModel(shape="llama-160m")], BenchOptions((4,), (), runs=1))
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,9 @@ from command import Capture
 from torch import Tensor
 
 import quantkit
-from quantkit.distributed.group import SINGLE
 from quantkit.errors import RequestError
 from quantkit.evals import bench_report, contexts
-from quantkit.evals.bench import Bench, Job, _measure, bench
+from quantkit.evals.bench import Bench, BenchModel, BenchOptions, _measure, bench
 from quantkit.evals.bench_plot import picture
 from quantkit.evals.contexts import NEW, AtContext
 from quantkit.evals.synthetic import synthetic
@@ -41,13 +40,14 @@ FOUND = Bench(
 PRICED = replace(FOUND, price_per_hour=3.6)
 
 
-def _job(path: Path, **changes: Any) -> Job:
-    return replace(Job(path, None, None, None, (), (1,), 1, 1, None, None, "cpu"), **changes)
+def _bench(path: Path, **changes: Any) -> list[Bench]:
+    options = BenchOptions((), (1,), threads=1, runs=1, device="cpu")
+    return bench([BenchModel(path)], replace(options, **changes))
 
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.evals.bench._measured_apart", lambda job, progress: _measure(job, SINGLE, progress))
+    monkeypatch.setattr("quantkit.evals.bench._measure_in_new_process", _measure)
     monkeypatch.setattr("quantkit.evals.bench.bandwidth", lambda _: 1e9)
 
 
@@ -89,7 +89,7 @@ def test_each_context_is_measured_with_each_batch(demo_model: Path, tmp_path: Pa
 
 @pytest.mark.usefixtures("in_this_process")
 def test_a_cache_in_8_bits_is_smaller(demo_model: Path) -> None:
-    (found,) = bench([_job(demo_model, contexts=(64,), int8_cache=True)])
+    (found,) = _bench(demo_model, contexts=(64,), int8_cache=True)
     config = load_model(demo_model).config
     assert (found.dtype, found.cache_dtype) == ("bfloat16", "int8")
     assert [one.cache_bytes for one in found.at_contexts] == [cache_bytes(config, 1, 64, torch.int8)]
@@ -150,14 +150,14 @@ def test_the_peak_of_memory_begins_again() -> None:
 def test_what_does_not_fit_in_memory_is_left_out(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enough = cache_bytes(load_model(demo_model).config, 2, 64, torch.bfloat16) + contexts._SPARE_BYTES
     monkeypatch.setattr(contexts, "free_bytes", lambda _: enough)
-    (found,) = bench([_job(demo_model, contexts=(64, 128), batches=(1, 2))])
+    (found,) = _bench(demo_model, contexts=(64, 128), batches=(1, 2))
     assert [(one.context, one.batch) for one in found.at_contexts] == [(64, 1), (64, 2), (128, 1)]
     (line,) = found.left_out
     assert line == "context 128 of 2 sequences: keys and values take 262 kB, and 256 MB of memory are free"
     assert bench_report.notes([found])[-1] == f"mini-en is not measured at {line}"
     monkeypatch.setattr(contexts, "free_bytes", lambda _: 0)
     with pytest.raises(RequestError, match="no context could be measured: context 64 of 1 sequence: keys and values"):
-        bench([_job(demo_model, contexts=(64,))])
+        _bench(demo_model, contexts=(64,))
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -170,14 +170,14 @@ def test_running_out_of_memory_leaves_out_the_row(demo_model: Path, monkeypatch:
         return fill(decoding)
 
     monkeypatch.setattr(Decoding, "fill", fails)
-    (found,) = bench([_job(demo_model, contexts=(96, 128), batches=(2,))])
+    (found,) = _bench(demo_model, contexts=(96, 128), batches=(2,))
     assert [one.context for one in found.at_contexts] == [128]
     assert found.left_out == ["context 96 of 2 sequences: does not fit in memory"]
 
 
 def test_contexts_are_measured_of_a_model_that_has_them(demo_model: Path) -> None:
     with pytest.raises(RequestError, match=r"mini-en: the model's context is too short \(found 4096, .* 8192\)"):
-        bench([_job(demo_model, contexts=(9000, 8192))])
+        _bench(demo_model, contexts=(9000, 8192))
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_contexts_are_measured_of_a_model_that_has_them(demo_model: Path) -> Non
         (["--contexts", "100000"], "llama-160m: the model's context is too short"),
         (["--contexts", "9" * 80], "llama-160m: the model's context is too short"),
         (["--contexts", "4096", "--batch", "100000"], "do not fit in memory"),
-        (["--price-per-hour", "0"], "no price (found 0.0, expected an amount above 0)"),
-        (["--price-per-hour", "-1"], "no price"),
-        (["--price-per-hour", "nan"], "no price"),
-        (["--price-per-hour", "inf"], "no price"),
+        (["--price-per-hour", "0"], "invalid price (found 0.0, expected an amount above 0)"),
+        (["--price-per-hour", "-1"], "invalid price"),
+        (["--price-per-hour", "nan"], "invalid price"),
+        (["--price-per-hour", "inf"], "invalid price"),
         (["--price-per-hour", "free"], "not a valid float"),
     ],
 )
