@@ -24,7 +24,6 @@ from quantkit.calibration.streams import Streams
 from quantkit.memory import malloc_trim
 from quantkit.model.decoder import Block
 from quantkit.model.feed_forward import MLP
-from quantkit.model.linear import no_tap
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import ROUNDING
 
@@ -174,8 +173,8 @@ def _add(piece: Piece, group: InputGroup, floats: MLP, quantized: MLP, statistic
     """Add a piece to the sums over a group's inputs, weighted by the tokens' shares."""
     inputs, float_inputs = piece.inputs, piece.float_inputs
     if group.writes:
-        inputs = quantized.inner(inputs, no_tap)
-        float_inputs = None if float_inputs is None else floats.inner(float_inputs, no_tap)
+        inputs = quantized.inner(inputs)
+        float_inputs = None if float_inputs is None else floats.inner(float_inputs)
     if float_inputs is None:
         statistics.add(inputs * piece.shares)
         return

@@ -93,7 +93,7 @@ class Streams:
                     drift = linear(float_inputs - inputs)
                     statistics.add_pair(inputs, drift if linear.bias is None else drift - linear.bias)
                 if not is_end:
-                    self._store.put((FLOAT, index), pair.floats.finish(branch, y, float_inputs, self._step))
+                    self._store.put((FLOAT, index), pair.floats.finish(branch, y, float_inputs))
             elif statistics is not None:
                 statistics.add(inputs)
             if not is_end:
@@ -130,7 +130,7 @@ class Streams:
         if self._unfinished is None:
             return x
         branch, block = self._unfinished
-        return block.finish(branch, x, self._take(INPUTS, index), self._step)
+        return block.finish(branch, x, self._take(INPUTS, index))
 
     def _take(self, stream: str, index: int) -> Tensor:
         return self._store.take((stream, index)).to(self._device)

@@ -140,7 +140,7 @@ def _close_choices(block: Block, states: Tensor, step: Step, share: float) -> li
     differ, and kernels may be right."""
     if not isinstance(block.mlp, Experts) or block.mlp.config.per_token == block.mlp.config.count:
         return [False] * states.shape[1]
-    attended = block.finish("attention", states, block.inner("attention", states, step), step)
+    attended = block.finish("attention", states, block.inner("attention", states, step))
     logits = block.mlp.logits(block.inner("mlp", attended, step))[0]
     per_token = block.mlp.config.per_token
     ranked = logits.sort(-1, descending=True)[0]

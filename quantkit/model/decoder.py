@@ -28,7 +28,7 @@ from quantkit.model.attention import (
 )
 from quantkit.model.cache import KVCache
 from quantkit.model.feed_forward import MLP, Experts
-from quantkit.model.linear import FloatLinear, Tap, float_linear, no_tap
+from quantkit.model.linear import FloatLinear, float_linear
 from quantkit.model.norm import rms_norm
 from quantkit.model.rope import Angles, Rotary, rotate
 
@@ -40,12 +40,10 @@ class Step:
     Attributes:
         angles: of the tokens' positions.
         attend: how each token attends to the others.
-        tap: listens to the inputs of the linears; it may raise to end the pass there.
     """
 
     angles: Angles
     attend: Attend
-    tap: Tap = no_tap
 
 
 class Blocks(Protocol):
@@ -217,14 +215,14 @@ class Block(nn.Module):
         if config.layers[layer].experts:
             self.mlp = Experts(config)
         else:
-            self.mlp = MLP(config, config.intermediate_size, bias=config.mlp_bias, site="mlp.out")
+            self.mlp = MLP(config, config.intermediate_size, bias=config.mlp_bias)
         self.mlp_output_layernorm = rms_norm(config) if after else None
         self._multiplier = config.residual_multiplier
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Hidden states [B, T, D] to hidden states."""
         for branch in self.BRANCHES:
-            x = self.finish(branch, x, self.inner(branch, x, step), step)
+            x = self.finish(branch, x, self.inner(branch, x, step))
         return x
 
     def normed(self, branch: str, x: Tensor) -> Tensor:
@@ -237,12 +235,12 @@ class Block(nn.Module):
         """What a branch's last linear is applied to, [B, T, I], or its experts, [B, T, D], for hidden states
         [B, T, D]."""
         states = self.normed(branch, x)
-        return self.self_attn.inner(states, step) if branch == "attention" else self.mlp.inner(states, step.tap)
+        return self.self_attn.inner(states, step) if branch == "attention" else self.mlp.inner(states)
 
-    def finish(self, branch: str, x: Tensor, inner: Tensor, step: Step) -> Tensor:
+    def finish(self, branch: str, x: Tensor, inner: Tensor) -> Tensor:
         """Hidden states [B, T, D] with a branch's output added, given what `inner` returned for them."""
         module = self.self_attn if branch == "attention" else self.mlp
-        return self.add(branch, x, module.output(inner, step.tap))
+        return self.add(branch, x, module.output(inner))
 
     def add(self, branch: str, x: Tensor, out: Tensor) -> Tensor:
         """Hidden states [B, T, D] with what the last linear of a branch gave, or its experts, [B, T, D]."""
@@ -283,7 +281,6 @@ class Attention(nn.Module):
 
     def inner(self, x: Tensor, step: Step) -> Tensor:
         """Values mixed by attention, [B, T, H * Dh], of normed hidden states [B, T, D]."""
-        step.tap("attention.in", x)
         parts = self.project(x)
         if not self.norms_heads:
             parts = self._normed(*parts)
@@ -308,9 +305,8 @@ class Attention(nn.Module):
             return torch.split(fused, self.widths, dim=-1)
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def output(self, mixed: Tensor, tap: Tap) -> Tensor:
+    def output(self, mixed: Tensor) -> Tensor:
         """What is added to the hidden states, [B, T, D]."""
-        tap("attention.out", mixed)
         out: Tensor = self.o_proj(mixed)
         return out
 

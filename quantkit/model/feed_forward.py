@@ -13,28 +13,21 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.kernels.reference import gated
-from quantkit.model.linear import Tap, no_tap
 
 
 class MLP(nn.Module):
-    """A gated feed-forward network (2002.05202).
+    """A gated feed-forward network (2002.05202)."""
 
-    Attributes:
-        site: what `Tap` is told as the place of the last linear's inputs; the first two share those of the branch.
-    """
-
-    def __init__(self, config: ModelConfig, size: int, *, bias: bool, site: str) -> None:
+    def __init__(self, config: ModelConfig, size: int, *, bias: bool) -> None:
         super().__init__()
         self.config = config
-        self.site = site
         self.gate_proj = nn.Linear(config.hidden_size, size, bias=bias)
         self.up_proj = nn.Linear(config.hidden_size, size, bias=bias)
         self.gate_up_proj: nn.Module | None = None  # takes the place of the two where they are fused
         self.down_proj = nn.Linear(size, config.hidden_size, bias=bias)
 
-    def inner(self, x: Tensor, tap: Tap) -> Tensor:
+    def inner(self, x: Tensor) -> Tensor:
         """Gated inner states, [..., F], of normed hidden states [..., D]."""
-        tap("mlp.in", x)
         if self.gate_up_proj is not None:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
@@ -42,15 +35,14 @@ class MLP(nn.Module):
         own = self.config
         return gated(gate, up, own.activation, own.activation_limit, own.activation_alpha)
 
-    def output(self, inner: Tensor, tap: Tap) -> Tensor:
+    def output(self, inner: Tensor) -> Tensor:
         """What is added to the hidden states, [..., D]."""
-        tap(self.site, inner)
         out: Tensor = self.down_proj(inner)
         return out
 
-    def forward(self, x: Tensor, tap: Tap = no_tap) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Normed hidden states [..., D] to what is added to the hidden states."""
-        return self.output(self.inner(x, tap), tap)
+        return self.output(self.inner(x))
 
 
 class Experts(nn.Module):
@@ -65,27 +57,24 @@ class Experts(nn.Module):
         assert config.experts is not None
         self.config = experts = config.experts
         self.gate = nn.Linear(config.hidden_size, experts.count, bias=experts.router_bias)
-        self.experts = nn.ModuleList(
-            MLP(config, experts.size, bias=experts.bias, site="expert.out") for _ in range(experts.count)
-        )
+        self.experts = nn.ModuleList(MLP(config, experts.size, bias=experts.bias) for _ in range(experts.count))
         self.sum: Callable[[Tensor], Tensor] | None = None  # of what the processes give that share the experts
         self.bank: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # a kernel's `routed`
         self.shared_experts = self.shared_expert_gate = None
         if experts.shared_size:
-            self.shared_experts = MLP(config, experts.shared_size, bias=False, site="shared_expert.out")
+            self.shared_experts = MLP(config, experts.shared_size, bias=False)
         if experts.shared_gate:
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
-    def inner(self, x: Tensor, tap: Tap) -> Tensor:
+    def inner(self, x: Tensor) -> Tensor:
         """The normed hidden states [B, T, D] themselves."""
-        tap("mlp.in", x)
         return x
 
-    def output(self, x: Tensor, tap: Tap) -> Tensor:
+    def output(self, x: Tensor) -> Tensor:
         """What is added to the hidden states, [B, T, D], of normed hidden states [B, T, D]."""
         weights, chosen = self.route(x)
         out = self.routed(x.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)).view(x.shape)
-        shared = self.shared(x, tap)
+        shared = self.shared(x)
         out = out if shared is None else out + shared
         return out if self.sum is None else self.sum(out)
 
@@ -118,12 +107,11 @@ class Experts(nn.Module):
             out.index_add_(0, tokens, given * weights[tokens, places].unsqueeze(-1))
         return out.to(rows.dtype)
 
-    def shared(self, x: Tensor, tap: Tap) -> Tensor | None:
+    def shared(self, x: Tensor) -> Tensor | None:
         """What the shared experts give, [..., D]; None if there are none."""
         if self.shared_experts is None:
             return None
-        inner = self.shared_experts.inner(x, no_tap)
-        out = self.shared_experts.output(inner, tap)
+        out: Tensor = self.shared_experts(x)
         return out if self.shared_expert_gate is None else out * torch.sigmoid(_product(x, self.shared_expert_gate))
 
 

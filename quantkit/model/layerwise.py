@@ -116,11 +116,9 @@ def _through(block: Block, states: Tensor, step: Step) -> Tensor:
         through: Tensor = block(states, step)
         return through
     attention, feed_forward = block.BRANCHES
-    states = block.finish(attention, states, block.inner(attention, states, step), step)
+    states = block.finish(attention, states, block.inner(attention, states, step))
     pieces = torch.split(states, TOKENS_THROUGH_A_BLOCK, dim=1)
-    return torch.cat(
-        [block.finish(feed_forward, one, block.inner(feed_forward, one, step), step) for one in pieces], dim=1
-    )
+    return torch.cat([block.finish(feed_forward, one, block.inner(feed_forward, one, step)) for one in pieces], dim=1)
 
 
 @torch.inference_mode()

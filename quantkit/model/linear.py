@@ -15,15 +15,8 @@ from quantkit.tensors.qtensor import QuantTensor, float_rows, row_chunks
 _FLOAT_ELEMENTS = 1 << 21  # of a weight that are float32 at a time
 _TILE = 16  # matrix products are slow for other numbers of rows
 
-Tap = Callable[[str, Tensor], None]
-"""Is told a site's name and the input [..., I] of the linears that share it, right before they are applied."""
-
 FloatLinear = Callable[[Tensor, Tensor], Tensor]
 """``x @ weight.T``, [..., I] to [..., O] in the dtype of x, whatever float dtype the weight has."""
-
-
-def no_tap(site: str, x: Tensor) -> None:
-    """The `Tap` that does nothing."""
 
 
 def float_linear(x: Tensor, weight: Tensor) -> Tensor:

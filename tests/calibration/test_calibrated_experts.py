@@ -153,13 +153,13 @@ def test_a_hessian_is_of_the_tokens_that_are_sent_to_the_expert_by_their_shares(
     block: Any = decoder.model.layers[0]
     with torch.inference_mode():
         x = decoder.model.embed(tokens)
-        x = block.finish("attention", x, block.inner("attention", x, step), step)
+        x = block.finish("attention", x, block.inner("attention", x, step))
         states = block.inner("mlp", x, step).flatten(0, 1)
         shares, chosen = block.mlp.route(states)
         rows = (chosen == 1).any(1)
         weights = (shares * (chosen == 1)).sum(1)[rows]
-        sent = block.mlp.experts[1].inner(states[rows], lambda site, value: None) * weights.unsqueeze(1)
-        everyone = block.mlp.experts[NEVER].inner(states, lambda site, value: None)
+        sent = block.mlp.experts[1].inner(states[rows]) * weights.unsqueeze(1)
+        everyone = block.mlp.experts[NEVER].inner(states)
     torch.testing.assert_close(seen[0], sent.t() @ sent, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(seen[1], everyone.t() @ everyone, rtol=1e-3, atol=1e-3)
 

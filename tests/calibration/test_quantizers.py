@@ -30,8 +30,6 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import HF, target
 from quantkit.jobs.output import Work, writing
 from quantkit.jobs.prepare import tensor_blocks
-from quantkit.model.attention import causal_attention
-from quantkit.model.decoder import Step
 from quantkit.progress import silent
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -175,21 +173,3 @@ def test_blocks_behind_the_last_that_is_quantized_are_not_run(
     kept = [f"model.layers.{layer}.*" for layer in range(1, layers)]
     quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **GPTQ, keep=kept)
     assert passes == ["attention.out", "mlp.out"]
-
-
-def test_a_block_taps_the_sites_of_the_topology_in_its_order(demo_model: Path) -> None:
-    model = oracle.ours(demo_model)
-    positions = torch.arange(5)
-    x = model.model.embed_tokens(torch.randint(3, 100, (2, 5)))
-    told: list[tuple[str, int]] = []
-    step = Step(
-        model.rotary(positions), causal_attention(positions, model.config.windows),
-        lambda site, inputs: told.append((site, inputs.shape[-1])),
-    )  # fmt: skip
-    for layer, block in enumerate(model.model.layers):
-        told.clear()
-        with torch.inference_mode():
-            block(x, step)
-        groups = input_groups(model.config, layer)
-        assert told == [(group.site, block.get_submodule(group.modules[0]).in_features) for group in groups]
-        assert [group.branch for group in groups] == ["attention", "attention", "mlp", "mlp"]
