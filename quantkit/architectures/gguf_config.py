@@ -20,9 +20,10 @@ from quantkit.architectures.config import (
     ModelConfig,
 )
 from quantkit.architectures.families import config_from_hf
-from quantkit.architectures.gguf import ARCHITECTURES, GgufArchitecture
+from quantkit.architectures.families.gguf_architecture import WINDOWED_BASE, GgufArchitecture
+from quantkit.architectures.gguf import sharing_families
 from quantkit.architectures.gguf_rope import KEYS as ROPE_KEYS
-from quantkit.architectures.gguf_rope import WINDOWED_BASE, read_rope
+from quantkit.architectures.gguf_rope import read_rope
 from quantkit.architectures.rope import DEFAULT_THETA, FULL, MAX_THETA, MIN_THETA, SLIDING
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shown
@@ -40,13 +41,7 @@ EPS, WINDOW, PATTERN = (
     "attention.sliding_window",
     "attention.sliding_window_pattern",
 )
-_NO_ROPE_INTERVAL = 4  # of llama.cpp, which knows no key for it
-GEMMA2_WINDOW = 4096
-GEMMA2_SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-"""Of llama.cpp, where the keys are absent."""
-_LEAST_CAP = 1e-3
 _SOFTMAX = 1
-_MOST = 1e6  # of a multiplier
 
 
 def config_of(
@@ -109,11 +104,12 @@ def config_of(
         **read_rope(keys, architecture, factors, head_dim, context),
         **_biases(shapes),
         **_experts(keys, architecture),
-        **_own(keys, architecture),
+        **_attention_scale(keys, architecture, head_dim, hidden // heads),
+        **architecture.read(keys, head_dim),
     }
     raw["model_type"] = _family(metadata, architecture, raw)
     if WINDOWED_BASE in architecture.keys and window is not None:
-        raw |= _ropes_by_layer(keys, raw)
+        raw |= _ropes_by_layer(keys, architecture, raw)
     return config_from_hf(raw, path)
 
 
@@ -139,11 +135,14 @@ def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture
     if kind != "model":
         raise UnsupportedError("holds no model of its own", path=str(path), found=shown(kind))
     name = general.text("general.architecture")
-    if name not in ARCHITECTURES:
+    known = sharing_families()
+    if name not in known:
         raise UnsupportedError(
-            "architecture is not supported", path=str(path), found=shown(name), expected=", ".join(ARCHITECTURES)
+            "architecture is not supported", path=str(path), found=shown(name), expected=", ".join(sorted(known))
         )
-    return ARCHITECTURES[name]
+    architecture = known[name][0].gguf
+    assert architecture is not None
+    return architecture
 
 
 def _own_keys(metadata: Mapping[str, Any], architecture: GgufArchitecture, path: object) -> Settings:
@@ -198,12 +197,7 @@ def _biases(names: Collection[str]) -> dict[str, Any]:
 
 def _windows(keys: Settings, architecture: GgufArchitecture, layers: int) -> tuple[int | None, list[bool]]:
     """The width of the windows, and which layers have one."""
-    window = keys.whole(WINDOW, 0, MAX_CONTEXT) if keys.has(WINDOW) else 0
-    if not keys.has(WINDOW) and architecture.name == "gemma2":
-        window = GEMMA2_WINDOW
-    if not window:
-        _require_window(keys, architecture)
-        return None, [False] * layers
+    window = keys.whole(WINDOW, 0, MAX_CONTEXT) if keys.has(WINDOW) else architecture.default_window or 0
     stated = keys.values.get(PATTERN)
     if isinstance(stated, list):
         if len(stated) != layers or not all(one in (0, 1) for one in stated):
@@ -213,33 +207,28 @@ def _windows(keys: Settings, architecture: GgufArchitecture, layers: int) -> tup
             )  # fmt: skip
         windowed = [bool(one) for one in stated]
     else:
-        windowed = by_period(keys.whole(PATTERN, 0, MAX_LAYERS) if keys.has(PATTERN) else architecture.windows, layers)
-    if not any(windowed):
-        _require_window(keys, architecture)
-        return None, windowed
-    return window, windowed
-
-
-def _require_window(keys: Settings, architecture: GgufArchitecture) -> None:
-    if architecture.name == "gemma2":
+        period = keys.whole(PATTERN, 0, MAX_LAYERS) if keys.has(PATTERN) else architecture.window_period
+        windowed = by_period(period, layers)
+    if window and any(windowed):
+        return window, windowed
+    if architecture.default_window is not None:
         raise UnsupportedError(
-            "llama.cpp loads no gemma2 model without windows", path=keys.path,
-            found=f"{WINDOW} {shown(keys.values.get(WINDOW))}, {PATTERN} {shown(keys.values.get(PATTERN))}",
+            f"llama.cpp loads no {architecture.name} model without windows", path=keys.path,
+            found=f"{WINDOW} {shown(keys.values.get(WINDOW))}, {PATTERN} {shown(stated)}",
         )  # fmt: skip
+    return None, [False] * layers
 
 
 def by_period(period: int | None, layers: int) -> list[bool]:
-    """Which layers have a window if the last of each so many has none; without a period all have."""
+    """Which layers have a window: all but the last of each period, all of them without a period."""
     return [not period or layer % period < period - 1 for layer in range(layers)]
 
 
 def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
-    """The keys of a mixture of experts, in the spelling of any of the families."""
-    if architecture.normalized is None or (not keys.has("expert_count") and architecture.name == "llama"):
+    """The keys of a mixture of experts, under the names of any family."""
+    if architecture.normalized is None or (architecture.dense_too and not keys.values.get("expert_count")):
         return {}
     count = keys.whole("expert_count", 0, MAX_EXPERTS)
-    if count == 0 and architecture.name == "llama":
-        return {}
     used, width = keys.whole("expert_used_count", 1, MAX_EXPERTS), _one(keys, "feed_forward_length", MAX_WIDTH)
     size_key, shared_key = "expert_feed_forward_length", "expert_shared_feed_forward_length"
     size = keys.whole(size_key, 1, MAX_WIDTH) if keys.has(size_key) else max(width // used, 1)
@@ -252,64 +241,33 @@ def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
     }
 
 
-def _own(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
-    """What single families say, in their spelling."""
-    heads, hidden = _one(keys, "attention.head_count", MAX_HEADS), keys.whole("embedding_length", 1, MAX_WIDTH)
-    found: dict[str, Any] = {}
-    if architecture.name.startswith("gemma"):
-        found["hidden_activation"] = "gelu_pytorch_tanh"
-        found |= {key: _optional(keys, key) for key in GEMMA2_SOFTCAPS}
-    if architecture.name == "gemma2":  # in which a cap of 0 divides by it
-        found |= {
-            key: keys.number(key, _LEAST_CAP, _MOST) if keys.has(key) else usual
-            for key, usual in GEMMA2_SOFTCAPS.items()
-        }
-    if architecture.wide_scale_layers == keys.values["block_count"]:
-        found["query_pre_attn_scalar"] = hidden // heads
-    elif architecture.wide_scale_layers is not None:
-        found["query_pre_attn_scalar"] = (
-            keys.whole("attention.key_length", 1, MAX_HEADS) if keys.has("attention.key_length") else hidden // heads
-        )
-    if architecture.name == "granite":
-        keys.need("logit_scale")
-        stated = {key: _optional(keys, key) for key in architecture.keys}
-        head_dim = keys.values.get("attention.key_length", hidden // heads)
-        found |= {
-            "attention_multiplier": stated["attention.scale"] or head_dim**-0.5,
-            "embedding_multiplier": stated["embedding_scale"],
-            "residual_multiplier": stated["residual_scale"],
-            "logits_scaling": stated["logit_scale"],
-        }
-    if architecture.name == "smollm3":
-        found["no_rope_layer_interval"] = _NO_ROPE_INTERVAL
-    return found
-
-
-def _optional(keys: Settings, key: str) -> float | None:
-    """A number; nothing and 0 are none."""
-    return (keys.number(key, 0, _MOST) or None) if keys.has(key) else None
+def _attention_scale(
+    keys: Settings, architecture: GgufArchitecture, head_dim: int, hidden_per_head: int
+) -> dict[str, Any]:
+    if architecture.wide_scale_layers is None:
+        return {}
+    wide = architecture.wide_scale_layers == keys.values["block_count"]
+    return {"query_pre_attn_scalar": hidden_per_head if wide else head_dim}
 
 
 def _family(metadata: Mapping[str, Any], architecture: GgufArchitecture, raw: Mapping[str, Any]) -> str:
-    """Which of an architecture's families it is: what the file itself says, if quantkit wrote it."""
-    if "num_experts" in raw and architecture.name == "llama":
-        return "mixtral"
+    """The family of a file among those that share an architecture: the one that quantkit wrote into it, or the one
+    whose features it has."""
+    families = sharing_families()[architecture.name]
+    marked = {family.gguf_mark: family.model_type for family in families if raw.get(family.gguf_mark or "") is not None}
     stated = metadata.get(MODEL_TYPE)
-    if stated in architecture.families:
+    if "num_experts" not in marked and any(stated == family.model_type for family in families):
         return str(stated)
-    if architecture.name == "llama":
-        return "llama" if raw["sliding_window"] is None else "mistral"
-    if architecture.name == "olmo2":
-        return "olmo2" if raw["sliding_window"] is None else "olmo3"
-    return architecture.families[0]
+    plain = next((family for family in families if family.gguf_mark is None), families[0])
+    return marked.get("num_experts") or marked.get("sliding_window") or plain.model_type
 
 
-def _ropes_by_layer(keys: Settings, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions by kind of layer: with a window they are not stretched."""
-    base = raw["rope_theta"] if raw["model_type"] == "olmo3" else DEFAULT_THETA
+def _ropes_by_layer(keys: Settings, architecture: GgufArchitecture, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions by kind of layer: those of layers with a window are not scaled."""
+    base = raw["rope_theta"] if architecture.one_rotary_base else DEFAULT_THETA
     if keys.has(WINDOWED_BASE):
         base = keys.number(WINDOWED_BASE, MIN_THETA, MAX_THETA)
-    if raw["model_type"] == "olmo3" and base != raw["rope_theta"]:
+    if architecture.one_rotary_base and base != raw["rope_theta"]:
         raise UnsupportedError(
             f"llama.cpp does not compute another rotary base of layers with a window of {keys.name} models",
             path=keys.path, found=f"{WINDOWED_BASE} {base:g}", expected=f"{raw['rope_theta']:g}",

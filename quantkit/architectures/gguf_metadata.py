@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.gguf import GgufArchitecture, gguf_architecture
+from quantkit.architectures.families.family import only_window
+from quantkit.architectures.families.gguf_architecture import GgufArchitecture
+from quantkit.architectures.gguf import gguf_architecture
 from quantkit.architectures.gguf_config import (
     EOS_IDS,
     EPS,
@@ -60,8 +62,8 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
 
 def notes_of(config: ModelConfig) -> list[str]:
     """What a user should know of a model in llama.cpp though it is no error."""
-    window = next((window for window in config.windows if window is not None), None)
-    if window is None or gguf_architecture(config).windows is not None:
+    window = only_window(config)
+    if window is None or gguf_architecture(config).window_period is not None:
         return []
     return [
         f"llama.cpp lets all layers see everything; the model has windows of {window} tokens, so what it makes of texts"
@@ -77,9 +79,9 @@ def _written_windows(config: ModelConfig, architecture: GgufArchitecture) -> dic
     if not widths:
         return {}
     found: dict[str, Any] = {WINDOW: widths.pop()}
-    if windowed == by_period(architecture.windows, layers):
+    if windowed == by_period(architecture.window_period, layers):
         return found
-    if architecture.windows is None:
+    if architecture.window_period is None:
         return {**found, PATTERN: windowed}
     period = next((one for one in range(2, layers + 2) if windowed == by_period(one, layers)), None)
     if period is None:
@@ -117,23 +119,15 @@ def _require_computed(config: ModelConfig, architecture: GgufArchitecture) -> No
     refused = [f"biases of {name}" for name, there in biases.items() if there and name not in architecture.biases]
     if config.experts is not None and not all(layer.experts for layer in config.layers):
         refused.append("layers without experts")
-    if config.logit_softcap is not None and architecture.name == "gemma3":
-        refused.append("a soft cap of logits")
     if architecture.tied is True and not config.tied_embeddings:
         refused.append("a head of its own")
     if architecture.full_width and config.num_heads * config.head_dim != config.hidden_size:
         refused.append("heads that are not as wide as the model together")
-    if architecture.name == "olmoe" and config.num_kv_heads != config.num_heads:
-        refused.append("fewer KV heads than heads")
     if config.experts is not None and config.experts.normalized != architecture.normalized:
         refused.append(f"shares of experts that {'do not ' if architecture.normalized else ''}add up to 1")
     if config.clip_qkv is not None:
         refused.append("clipped queries, keys and values")
-    if architecture.name == "gemma2":  # whose loader takes its own caps for absent ones, and needs a window
-        if config.attention_softcap is None or config.logit_softcap is None:
-            refused.append("logits without soft caps")
-        if all(window is None for window in config.windows):
-            refused.append("layers none of which has a window")
+    refused += [description for description, is_used in architecture.refused.items() if is_used(config)]
     if refused:
         raise UnsupportedError(f"llama.cpp does not compute {refused[0]} of {architecture.name} models")
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantkit.architectures.config import MAX_CONTEXT, MAX_HEADS, ModelConfig
-from quantkit.architectures.gguf import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, GgufArchitecture, gguf_architecture
+from quantkit.architectures.families.gguf_architecture import WINDOWED_BASE, GgufArchitecture
+from quantkit.architectures.gguf import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, gguf_architecture
 from quantkit.architectures.rope import DEFAULT_THETA, MAX_THETA, MIN_THETA, SCALE, RopeConfig
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shown
@@ -18,8 +19,6 @@ KEYS = (
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_ext_factor",
 )  # fmt: skip
-WINDOWED_BASE = "rope.freq_base_swa"
-"""The base in layers with a window."""
 _LLAMA3 = (1.0, 4.0, 8192)  # low and high frequency factor and original context of all that is published
 _BETAS = (32.0, 1.0)  # of YaRN, which llama.cpp takes for all but a few architectures
 _CLOSE = 1e-5  # factors are rounded to float32, and come from frequencies that were
@@ -99,8 +98,6 @@ def read_rope(
                 f"tensor '{name}' does not fit the heads", path=keys.path, found=shown(list(values)),
                 expected=f"{turned // 2} factors from {SCALE[0]:g} to {SCALE[1]:g}",
             )  # fmt: skip
-    if architecture.name == "granite":  # whose loader takes it for whether there are positions at all
-        _require(keys.flag("rope.scaling.finetuned", True), architecture, "rope.scaling.finetuned", keys)
     original = _original_context(keys)
     scaling = _scaling(keys, original or context)
     if ROPE_FREQS in factors and any(value != 1 for value in factors[ROPE_FREQS]):
@@ -124,7 +121,7 @@ def _windowed_base(config: ModelConfig, architecture: GgufArchitecture) -> dict[
     windowed = config.window_rope or config.rope
     if windowed.type != "default":
         raise _not_computed(architecture, "rope scaling of layers with a window", windowed.type)
-    if "olmo3" in architecture.families and windowed.theta != config.rope.theta:
+    if architecture.one_rotary_base and windowed.theta != config.rope.theta:
         raise _not_computed(architecture, "another rotary base of layers with a window", windowed.theta)
     return {WINDOWED_BASE: float(windowed.theta)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from quantkit.architectures.config import (
     MAX_CONTEXT,
@@ -16,6 +16,7 @@ from quantkit.architectures.config import (
     LayerConfig,
     ModelConfig,
 )
+from quantkit.architectures.families.gguf_architecture import GgufArchitecture
 from quantkit.architectures.rope import DEFAULT_THETA, FULL, SLIDING, RopeConfig, ropes_by_layer
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shown
@@ -57,6 +58,8 @@ class Family:
         interleaved_rotary: whether the dimensions of a pair that turns lie side by side on disk.
         rope_by_layer: whether its configs have rotary settings by kind of layer: see `ropes_by_layer`.
         runs: whether the decoder computes all that its configs say.
+        gguf: what llama.cpp knows of it; None if it is not read or written as GGUF.
+        gguf_mark: the key of config.json that only this one has among the families that share a GGUF architecture.
     """
 
     model_type: str
@@ -69,6 +72,8 @@ class Family:
     interleaved_rotary: bool = False
     rope_by_layer: bool = False
     runs: bool = True
+    gguf: GgufArchitecture | None = None
+    gguf_mark: Literal["sliding_window", "num_experts"] | None = None
 
 
 def read_config(

@@ -7,6 +7,7 @@ from typing import Any
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families.family import Family, read_config
 from quantkit.architectures.families.gemma2 import embedding_multiplier, require_causal
+from quantkit.architectures.families.gguf_architecture import GgufArchitecture
 from quantkit.json_values import Settings
 
 _ACTIVATION = "gelu_pytorch_tanh"
@@ -34,4 +35,5 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {"hidden_activation": _ACTIVATION, "attention_bias": config.output_bias}
 
 
-FAMILY = Family("gemma", "GemmaForCausalLM", _read, _write)
+GGUF = GgufArchitecture("gemma", tied=True, read=lambda keys, head_dim: {"hidden_activation": _ACTIVATION})
+FAMILY = Family("gemma", "GemmaForCausalLM", _read, _write, gguf=GGUF)

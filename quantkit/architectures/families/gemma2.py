@@ -9,10 +9,12 @@ from quantkit.architectures.config import MAX_HEADS, MAX_WIDTH, ModelConfig
 from quantkit.architectures.families.family import (
     Family,
     layers_by_kind,
+    only_window,
     read_config,
     written_layer_types,
     written_window,
 )
+from quantkit.architectures.families.gguf_architecture import GgufArchitecture
 from quantkit.architectures.names import BLOCK
 from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings
@@ -102,4 +104,19 @@ def write_gemma(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("gemma2", "Gemma2ForCausalLM", _read, write_gemma, names=NORMS)
+def _read_gguf(keys: Settings, head_dim: int) -> dict[str, Any]:
+    """llama.cpp takes its own caps where the keys are absent; a cap of 0 would divide by it."""
+    caps = zip(GGUF.keys, (_ATTENTION_SOFTCAP, _LOGIT_SOFTCAP), strict=True)
+    stated = {key: keys.number(key, *_SOFTCAPS) if keys.has(key) else default for key, default in caps}
+    return {"hidden_activation": "gelu_pytorch_tanh", **stated}
+
+
+GGUF = GgufArchitecture(
+    "gemma2", keys=("attn_logit_softcapping", "final_logit_softcapping"), window_period=_INTERVAL, default_window=4096,
+    tied=True, wide_scale_layers=46, read=_read_gguf,
+    refused={
+        "logits without soft caps": lambda config: config.attention_softcap is None or config.logit_softcap is None,
+        "layers none of which has a window": lambda config: only_window(config) is None,
+    },
+)  # fmt: skip
+FAMILY = Family("gemma2", "Gemma2ForCausalLM", _read, write_gemma, names=NORMS, gguf=GGUF)

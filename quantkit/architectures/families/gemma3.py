@@ -8,11 +8,13 @@ from typing import Any
 from quantkit.architectures.config import MAX_LAYERS, ModelConfig
 from quantkit.architectures.families.family import Family, layers_by_kind, read_config, written_layer_ropes
 from quantkit.architectures.families.gemma2 import NORMS, gemma_features, softcap, write_gemma
+from quantkit.architectures.families.gguf_architecture import WINDOWED_BASE, GgufArchitecture, optional_number
 from quantkit.json_values import Settings
 
 _INTERVAL = 6
 _THETA = 1e6
 _PATTERN = "sliding_window_pattern"
+_LOGIT_CAP = "final_logit_softcapping"
 _LOCAL = "rope_local_base_freq", 10000.0
 
 
@@ -24,7 +26,7 @@ def _read(settings: Settings) -> ModelConfig:
         default_theta=_THETA,
         windowed_theta=_LOCAL,
         qk_norm="head",
-        logit_softcap=softcap(settings, "final_logit_softcapping", None),  # no reader caps attention, whatever is said
+        logit_softcap=softcap(settings, _LOGIT_CAP, None),  # no reader caps attention, whatever is said
         **gemma_features(settings),
     )
 
@@ -40,4 +42,14 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return written
 
 
-FAMILY = Family("gemma3_text", "Gemma3ForCausalLM", _read, _write, names=NORMS, rope_by_layer=True)
+def _read_gguf(keys: Settings, head_dim: int) -> dict[str, Any]:
+    return {"hidden_activation": "gelu_pytorch_tanh", _LOGIT_CAP: optional_number(keys, _LOGIT_CAP)}
+
+
+GGUF = GgufArchitecture(
+    "gemma3", keys=(WINDOWED_BASE, _LOGIT_CAP), window_period=_INTERVAL, wide_scale_layers=62, read=_read_gguf,
+    refused={"a soft cap of logits": lambda config: config.logit_softcap is not None},
+)  # fmt: skip
+FAMILY = Family(
+    "gemma3_text", "Gemma3ForCausalLM", _read, _write, names=NORMS, rope_by_layer=True, gguf=GGUF
+)  # fmt: skip

@@ -6,14 +6,16 @@ from typing import Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families.family import Family, read_config
+from quantkit.architectures.families.gguf_architecture import ALL_BIASES, GgufArchitecture, optional_number
+from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings
 
-_LEAST, _MOST = 1e-6, 1e6  # of a multiplier, far beyond what is published
+_MULTIPLIER = (1e-6, 1e6)  # far beyond what is published
 
 
 def _read(settings: Settings) -> ModelConfig:
     def multiplier(key: str) -> float:
-        return settings.number(key, _LEAST, _MOST) if settings.has(key) else 1.0
+        return settings.number(key, *_MULTIPLIER) if settings.has(key) else 1.0
 
     bias = settings.flag("attention_bias", False)
     return read_config(
@@ -40,4 +42,22 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("granite", "GraniteForCausalLM", _read, _write)
+def _read_gguf(keys: Settings, head_dim: int) -> dict[str, Any]:
+    if not keys.flag("rope.scaling.finetuned", True):  # llama.cpp: a model without rotary positions
+        raise UnsupportedError(
+            "a model without rotary positions is not supported", path=keys.path, found="'rope.scaling.finetuned' false"
+        )
+    keys.need("logit_scale")
+    stated = {name: optional_number(keys, key) for key, name in _GGUF_KEYS.items()}
+    return {**stated, "attention_multiplier": stated["attention_multiplier"] or head_dim**-0.5}
+
+
+_GGUF_KEYS = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+GGUF = GgufArchitecture(
+    "granite", keys=tuple(_GGUF_KEYS), interleaved_rotary=True, biases=ALL_BIASES, rope_freqs=True, long_rope=True,
+    read=_read_gguf,
+)  # fmt: skip
+FAMILY = Family("granite", "GraniteForCausalLM", _read, _write, gguf=GGUF)

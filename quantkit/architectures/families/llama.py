@@ -6,6 +6,7 @@ from typing import Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families.family import Family, read_config
+from quantkit.architectures.families.gguf_architecture import ALL_BIASES, EXPERT_KEYS, GgufArchitecture
 from quantkit.json_values import Settings
 
 
@@ -20,4 +21,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": config.output_bias, "mlp_bias": config.mlp_bias}
 
 
-FAMILY = Family("llama", "LlamaForCausalLM", _read, _write)
+GGUF = GgufArchitecture(
+    "llama", keys=EXPERT_KEYS[:2], interleaved_rotary=True, biases=ALL_BIASES, rope_freqs=True, long_rope=True,
+    normalized=True, dense_too=True,
+)  # fmt: skip
+FAMILY = Family("llama", "LlamaForCausalLM", _read, _write, gguf=GGUF)

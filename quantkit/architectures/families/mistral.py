@@ -6,6 +6,7 @@ from typing import Any
 
 from quantkit.architectures.config import LayerConfig, ModelConfig
 from quantkit.architectures.families.family import Family, layer_count, layer_types, read_config, sliding_window
+from quantkit.architectures.families.llama import GGUF
 from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings
 
@@ -23,4 +24,4 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": config.windows[0]}
 
 
-FAMILY = Family("mistral", "MistralForCausalLM", _read, _write)
+FAMILY = Family("mistral", "MistralForCausalLM", _read, _write, gguf=GGUF, gguf_mark="sliding_window")

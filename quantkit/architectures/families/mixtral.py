@@ -7,6 +7,7 @@ from typing import Any
 from quantkit.architectures.config import LayerConfig, ModelConfig
 from quantkit.architectures.families.experts import experts_of, read_experts
 from quantkit.architectures.families.family import Family, layer_count, only_window, read_config, sliding_window
+from quantkit.architectures.families.llama import GGUF
 from quantkit.architectures.names import BLOCK
 from quantkit.json_values import Settings
 
@@ -40,4 +41,6 @@ FAMILY = Family(
         "expert.up": _MOE + "experts.{expert}.w3",
         "expert.down": _MOE + "experts.{expert}.w2",
     },
+    gguf=GGUF,
+    gguf_mark="num_experts",
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families.family import Family, read_config
+from quantkit.architectures.families.gguf_architecture import WINDOWED_BASE, GgufArchitecture
 from quantkit.architectures.names import BLOCK
 from quantkit.json_values import Settings
 
@@ -30,4 +31,7 @@ def write_olmo(config: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": config.output_bias}
 
 
-FAMILY = Family("olmo2", "Olmo2ForCausalLM", _read, write_olmo, names=NORMS)
+GGUF = GgufArchitecture(
+    "olmo2", keys=(WINDOWED_BASE,), window_period=4, tied=False, full_width=True, one_rotary_base=True
+)  # fmt: skip
+FAMILY = Family("olmo2", "Olmo2ForCausalLM", _read, write_olmo, names=NORMS, gguf=GGUF)

@@ -13,7 +13,7 @@ from quantkit.architectures.families.family import (
     written_layer_types,
     written_window,
 )
-from quantkit.architectures.families.olmo2 import NORMS, olmo_features, write_olmo
+from quantkit.architectures.families.olmo2 import GGUF, NORMS, olmo_features, write_olmo
 from quantkit.architectures.rope import MAX_THETA, MIN_THETA, SLIDING
 from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings
@@ -58,4 +58,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("olmo3", "Olmo3ForCausalLM", _read, _write, names=NORMS, rope_by_layer=True)
+FAMILY = Family(
+    "olmo3", "Olmo3ForCausalLM", _read, _write, names=NORMS, rope_by_layer=True, gguf=GGUF, gguf_mark="sliding_window"
+)  # fmt: skip

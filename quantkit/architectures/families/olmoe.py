@@ -7,6 +7,7 @@ from typing import Any
 from quantkit.architectures.config import LayerConfig, ModelConfig
 from quantkit.architectures.families.experts import experts_of, read_experts
 from quantkit.architectures.families.family import Family, layer_count, read_config
+from quantkit.architectures.families.gguf_architecture import EXPERT_KEYS, GgufArchitecture
 from quantkit.json_values import Settings
 
 _CLIP = (1e-6, 1e6)
@@ -33,4 +34,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("olmoe", "OlmoeForCausalLM", _read, _write)
+GGUF = GgufArchitecture(
+    "olmoe", keys=EXPERT_KEYS[:2], normalized=False, tied=False, full_width=True,
+    refused={"fewer KV heads than heads": lambda config: config.num_kv_heads != config.num_heads},
+)  # fmt: skip
+FAMILY = Family("olmoe", "OlmoeForCausalLM", _read, _write, gguf=GGUF)

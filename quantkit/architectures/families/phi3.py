@@ -6,6 +6,7 @@ from typing import Any
 
 from quantkit.architectures.config import LayerConfig, ModelConfig
 from quantkit.architectures.families.family import Family, layer_count, only_window, read_config, sliding_window
+from quantkit.architectures.families.gguf_architecture import GgufArchitecture
 from quantkit.architectures.names import CANONICAL
 from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings
@@ -14,6 +15,7 @@ _CONTEXT = "original_max_position_embeddings"
 _DEFAULTS = {_CONTEXT: 4096}  # of transformers, whatever the scaling itself says
 _OLD_NAME = "yarn"  # of LongRoPE, in this family's first configs; another was "su"
 _ROPES = ("default", "longrope")
+_FUSED = ("attention.qkv", "mlp.gate_up")
 
 
 def _read(settings: Settings) -> ModelConfig:
@@ -57,5 +59,6 @@ FAMILY = Family(
     "Phi3ForCausalLM",
     _read,
     _write,
-    fused={role: CANONICAL[role] for role in ("attention.qkv", "mlp.gate_up")},
+    fused={role: CANONICAL[role] for role in _FUSED},
+    gguf=GgufArchitecture("phi3", fused=_FUSED, long_rope=True, partial_rotary=True, full_width=True),
 )

@@ -15,6 +15,7 @@ from quantkit.architectures.families.family import (
     windowed,
     written_layer_types,
 )
+from quantkit.architectures.families.gguf_architecture import GgufArchitecture
 from quantkit.json_values import Settings
 
 _FIRST_WINDOW_LAYER = 28  # of transformers, where the key is absent
@@ -50,4 +51,4 @@ def write_qwen_layers(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", _read, write_qwen_layers)
+FAMILY = Family("qwen2", "Qwen2ForCausalLM", _read, write_qwen_layers, gguf=GgufArchitecture("qwen2", biases=("qkv",)))

@@ -15,6 +15,7 @@ from quantkit.architectures.families.family import (
     sliding_window,
     written_layer_types,
 )
+from quantkit.architectures.families.gguf_architecture import EXPERT_KEYS, GgufArchitecture
 from quantkit.architectures.names import BLOCK
 from quantkit.errors import CheckpointError
 from quantkit.json_values import Settings
@@ -72,4 +73,8 @@ FAMILY = Family(
     _read,
     _write,
     names={f"shared_expert.{part}": f"{_SHARED}{part}_proj" for part in ("gate", "up", "down")},
-)
+    gguf=GgufArchitecture(
+        "qwen2moe", keys=(*EXPERT_KEYS, "expert_shared_feed_forward_length"), biases=("qkv",), normalized=False,
+        tied=False,
+    ),
+)  # fmt: skip

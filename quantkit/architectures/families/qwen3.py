@@ -6,6 +6,7 @@ from typing import Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families.family import Family, read_config
+from quantkit.architectures.families.gguf_architecture import GgufArchitecture
 from quantkit.architectures.families.qwen2 import qwen_layers, write_qwen_layers
 from quantkit.json_values import Settings
 
@@ -21,4 +22,4 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": config.output_bias, **write_qwen_layers(config)}
 
 
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", _read, _write)
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", _read, _write, gguf=GgufArchitecture("qwen3"))

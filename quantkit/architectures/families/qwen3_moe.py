@@ -7,6 +7,7 @@ from typing import Any
 from quantkit.architectures.config import LayerConfig, ModelConfig
 from quantkit.architectures.families.experts import experts_of, read_experts, sparse_layers, written_sparse_layers
 from quantkit.architectures.families.family import Family, only_window, read_config, sliding_window
+from quantkit.architectures.families.gguf_architecture import EXPERT_KEYS, GgufArchitecture
 from quantkit.json_values import Settings
 
 
@@ -34,4 +35,5 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", _read, _write)
+GGUF = GgufArchitecture("qwen3moe", keys=EXPERT_KEYS, normalized=True)
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", _read, _write, gguf=GGUF)

@@ -14,6 +14,7 @@ from quantkit.architectures.families.family import (
     sliding_window,
     written_layer_types,
 )
+from quantkit.architectures.families.gguf_architecture import GgufArchitecture
 from quantkit.errors import CheckpointError
 from quantkit.json_values import Settings, shown
 
@@ -76,4 +77,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("smollm3", "SmolLM3ForCausalLM", _read, _write)
+GGUF = GgufArchitecture(
+    "smollm3", interleaved_rotary=True,
+    read=lambda keys, head_dim: {"no_rope_layer_interval": _INTERVAL},  # llama.cpp has no key for it
+)  # fmt: skip
+FAMILY = Family("smollm3", "SmolLM3ForCausalLM", _read, _write, gguf=GGUF)
