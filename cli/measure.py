@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -130,7 +130,7 @@ def bench(
         raise RequestError("--scheme goes with --synthetic", hint="a folder has schemes of its own")
     if head is not None and not quantized:
         raise RequestError("--head goes with --scheme")
-    measures = {
+    measures: dict[str, Any] = {
         "prompt_lengths": _numbers(prompt_lengths), "batches": _numbers(batches),
         "contexts": () if contexts is None else _numbers(contexts), "price_per_hour": price_per_hour,
         "threads": threads, "runs": runs, "int8_cache": int8_cache, "backend": backend, "compiled": compiled,

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from quantkit.evals.html.drawing import (
     LOG_RATIO,
     Axis,
-    Box,
     Chart,
     Drawing,
     Shape,
@@ -18,6 +17,7 @@ from quantkit.evals.html.drawing import (
     left_margin,
     text_width,
 )
+from quantkit.evals.labels import Box
 from quantkit.evals.results import Evaluation
 from quantkit.quality.figures import Estimate
 from quantkit.quality.positions import FLOAT, PositionDivergence
