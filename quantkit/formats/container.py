@@ -56,36 +56,38 @@ class StoredCheckpoint(Checkpoint, Protocol):
 
 
 class Encoder(Protocol):
-    """Turns the values of a fixed list of tensors, in order, into what is appended to files.
+    """Turns the values of a fixed list of tensors, in order, into bytes that are appended to files.
 
-    It only ever appends, in one fixed order, so an interrupted output can be continued from any tensor before which
-    it holds none.
+    It only appends, in one fixed order, so an interrupted output can be resumed before any tensor, unless parts of a
+    tensor on disk are held.
 
     Attributes:
-        planned: what the values are to be.
-        rearranges: whether floats are copied on their way, as where rows are permuted or weights are cut.
-        joined_bytes: the largest parts of one tensor on disk that are held until they are all there; 0 if there are
-            none.
-        holds: whether it holds some now, so that what is written is not all that was given.
+        planned: the tensors to encode.
     """
 
     planned: Sequence[TensorSpec]
 
     @property
-    def rearranges(self) -> bool: ...
+    def rearranges(self) -> bool:
+        """Whether floats are copied, for instance to permute rows or to split weights."""
+        return False
 
     @property
-    def joined_bytes(self) -> int: ...
+    def joined_bytes(self) -> int:
+        """The largest size of the parts of a tensor on disk that are held until they are complete; 0 for none."""
+        return 0
 
     @property
-    def holds(self) -> bool: ...
+    def holds(self) -> bool:
+        """Whether it holds such parts now, so that not all tensors so far are encoded."""
+        return False
 
     def total_bytes(self) -> int:
         """Size of all files, or a little more."""
         ...
 
     def files(self) -> Sequence[str]:
-        """The names of the files that tensors go to."""
+        """The names of the files with tensors."""
         ...
 
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
@@ -97,22 +99,24 @@ class Encoder(Protocol):
         ...
 
     def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
-        """Tensor number `index`, read back from the files so far, as a quantizer that was interrupted needs it."""
-        ...
+        """Tensor number `index`, read back from the files so far, for a quantizer that resumes; floats-only formats
+        do not need it."""
+        raise NotImplementedError
 
     def finish(self) -> Iterator[Chunk]:
-        """What the files end with."""
-        ...
+        """The end of the files."""
+        return iter(())
 
     def state(self) -> Any:
         """JSON from which `restore` continues."""
-        ...
+        return None
 
-    def restore(self, state: Any) -> None: ...
+    def restore(self, state: Any) -> None:
+        """Continue where another encoder's `state` was taken."""
 
     def extra_files(self) -> dict[str, bytes]:
         """Small files that belong to the weights, such as an index."""
-        ...
+        return {}
 
 
 @dataclass(frozen=True)

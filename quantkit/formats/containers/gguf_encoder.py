@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES, block_type
 from quantkit.formats.codecs.ggml_rows import FLOATS
-from quantkit.formats.container import Chunk, tensor_bytes
+from quantkit.formats.container import Chunk, Encoder, tensor_bytes
 from quantkit.formats.containers.gguf_checkpoint import read_place, view_of
-from quantkit.formats.containers.hf_encoder import joined_spec
 from quantkit.formats.containers.hf_parts import assembled
+from quantkit.formats.containers.layout import file_numbers, offsets, units_of
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
@@ -38,7 +37,7 @@ _TYPES = {dtype: kind for kind, dtype in FLOATS.items()}
 _LISTED = 24
 """Bytes of a tensor in the header, besides its name and sizes."""
 _FILE_TYPES = {GgmlType.F32: 0, GgmlType.F16: 1, GgmlType.Q4_0: 2, GgmlType.Q8_0: 7, GgmlType.BF16: 32}
-"""What ``general.file_type`` calls a file that is mostly of a type: llama.cpp's `llama_ftype`."""
+"""``general.file_type`` by the type of most numbers: llama.cpp's `llama_ftype`."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class _Written:
     """A tensor of the file.
 
     Attributes:
-        tensor: what it is made of; None of one that the config determines.
+        tensor: what it is made of; None for one that the config determines.
         first: the index of its first part among the planned tensors.
         spec: its shape, and the parts' float type and scheme.
         stored: as the header lists it.
@@ -65,10 +64,15 @@ class _Written:
     def nbytes(self) -> int:
         return self.stored.nbytes + len(padding(self.stored.nbytes))
 
+    @property
+    def listed_bytes(self) -> int:
+        """Its bytes in the header and in the data."""
+        return _LISTED + len(self.stored.name.encode()) + 8 * len(self.stored.shape) + self.nbytes
 
-class GgufEncoder:
-    """``X.gguf``, or ``X-0000N-of-0000M.gguf`` where a largest size is asked for. Codes are written as they are, as
-    Q4_0 and Q8_0; norms, biases and routers in float32, as llama.cpp wants them; other floats in their own type."""
+
+class GgufEncoder(Encoder):
+    """``X.gguf``, or ``X-0000N-of-0000M.gguf`` if a largest size is set. Codes are written as they are, as Q4_0 and
+    Q8_0; norms, biases and routers in float32, as llama.cpp expects them; other floats in their own type."""
 
     rearranges = True
 
@@ -79,16 +83,20 @@ class GgufEncoder:
         """
         Args:
             planned: canonical tensors, in the order of `gguf_tensors`.
-            metadata: of the model; what kind of numbers there are is added.
-            extra: vectors that follow from the config, by name.
-            stem: what the names of the files begin with.
+            metadata: of the model; the kind of numbers is added.
+            extra: vectors that the config determines, by name.
+            stem: the first part of the names of the files.
 
         Raises:
             UnsupportedError: if GGUF has no such model, or a tensor cannot be held exactly as it is.
         """
         self.planned = planned
         self._config = config
-        self._units = [_extra(name, value) for name, value in extra.items()] + _written(planned, config)
+        self._units = [_extra(name, value) for name, value in extra.items()]
+        for tensor, first, spec in units_of(planned, gguf_tensors(config)):
+            at_once = len(tensor.parts) if tensor.stacked is None else 1
+            stored = GgufTensor(tensor.name, _type(tensor, spec), tensor.shape)
+            self._units.append(_Written(tensor, first, spec, stored, at_once))
         self._of_part: list[list[int]] = [[] for _ in planned]
         for number, unit in enumerate(self._units):
             for part in range(len(unit.tensor.places) if unit.tensor else 0):
@@ -97,11 +105,15 @@ class GgufEncoder:
         self._metadata = {
             **metadata, "general.file_type": _file_type(self._units), "general.quantization_version": 2,
         }  # fmt: skip
-        self._shards = self._cut(shard_bytes)
-        count = len(self._shards)
+        empty = [len(build_header(more | Split(0, 1, 0).metadata(), [])) for more in (self._metadata, {})]
+        self._shard_of = file_numbers(
+            [unit.listed_bytes for unit in self._units], shard_bytes, first=empty[0] + ALIGNMENT,
+            others=empty[1] + ALIGNMENT,
+        )  # fmt: skip
+        self._offsets = offsets([unit.nbytes for unit in self._units], self._shard_of)
+        count = self._shard_of[-1] + 1
         self._names = [stem + GGUF] if count == 1 else [split_name(stem, index, count) for index in range(count)]
-        self._headers = [self._header(index) for index in range(count)]
-        self._shard_of = [index for index, units in enumerate(self._shards) for _ in units]
+        self._headers = [self._header(index, count) for index in range(count)]
 
     @property
     def joined_bytes(self) -> int:
@@ -136,12 +148,10 @@ class GgufEncoder:
         number = self._of_part[index][0]
         unit, shard = self._units[number], self._shard_of[number]
         assert unit.tensor is not None
-        before = accumulate((self._units[other].nbytes for other in self._shards[shard]), initial=0)
-        start = len(self._headers[shard]) + dict(zip(self._shards[shard], before, strict=False))[number]
-        file = TensorFile(SourceFile(folder / self._names[shard]), {})
+        stored = replace(unit.stored, offset=len(self._headers[shard]) + self._offsets[number])
         value = read_place(
-            file, view_of(replace(unit.stored, offset=start)), unit.stored.type, unit.spec, unit.tensor,
-            unit.tensor.places[index - unit.first], stored_offset(self._config, unit.tensor),
+            TensorFile(SourceFile(folder / self._names[shard]), {}), view_of(stored), stored.type, unit.spec,
+            unit.tensor, unit.tensor.places[index - unit.first], stored_offset(self._config, unit.tensor),
         )  # fmt: skip
         if isinstance(value, Tensor):
             return value.to(unit.spec.dtype.torch)
@@ -149,9 +159,6 @@ class GgufEncoder:
         assert scheme is not None
         times = value.scale.shape[1] // scheme.groups(value.shape[1])
         return QuantTensor(value.codes, value.scale[:, ::times].to(unit.spec.dtype.torch), None, scheme)
-
-    def finish(self) -> Iterator[Chunk]:
-        return iter(())
 
     def state(self) -> Any:
         return self._headers_hash
@@ -163,7 +170,7 @@ class GgufEncoder:
     def restore(self, state: Any) -> None:
         """
         Raises:
-            ResumeError: if the files so far begin otherwise than they would now.
+            ResumeError: if the headers of the files so far differ from those of this run.
         """
         if state is not None and state != self.state():
             raise ResumeError(
@@ -171,26 +178,21 @@ class GgufEncoder:
                 hint="repeat its command, or remove what it left and start anew",
             )  # fmt: skip
 
-    def extra_files(self) -> dict[str, bytes]:
-        return {}
-
     def _appended(self, number: int, part: int, value: Tensor | QuantTensor | None) -> Iterator[Chunk]:
-        """What a tensor, or what it holds of one expert, appends: before it the header, behind it the padding.
+        """What a tensor, or one expert of it, appends: the header before the first tensor, padding after each.
 
         Args:
-            part: the number of the first of its parts among them.
+            part: the number of the first of its parts in `value`.
         """
         unit, shard = self._units[number], self._shard_of[number]
         name = self._names[shard]
-        if part == 0 and number == self._shards[shard][0]:
+        if part == 0 and (number == 0 or self._shard_of[number - 1] != shard):
             yield name, self._headers[shard]
-        data = self._encoded(unit, part, value)
-        yield name, data
+        yield name, self._encoded(unit, part, value)
         if unit.tensor is None or part + unit.at_once == len(unit.tensor.places):
             yield name, padding(unit.stored.nbytes)
 
     def _encoded(self, unit: _Written, part: int, value: Tensor | QuantTensor | None) -> memoryview:
-        """The bytes of a tensor, or of what it holds of one expert."""
         stored = unit.stored
         shape = stored.shape[-2:] if unit.tensor is not None and unit.tensor.stacked is not None else stored.shape
         if isinstance(value, QuantTensor):
@@ -208,39 +210,12 @@ class GgufEncoder:
             value = value.float()
         return tensor_bytes(value, StoredTensor(stored.name, FLOATS[stored.type], shape))
 
-    def _cut(self, shard_bytes: int) -> list[list[int]]:
-        """The tensors of each file, as many as go into it."""
-        shards: list[list[int]] = [[]]
-        filled = len(build_header(self._metadata | Split(0, 1, 0).metadata(), [])) + ALIGNMENT
-        for number, unit in enumerate(self._units):
-            listed = _LISTED + len(unit.stored.name.encode()) + 8 * len(unit.stored.shape) + unit.nbytes
-            if shards[-1] and filled + listed > shard_bytes:
-                shards.append([])
-                filled = len(build_header(Split(0, 1, 0).metadata(), [])) + ALIGNMENT
-            shards[-1].append(number)
-            filled += listed
-        return shards
-
-    def _header(self, index: int) -> bytes:
+    def _header(self, index: int, count: int) -> bytes:
         metadata = self._metadata if index == 0 else {}
-        if len(self._shards) > 1:
-            metadata = metadata | Split(index, len(self._shards), len(self._units)).metadata()
-        return build_header(metadata, [self._units[number].stored for number in self._shards[index]])
-
-
-def _written(planned: Sequence[TensorSpec], config: ModelConfig) -> list[_Written]:
-    """The tensors of the file that the planned ones make, in the order in which those come."""
-    index_of = {spec.name: index for index, spec in enumerate(planned)}
-    found = []
-    for tensor in gguf_tensors(config):
-        first = index_of.get(tensor.parts[0], len(planned))
-        parts = planned[first : first + len(tensor.parts)]
-        if tuple(part.name for part in parts) != tensor.parts:
-            raise ValueError(f"{tensor.parts[0]} and what follows it are not planned in the order of '{tensor.name}'")
-        spec = joined_spec(tensor, parts)
-        at_once = len(parts) if tensor.stacked is None else 1
-        found.append(_Written(tensor, first, spec, GgufTensor(tensor.name, _type(tensor, spec), tensor.shape), at_once))
-    return sorted(found, key=lambda unit: unit.first)
+        if count > 1:
+            metadata = metadata | Split(index, count, len(self._units)).metadata()
+        units = zip(self._units, self._shard_of, strict=True)
+        return build_header(metadata, [unit.stored for unit, number in units if number == index])
 
 
 def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
@@ -265,7 +240,7 @@ def _extra(name: str, values: Sequence[float]) -> _Written:
 
 
 def _file_type(units: Sequence[_Written]) -> int:
-    """By the type of most numbers."""
+    """The type of most numbers."""
     counts: Counter[GgmlType] = Counter()
     for unit in units:
         counts[unit.stored.type] += math.prod(unit.stored.shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,24 +13,21 @@ from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import RequestError
 from quantkit.files.pth_encoder import PthEncoder
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.container import Chunk, tensor_bytes
+from quantkit.formats.container import Chunk, Encoder, tensor_bytes
 from quantkit.formats.containers.meta_checkpoint import to_interleaved
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 
 
-class MetaEncoder:
-    """Meta's ``consolidated.NN.pth``: every weight cut along the axis that its sizes divide."""
+class MetaEncoder(Encoder):
+    """Meta's ``consolidated.NN.pth``: each weight is split along the axis that model parallelism divides."""
 
     rearranges = True
-    joined_bytes = 0
-    holds = False
 
     def __init__(self, planned: Sequence[TensorSpec], config: ModelConfig, shards: int, *, embedding_axis: int) -> None:
         """
         Raises:
-            RequestError: if the shards do not divide the heads, the feed-forward width
-                or the vocabulary.
+            RequestError: if the shards do not divide the heads, the feed-forward width or the vocabulary.
         """
         self.planned = planned
         self._config = config
@@ -62,9 +58,6 @@ class MetaEncoder:
             yield file, encoder.before(index, data)
             yield file, data
 
-    def decode(self, index: int, folder: Path) -> Tensor:
-        raise NotImplementedError("nothing is quantized into Meta's format, so nothing of it is read back halfway")
-
     def finish(self) -> Iterator[Chunk]:
         for file, encoder in zip(self._files, self._zips, strict=True):
             yield file, encoder.end()
@@ -76,9 +69,6 @@ class MetaEncoder:
         for encoder, saved in zip(self._zips, state, strict=True):
             encoder.restore(saved)
 
-    def extra_files(self) -> dict[str, bytes]:
-        return {}
-
     def _slice(self, value: Tensor, parameter: Parameter, rank: int) -> Tensor:
         axis = self._axis_of(parameter)
         if axis is None:
@@ -88,7 +78,7 @@ class MetaEncoder:
         return value.narrow(axis, rank * pieces // self._shards * size, size)
 
     def _pieces(self, parameter: Parameter) -> int:
-        """Into how many different pieces a tensor is cut; fewer than shards where KV heads repeat."""
+        """The number of different pieces of a tensor; fewer than shards if KV heads repeat."""
         return min(self._shards, self._config.num_kv_heads) if parameter.dims[0] == "kv" else self._shards
 
     def _axis_of(self, parameter: Parameter) -> int | None:
@@ -104,7 +94,7 @@ class MetaEncoder:
 
 
 def _with_head(config: ModelConfig) -> dict[str, Parameter]:
-    """The tensors of a model, the head among them even where it is tied: readers of Meta's format expect it."""
+    """The tensors of a model, with the head even if it is tied: readers of Meta's format expect it."""
     return {p.name: p for p in parameters(replace(config, tied_embeddings=False))}
 
 
