@@ -21,34 +21,32 @@ def manifest_path(model: Path) -> Path:
     """Where the manifest of a model is, or would be.
 
     Args:
-        model: a folder, or a file in one or by itself; of a model that is split over several files any of them, or
-            the name that they begin with.
+        model: a folder or a file; for a model in several files any of them, or the name that they begin with.
     """
     if model.suffix != GGUF or model.is_dir():
         return model / MANIFEST
-    beside, inside = _beside(model), model.with_name(MANIFEST)
-    of_folder = beside.name == f"{STEM}{GGUF}.{MANIFEST}" and inside.is_file() and not beside.is_file()
-    return inside if of_folder else beside
+    own, inside = _file_manifest(model), model.with_name(MANIFEST)
+    of_folder = own.name == f"{STEM}{GGUF}.{MANIFEST}" and inside.is_file() and not own.is_file()
+    return inside if of_folder else own
 
 
 def output_files(dst: Path, weights: Sequence[str]) -> list[str] | None:
-    """The files that an output is, in the order in which they get their names: the one that readers open comes last;
-    None where it is a folder.
+    """The files of an output in the order in which they are renamed, the one that readers open last; None for a folder.
 
     Args:
         weights: names of the files of weights, in order.
     """
-    return [_beside(dst).name, *reversed(weights)] if dst.suffix == GGUF else None
+    return [_file_manifest(dst).name, *reversed(weights)] if dst.suffix == GGUF else None
 
 
-def _beside(file: Path) -> Path:
+def _file_manifest(file: Path) -> Path:
     stem = split_stem(file.name)
     return file.with_name(f"{file.name if stem is None else stem + GGUF}.{MANIFEST}")
 
 
 @contextlib.contextmanager
 def destination_errors(path: Path) -> Iterator[None]:
-    """Turn the system's refusals into one-line errors."""
+    """Turn errors of the system into typed ones."""
     try:
         yield
     except OSError as error:
@@ -63,10 +61,10 @@ def destination_error(error: OSError, path: Path) -> DestinationError:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a name is taken, be it by a link that leads nowhere.
+    """Whether a name is in use, even by a broken link.
 
     Raises:
-        OSError: if that cannot be told.
+        OSError: if the system cannot say.
     """
     try:
         path.lstat()
@@ -76,10 +74,10 @@ def is_there(path: Path) -> bool:
 
 
 def rename_new(old: Path, new: Path) -> None:
-    """Rename, but not onto anything that is there.
+    """Rename without replacing anything.
 
     Raises:
-        FileExistsError: if something is.
+        FileExistsError: if the new name is in use.
         OSError: if the system refuses.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # some systems and file systems lack it
@@ -94,10 +92,10 @@ def rename_new(old: Path, new: Path) -> None:
 
 
 def placed_as(old: Path, new: Path) -> None:
-    """Give what is complete its final name.
+    """Rename a complete output to its final name.
 
     Raises:
-        DestinationError: if the name has been taken meanwhile, or the system refuses.
+        DestinationError: if the name is in use by now, or the system refuses.
     """
     try:
         with destination_errors(new):
@@ -112,14 +110,13 @@ def placed_as(old: Path, new: Path) -> None:
 
 
 def require_absent(dst: Path) -> None:
-    """Refuse a destination that is there.
-
+    """
     Raises:
-        DestinationError: if it is.
+        DestinationError: if a destination exists.
     """
     with destination_errors(dst):
-        there = is_there(dst)
-    if there:
+        exists = is_there(dst)
+    if exists:
         raise DestinationError(
             "exists already; nothing is overwritten", path=dst, hint="choose another name or remove it"
         )

@@ -1,4 +1,4 @@
-"""The journal of an output under construction: what is safely on disk, line by line, and who is writing it."""
+"""The journal of an unfinished output: what is durably on disk, line by line, and which process is writing it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from quantkit.formats.output.own_folder import OwnFolder, not_ours
 
 NAME = ".quantkit-journal.jsonl"
 WRITER = ".quantkit-writer"
-"""Beside the journal: process and machine of whoever locked it last."""
-_LONGEST_LINE = 1 << 26
-_LONGEST_NAME = 300
+"""The file with the process and the machine that locked the journal last."""
+_MAX_LINE = 1 << 26
+_MAX_NAME = 300
 _HEX = frozenset("0123456789abcdef")
 
 
 class Journal:
-    """Objects in JSON, a line for each, that one process at a time may append to.
+    """JSON objects, one per line, to which one process at a time can append.
 
-    Each line holds under ``check`` the sha256 of itself and all before it, so that damage is
-    told from what was written. A last line without an end was torn by an interruption and is dropped.
+    The ``check`` of each line is the sha256 of this line and the check before it, which shows damage. A last line
+    without a line end is left by an interruption and is dropped.
 
     Attributes:
-        entries: what the lines say.
+        entries: the objects.
     """
 
     def __init__(self, folder: OwnFolder) -> None:
         """
         Raises:
             BeingWrittenError: if a job has it open.
-            ResumeError: if a line is not as it was written.
+            ResumeError: if a line is damaged.
             DestinationError: if it cannot be opened or locked.
         """
         self._path = folder.path / NAME
@@ -47,7 +47,9 @@ class Journal:
         self._check = ""
         self.entries: list[dict[str, Any]] = []
         try:
-            self._lock(folder)
+            if not _locked(self._file, self._path):
+                raise _in_use(_who_writes(folder))
+            folder.write(WRITER, f"{os.getpid()} {os.uname().nodename}".encode())
             with destination_errors(self._path):
                 self._file.truncate(self._read())
                 self._file.seek(0, os.SEEK_END)
@@ -66,19 +68,14 @@ class Journal:
         self.entries.append(json.loads(text))
 
     def close(self) -> None:
-        """Let another process have it."""
-        with contextlib.suppress(OSError):  # what is left of a line that the disk had no room for
+        """Close and unlock it."""
+        with contextlib.suppress(OSError):  # the rest of a line for which the disk had no space
             self._file.close()
 
-    def _lock(self, folder: OwnFolder) -> None:
-        if not _locked(self._file, self._path):
-            raise _in_use(_told(folder))
-        folder.write(WRITER, f"{os.getpid()} {os.uname().nodename}".encode())
-
     def _read(self) -> int:
-        """Take up what the lines say; how many bytes they are."""
+        """Read all complete lines; their size in bytes."""
         end = 0
-        while (line := self._file.readline(_LONGEST_LINE)).endswith(b"\n"):
+        while (line := self._file.readline(_MAX_LINE)).endswith(b"\n"):
             try:
                 entry = json.loads(line)
                 check = entry.pop("check")
@@ -89,17 +86,16 @@ class Journal:
                 raise not_ours(self._path)
             self.entries.append(entry)
             end += len(line)
-        if len(line) == _LONGEST_LINE:
+        if len(line) == _MAX_LINE:
             raise not_ours(self._path)
         return end
 
 
 def first_entry(folder: Path) -> dict[str, Any]:
-    """What the first line of a folder's journal says, for whoever must know it before the journal is opened; nothing
-    where there is none, or not as it was written."""
+    """The first object of a folder's journal, without locking it; empty if it is missing or damaged."""
     try:
         with (folder / NAME).open("rb") as file:
-            entry = json.loads(file.readline(_LONGEST_LINE))
+            entry = json.loads(file.readline(_MAX_LINE))
         check = entry.pop("check")
         return entry if check == _sealed("", json.dumps(entry)) else {}
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError):
@@ -107,57 +103,45 @@ def first_entry(folder: Path) -> dict[str, Any]:
 
 
 def require_idle(folder: OwnFolder) -> None:
-    """Refuse a folder whose journal a job holds.
-
-    Raises:
-        BeingWrittenError: if one does.
-        ResumeError: if the folder has no journal.
-        DestinationError: if that cannot be told.
     """
-    if told := being_written(folder):
-        raise _in_use(told)
+    Raises:
+        BeingWrittenError: if a job writes to the folder.
+        ResumeError: if the folder has no journal.
+        DestinationError: if the system cannot say.
+    """
+    if problem := being_written(folder):
+        raise _in_use(problem)
 
 
 def being_written(folder: OwnFolder) -> str | None:
-    """That a job holds a folder's journal, in words; None if none does.
+    """A sentence on the job that writes to a folder; None if none does.
 
     Raises:
         ResumeError: if the folder has no journal.
-        DestinationError: if that cannot be told.
+        DestinationError: if the system cannot say.
     """
     with folder.open(NAME, create=False) as file:
-        return None if _locked(file, folder.path / NAME) else _told(folder)
+        return None if _locked(file, folder.path / NAME) else _who_writes(folder)
 
 
-def _in_use(told: str) -> BeingWrittenError:
-    return BeingWrittenError(told, hint="wait until it is done, or choose another destination")
+def _in_use(problem: str) -> BeingWrittenError:
+    return BeingWrittenError(problem, hint="wait until it is done, or choose another destination")
 
 
-def _told(folder: OwnFolder) -> str:
-    writer = _writer(folder)
-    if writer == (os.getpid(), os.uname().nodename):
-        return f"this process is writing to {folder.path} already, in another call"
-    return f"another quantkit process is writing to {folder.path}{_named(writer)}"
-
-
-def _writer(folder: OwnFolder) -> tuple[int, str] | None:
-    """The process that has locked a folder's journal, and its machine; None where it has not said so yet."""
+def _who_writes(folder: OwnFolder) -> str:
+    problem = f"another quantkit process is writing to {folder.path}"
     try:
         with folder.open(WRITER, create=False) as file:
-            number, machine = file.read(_LONGEST_NAME).decode().split(" ", 1)
-            return int(number), machine
+            number, machine = file.read(_MAX_NAME).decode().split(" ", 1)
+            pid = int(number)
     except (OSError, QuantkitError, ValueError):
-        return None
-
-
-def _named(writer: tuple[int, str] | None) -> str:
-    """A process in brackets; nothing if it cannot be the one."""
-    if writer is None:
-        return ""
-    pid, machine = writer
-    if machine != os.uname().nodename:
-        return f" (pid {pid} on {machine})" if machine.isprintable() else ""
-    return f" (pid {pid})" if pid > 0 and _runs(pid) else ""
+        return problem
+    here = os.uname().nodename
+    if (pid, machine) == (os.getpid(), here):
+        return f"this process is writing to {folder.path} already, in another call"
+    if machine != here:
+        return f"{problem} (pid {pid} on {machine})" if machine.isprintable() else problem
+    return f"{problem} (pid {pid})" if pid > 0 and _runs(pid) else problem
 
 
 def _runs(pid: int) -> bool:
@@ -187,14 +171,14 @@ def _locked(file: BinaryIO, path: Path) -> bool:
 
 @dataclass(frozen=True)
 class SafePoint:
-    """How far an output is durably on disk, as one line of the journal says it.
+    """An entry of the journal: how much of an output is durably on disk.
 
     Attributes:
-        tensors: how many of the planned ones.
-        files: their sizes.
-        sha256: of these files, in hexadecimal.
-        state: what the encoder needs to go on.
-        records: what the manifest shall say of tensors since the last safe point, by name.
+        tensors: the number of planned tensors.
+        files: the size of each file.
+        sha256: of each file, in hexadecimal.
+        state: from which the encoder continues.
+        records: the manifest's records of the tensors since the last safe point, by name.
     """
 
     tensors: int
@@ -208,30 +192,29 @@ class SafePoint:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], planned: Collection[str], files: Collection[str]) -> SafePoint:
-        """What `to_json` gave.
+        """Read what `to_json` returned.
 
         Args:
             value: the JSON.
             planned: the names of the tensors of the output.
-            files: the names of the files they go to.
+            files: the names of its files of weights.
 
         Raises:
-            ValueError: if it is of another form, or tells of other tensors or files.
+            AttributeError, TypeError, ValueError: if it has another form, or names other tensors or files.
         """
-        if set(value) != {"tensors", "files", "sha256", "state", "records"}:
-            raise ValueError("other keys")
-        sizes, hashes, records = value["files"], value["sha256"], value["records"]
-        if not (isinstance(sizes, dict) and isinstance(hashes, dict) and isinstance(records, dict)):
-            raise ValueError("no objects")
-        if not _is_count(value["tensors"]) or value["tensors"] > len(planned):
-            raise ValueError("no number of tensors")
-        if not (set(sizes) == set(hashes) and set(sizes) <= set(files) and all(name in planned for name in records)):
-            raise ValueError("other names")
-        if not (all(map(_is_count, sizes.values())) and all(map(_is_sha256, hashes.values()))):
-            raise ValueError("no sizes or hashes")
-        if not all(isinstance(record, dict) for record in records.values()):
-            raise ValueError("a record is no object")
-        return cls(value["tensors"], sizes, hashes, value["state"], records)
+        found = cls(**value)
+        sizes, hashes, records = found.files, found.sha256, found.records
+        valid = (
+            _is_count(found.tensors)
+            and found.tensors <= len(planned)
+            and set(sizes) == set(hashes) <= set(files)
+            and all(map(_is_count, sizes.values()))
+            and all(map(_is_sha256, hashes.values()))
+            and all(name in planned and isinstance(record, dict) for name, record in records.items())
+        )
+        if not valid:
+            raise ValueError("not a safe point")
+        return found
 
 
 def _sealed(before: str, text: str) -> str:

@@ -1,4 +1,4 @@
-"""A file of JSON lines that appears only when it is whole, and until then can be gone on with."""
+"""A file of JSON lines that appears only when it is complete, and can be resumed until then."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from quantkit.formats.output.staging import SPACE_MARGIN, Staging, mark_kept
 from quantkit.json_values import finite
 
 NAME = "lines.jsonl"
-"""In the partial folder: what is there so far, as it came, each line with its sha256 as ``check``."""
+"""In the partial folder: the lines so far in the order of `add`, each with its sha256 as ``check``."""
 _ORDERED = "ordered.jsonl"
-_LEAST_SPACE = 64 << 10
+_MIN_SPACE = 64 << 10
 _SEAL = b', "check": "%b"}\n'
 _SEAL_BYTES = len(_SEAL % (b"0" * 64))
 
 
 class ResumableLines:
-    """Lines in groups, each of which is there whole or not at all; in the end in the order of their numbers.
+    """Writes lines in groups; each group is written as a whole, in the end in the order of their numbers.
 
-    Within the context `add` takes groups in any order, and `commit` gives the file its name. Left by an error or an
-    interruption, what is there is kept in ``DST.partial``, if it is anything.
+    In the context, `add` takes groups in any order, and `commit` gives the file its name. An error or an interruption
+    keeps the groups so far in ``DST.partial``.
 
     Attributes:
-        done: numbers of the groups that are there.
+        done: the numbers of the groups so far.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class ResumableLines:
         Args:
             dst: the file; it must not exist.
             fingerprint: inputs and options, JSON; a resumed run must have the same.
-            sizes: lines of each group.
-            likely_bytes: of the whole file; so much is to be free, at most as for any output.
-            resume: go on where an interrupted run stopped, if there is one.
+            sizes: the number of lines of each group.
+            likely_bytes: of the whole file, which must be free on the disk, up to the margin of all outputs.
+            resume: continue an interrupted run, if there is one.
 
         Raises:
             RequestError, DestinationError, ResumeError: see `Staging`.
@@ -51,15 +51,15 @@ class ResumableLines:
         self._dst, self._sizes = dst, sizes
         self._starts: dict[int, int] = {}
         self._staging = Staging(
-            dst, fingerprint, 0, resume=resume, spare_bytes=min(max(likely_bytes, _LEAST_SPACE), SPACE_MARGIN)
+            dst, fingerprint, 0, resume=resume, spare_bytes=min(max(likely_bytes, _MIN_SPACE), SPACE_MARGIN)
         )
-        with contextlib.ExitStack() as undone:
-            undone.callback(self._staging.close)
-            self._file = undone.enter_context(self._staging.folder.open(NAME))
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._staging.close)
+            self._file = undo.enter_context(self._staging.folder.open(NAME))
             with destination_errors(self._staging.path / NAME):
-                self._file.truncate(self._take_up())
+                self._file.truncate(self._read())
                 self._file.seek(0, os.SEEK_END)
-            undone.pop_all()
+            undo.pop_all()
 
     @property
     def done(self) -> set[int]:
@@ -71,7 +71,16 @@ class ResumableLines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(error)
+        if self._file.closed:
+            return
+        with contextlib.suppress(OSError):  # the rest of a line for which the disk had no space
+            self._file.close()
+        if not self._starts:
+            self._staging.discard()
+            return
+        if error is not None:
+            mark_kept(error, self._staging.path)
+        self._staging.close()
 
     def add(self, number: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Add a group.
@@ -93,8 +102,8 @@ class ResumableLines:
         """Write all groups in order, and give the file its name.
 
         Raises:
-            DestinationError: if that name has been taken meanwhile, or a write failed.
-            ResumeError: if a line is not as it was written.
+            DestinationError: if the name is in use by now, or a write failed.
+            ResumeError: if a line is damaged.
         """
         assert self.done == set(range(len(self._sizes)))
         folder = self._staging.folder
@@ -111,20 +120,8 @@ class ResumableLines:
         self._file.close()
         self._staging.discard()
 
-    def _close(self, error: BaseException | None) -> None:
-        if self._file.closed:
-            return
-        with contextlib.suppress(OSError):  # what is left of a line that the disk had no room for
-            self._file.close()
-        if not self._starts:
-            self._staging.discard()
-            return
-        if error is not None:
-            mark_kept(error, self._staging.path)
-        self._staging.close()
-
-    def _take_up(self) -> int:
-        """Note which groups are there; how many bytes they are. What follows was torn by an interruption."""
+    def _read(self) -> int:
+        """Find the groups so far; their size in bytes. An interruption may leave part of a group after them."""
         start, number = 0, self._line()
         while number is not None:
             if number in self._starts or not 0 <= number < len(self._sizes):
@@ -139,7 +136,7 @@ class ResumableLines:
         return start
 
     def _line(self) -> int | None:
-        """The number of the group that the next line belongs to; None where no whole line follows."""
+        """The number of the next line's group; None if no complete line follows."""
         line = self._file.readline()
         if not line.endswith(b"\n"):
             return None
@@ -150,7 +147,7 @@ class ResumableLines:
         return number if type(number) is int else -1
 
     def _unsealed(self, line: bytes) -> bytes:
-        """A line as it goes into the file."""
+        """A line without its check."""
         plain = line[:-_SEAL_BYTES] + b"}\n"
         if line != _sealed(plain):
             raise not_ours(self._staging.path / NAME)
@@ -158,14 +155,14 @@ class ResumableLines:
 
 
 def _sealed(line: bytes) -> bytes:
-    """A line of JSON, an object that is not empty, with the sha256 of itself."""
+    """A line with a JSON object that is not empty, with its sha256."""
     return line[:-2] + _SEAL % hashlib.sha256(line).hexdigest().encode()
 
 
 def encoded(value: Mapping[str, Any]) -> bytes:
-    """One line of JSON; characters stand for themselves, and what is not finite is null."""
+    """One line of JSON in UTF-8; NaN and Inf become null."""
     plain = finite(value)
     try:
         return json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half a character in what was given
+    except UnicodeEncodeError:  # half of a surrogate pair
         return json.dumps(plain, allow_nan=False).encode() + b"\n"

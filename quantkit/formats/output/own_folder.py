@@ -1,4 +1,4 @@
-"""A folder of this user's, held by its descriptor: nothing in it is reached through a link."""
+"""A folder that this user owns, accessed by its descriptor, so that no link is followed."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from quantkit.errors import ResumeError
 from quantkit.formats.output.destination import destination_error, destination_errors
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not wait for its other end
+_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not block
 _NO_FOLDER = (errno.ELOOP, errno.ENOTDIR)
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
 
 
 class OwnFolder:
-    """A folder whose files are its owner's alone: no links, no pipes, no second names elsewhere."""
+    """A folder of plain files of one owner: no links, pipes, or hard links elsewhere."""
 
     def __init__(self, path: Path, *, made: bool = False) -> None:
         """
         Args:
             path: the folder.
-            made: this process has just made it; file systems that rename users may then call another its owner.
+            made: whether this process has just created it; some file systems report another owner then.
 
         Raises:
-            ResumeError: if something else is there: a link, a file, another user's folder.
+            ResumeError: if it is a link, a file, or another user's folder.
             DestinationError: if it cannot be opened.
         """
         self.path = path
@@ -44,7 +44,7 @@ class OwnFolder:
             raise ResumeError("belongs to another user", path=path, hint="choose another destination")
 
     def names(self) -> list[str]:
-        """What lies in it, sorted."""
+        """The names in it, sorted."""
         with destination_errors(self.path):
             return sorted(os.listdir(self._handle))
 
@@ -52,18 +52,17 @@ class OwnFolder:
         """The bytes of a file.
 
         Raises:
-            ResumeError: if it is no file of the owner's alone.
-            DestinationError: if it is not there.
+            ResumeError: if it is no plain file of the owner.
+            DestinationError: if it does not exist.
         """
         with destination_errors(self.path / name):
             return self._checked(name, os.stat(name, dir_fd=self._handle, follow_symlinks=False)).st_size
 
     def open(self, name: str, *, create: bool = True, buffering: int = -1) -> BinaryIO:
-        """Open a file to read and write it from its beginning; what it holds stays.
+        """Open a file to read and write it from the beginning; its content stays.
 
         Raises:
-            ResumeError: if something is there that is no file of the owner's alone, or nothing is and
-                it is not to be created.
+            ResumeError: if it is no plain file of the owner, or is missing and `create` is not set.
             DestinationError: if the system refuses.
         """
         path = self.path / name
@@ -83,7 +82,7 @@ class OwnFolder:
         return os.fdopen(handle, "r+b", buffering)
 
     def write(self, name: str, content: bytes) -> None:
-        """Write one whole file and wait until it is on disk."""
+        """Write a file and wait until it is on disk."""
         with destination_errors(self.path / name), self.open(name) as file:
             file.truncate(0)
             file.write(content)
@@ -91,7 +90,7 @@ class OwnFolder:
             os.fsync(file.fileno())
 
     def remove(self, name: str) -> None:
-        """Remove a file, a link, or a folder with all that is in it."""
+        """Remove a file, a link, or a folder with its content."""
         with destination_errors(self.path / name):
             if stat.S_ISDIR(os.stat(name, dir_fd=self._handle, follow_symlinks=False).st_mode):
                 shutil.rmtree(name, dir_fd=self._handle)
@@ -99,7 +98,7 @@ class OwnFolder:
                 os.unlink(name, dir_fd=self._handle)
 
     def is_at(self, path: Path) -> bool:
-        """Whether this is what a path leads to, other than by a link at its end."""
+        """Whether a path, which is no link itself, leads to this folder."""
         try:
             return os.path.samestat(path.lstat(), os.fstat(self._handle))
         except OSError:
@@ -111,7 +110,7 @@ class OwnFolder:
             os.fsync(self._handle)
 
     def close(self) -> None:
-        """Let go of it; more than once does no harm."""
+        """Close the descriptor; it may be called more than once."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -123,14 +122,14 @@ class OwnFolder:
 
 
 def not_ours(path: Path) -> ResumeError:
-    """The error for something in a partial folder that no run of quantkit leaves there."""
+    """The error for something in a partial folder that no run of quantkit leaves."""
     return ResumeError(
         "is not what the interrupted run left", path=path, hint="remove the partial folder and start anew"
     )
 
 
 def in_the_way(path: Path) -> ResumeError:
-    """The error for something else where a partial folder is to be."""
+    """The error for something else at the path of a partial folder."""
     return ResumeError(
         "is in the way, and no interrupted run of quantkit", path=path, hint="choose another destination"
     )

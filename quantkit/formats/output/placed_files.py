@@ -1,4 +1,4 @@
-"""Files that are one output together, each of which gets its name beside the partial folder."""
+"""An output of several files, which are renamed from the partial folder to its parent folder."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from quantkit.formats.output.destination import destination_errors, placed_as, r
 from quantkit.formats.output.own_folder import OwnFolder, not_ours
 
 ENTRY = "placed"
-"""The key of the journal's entry that says which files are about to get their names."""
+"""The key of the journal's entry with the files that are about to be renamed."""
 
 
 class PlacedFiles:
-    """Names beside each other. The last is that of the file which readers open: the output is there once that is.
+    """Renames files one by one. The last is the file that readers open: with it the output exists.
 
-    What a run that was interrupted meanwhile has placed, the next one takes back into the partial folder; the journal
-    tells these files by what stays the same when they are renamed, so that nothing else is taken.
+    If a run is interrupted in between, the next one moves the files back into the partial folder. The journal has their
+    inode, size and time, so that no other file is moved.
 
     Attributes:
-        complete: whether all files have their names.
+        complete: whether all files are renamed.
     """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         """
         Args:
-            folder: that they are placed in.
-            names: in the order in which they are placed.
+            folder: their final folder.
+            names: of the files, in the order of the renames.
         """
         self._folder = folder
         self._names = names
@@ -38,22 +38,22 @@ class PlacedFiles:
     def require_absent(self) -> None:
         """
         Raises:
-            DestinationError: if something has one of the names.
+            DestinationError: if one of the names is in use.
         """
         for name in self._names:
             require_absent(self._folder / name)
 
     def place(self, partial: OwnFolder, record: Callable[[Mapping[str, Any]], None]) -> None:
-        """Give the files of a partial folder their names: all of them, or none.
+        """Rename all files of a partial folder, or none.
 
         Args:
             record: adds to the journal.
 
         Raises:
-            DestinationError: if a name has been taken meanwhile, or the system refuses.
+            DestinationError: if a name is in use by now, or the system refuses.
         """
-        told = {name: _identity(partial.path / name) for name in self._names}
-        record({ENTRY: told})
+        identities = {name: _identity(partial.path / name) for name in self._names}
+        record({ENTRY: identities})
         *others, last = self._names
         try:
             for name in others:
@@ -63,9 +63,9 @@ class PlacedFiles:
             placed_as(partial.path / last, self._folder / last)
             self.complete = True
         except BaseException:
-            self.complete = _identity(self._folder / last) == told[last]
+            self.complete = _identity(self._folder / last) == identities[last]
             if not self.complete:
-                self.take_back(partial, [{ENTRY: told}])
+                self.take_back(partial, [{ENTRY: identities}])
             raise
         with contextlib.suppress(OSError):
             sync_folder(self._folder)
@@ -74,24 +74,24 @@ class PlacedFiles:
         """Undo what an interrupted `place` has done.
 
         Args:
-            entries: of the journal; those of other kinds are passed over.
+            entries: of the journal; other kinds are skipped.
 
         Raises:
-            ResumeError: if an entry is of another form, or a file is there twice.
+            ResumeError: if an entry has another form.
             DestinationError: if the system refuses.
         """
         for entry in entries:
-            told = entry.get(ENTRY, {})
-            if not isinstance(told, dict):
+            identities = entry.get(ENTRY, {})
+            if not isinstance(identities, dict):
                 raise not_ours(partial.path)
             for name in self._names:
                 path = self._folder / name
-                if name in told and _identity(path) == told[name]:
+                if name in identities and _identity(path) == identities[name]:
                     placed_as(path, partial.path / name)
 
 
 def _identity(path: Path) -> list[int] | None:
-    """What tells a file from others, and stays when it is renamed; None where there is none."""
+    """Properties of a file that a rename keeps; None if there is no file."""
     try:
         found = path.lstat()
     except OSError:

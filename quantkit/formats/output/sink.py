@@ -8,6 +8,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,35 +17,46 @@ from quantkit.formats.output.own_folder import OwnFolder, not_ours
 from quantkit.progress import Progress, silent
 
 IN_FLIGHT_BYTES = 1 << 26
-"""What may be on its way to the disk at a time."""
+"""Bytes that may wait to be written at a time."""
 _PIECE = 1 << 22
 _FLUSH_BYTES = 1 << 26
 
 Data = bytes | memoryview
 
 
-class Sink:
-    """Files of one folder that only ever grow.
+@dataclass
+class _Chunk:
+    """Bytes for the end of a file, and how many workers still need them."""
 
-    ``append`` returns before the data is written; one thread writes and one hashes. At
-    most a fixed number of bytes wait at a time, so the producer's memory stays bounded.
-    Whatever goes wrong in a thread is raised by the next call, as it is; what the system
-    refuses as a `DestinationError`.
+    name: str
+    data: Data
+    users: int
+
+
+_Queue = queue.SimpleQueue[_Chunk | None]
+
+
+class Sink:
+    """Files of one folder that only grow.
+
+    ``append`` returns before the data is written; one thread writes and one hashes. The bytes that wait are limited,
+    so the producer's memory stays bounded. The next call raises whatever fails in a thread, as it is; an error of the
+    system as a `DestinationError`.
     """
 
     def __init__(
         self, folder: OwnFolder, sizes: Mapping[str, int], hashes: Mapping[str, str], *, progress: Progress = silent
     ) -> None:  # fmt: skip
-        """Take up files at the given sizes, dropping anything beyond.
+        """Open the files of an interrupted run at the given sizes, and drop all bytes after them.
 
         Args:
-            folder: holds them.
-            sizes, hashes: how long each is, and its sha256 in hexadecimal.
-            progress: told of every file that is taken up.
+            folder: of the files.
+            sizes, hashes: the length of each, and its sha256 in hexadecimal.
+            progress: called for each of these files.
 
         Raises:
             DestinationError: if a file cannot be opened.
-            ResumeError: if what a file holds up to its size has not the given sha256.
+            ResumeError: if the bytes of a file up to its size do not have the given sha256.
         """
         self._folder = folder
         self._sizes = dict(sizes)
@@ -53,7 +65,7 @@ class Sink:
         self._waiting = 0
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._workers: list[_Worker] = []
+        self._workers: list[tuple[_Queue, threading.Thread]] = []
         try:
             for index, (name, size) in enumerate(sizes.items()):
                 progress("check of what is there", index, len(sizes), "files")
@@ -62,13 +74,18 @@ class Sink:
             if changed := [name for name, digest in self.hashes().items() if digest != hashes[name]]:
                 raise not_ours(folder.path / changed[0])
             for title, step in (("write", self._write), ("hash", self._hash)):
-                self._workers.append(_Worker(title, self._guarded(step)))
+                chunks: _Queue = queue.SimpleQueue()
+                thread = threading.Thread(
+                    target=self._work, args=(chunks, step), name=f"quantkit-{title}", daemon=True
+                )  # fmt: skip
+                thread.start()
+                self._workers.append((chunks, thread))
         except BaseException:
             self.abandon()
             raise
 
     def append(self, name: str, data: Data) -> None:
-        """Queue bytes for the end of a file; they must not change until written.
+        """Queue bytes for the end of a file; they must not change until they are written.
 
         Raises:
             DestinationError: if an earlier write failed.
@@ -81,8 +98,8 @@ class Sink:
             self._waiting += size
         self._sizes[name] = self._sizes.get(name, 0) + size
         chunk = _Chunk(name, data, len(self._workers))
-        for worker in self._workers:
-            worker.queue.put(chunk)
+        for chunks, _ in self._workers:
+            chunks.put(chunk)
 
     def sync(self) -> dict[str, int]:
         """Wait until everything is on disk; the sizes of the files.
@@ -115,8 +132,9 @@ class Sink:
 
     def abandon(self) -> None:
         """Stop the threads and close the files, whatever has failed."""
-        for worker in self._workers:
-            worker.stop()
+        for chunks, thread in self._workers:
+            chunks.put(None)
+            thread.join()
         for file in self._files.values():
             file.close()
 
@@ -128,19 +146,20 @@ class Sink:
         if self._failure is not None:
             raise self._failure
 
-    def _guarded(self, step: Callable[[_Chunk], None]) -> Callable[[_Chunk], None]:
-        """A step whose failure stops the work but never the thread: those who wait for a chunk must be told."""
-
-        def handle(chunk: _Chunk) -> None:
+    def _work(self, chunks: _Queue, step: Callable[[_Chunk], None]) -> None:
+        """Handle chunks in order. After a failure the thread goes on without work, since `append` waits for it."""
+        while (chunk := chunks.get()) is not None:
             try:
                 if self._failure is None:
                     step(chunk)
             except BaseException as error:
                 self._failure = error
-            finally:
-                self._finish(chunk)
-
-        return handle
+            with self._changed:
+                chunk.users -= 1
+                if chunk.users == 0:
+                    self._waiting -= len(chunk.data)
+                    chunk.data = b""  # free the memory before the producer goes on
+                    self._changed.notify_all()
 
     def _write(self, chunk: _Chunk) -> None:
         if chunk.name not in self._files:
@@ -153,44 +172,9 @@ class Sink:
         for piece in _pieces(chunk.data):
             digest.update(piece)
 
-    def _finish(self, chunk: _Chunk) -> None:
-        with self._changed:
-            chunk.users -= 1
-            if chunk.users == 0:
-                self._waiting -= len(chunk.data)
-                chunk.data = b""  # the producer's memory is free before it is told so
-                self._changed.notify_all()
-
-
-class _Chunk:
-    """Bytes for the end of a file, and how many workers still need them."""
-
-    def __init__(self, name: str, data: Data, users: int) -> None:
-        self.name = name
-        self.data = data
-        self.users = users
-
-
-class _Worker:
-    """A thread that handles chunks in order."""
-
-    def __init__(self, title: str, handle: Callable[[_Chunk], None]) -> None:
-        self.queue: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
-        self._handle = handle
-        self._thread = threading.Thread(target=self._work, name=f"quantkit-{title}", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self.queue.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        while (chunk := self.queue.get()) is not None:
-            self._handle(chunk)
-
 
 class _GrowingFile:
-    """A file written from its end, flushed often so that the page cache stays small."""
+    """A file written at its end, and flushed often so that the page cache stays small."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
@@ -204,16 +188,15 @@ class _GrowingFile:
 
         Raises:
             DestinationError: if it cannot be read.
-            ResumeError: if the file ends before the size it was taken up with.
+            ResumeError: if the file is shorter than it should be.
         """
-        digest, length = hashlib.sha256(), 0
         with destination_errors(path):
             self._file.seek(0)
+            digest = hashlib.sha256()
             while piece := self._file.read(_PIECE):
                 digest.update(piece)
-                length += len(piece)
-        if length != self._position:
-            raise not_ours(path)
+            if self._file.tell() != self._position:
+                raise not_ours(path)
         return digest
 
     def write(self, data: Data) -> None:
@@ -227,7 +210,7 @@ class _GrowingFile:
                 self.flush()
 
     def flush(self) -> None:
-        """Wait until the data is on disk, and let the cache forget it."""
+        """Wait until the data is on disk, and drop it from the page cache."""
         os.fsync(self._file.fileno())
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), 0, self._position, os.POSIX_FADV_DONTNEED)

@@ -1,7 +1,6 @@
-"""The folder an output is built in before it takes its final name.
+"""The folder in which an output is built: ``DST.partial``, next to ``DST``.
 
-``DST.partial`` lies beside ``DST``; a journal in it says what is safely on disk, so
-that a killed run can go on. Only a complete output is renamed to ``DST``.
+A journal in it says what is durably on disk, so that a killed run can be resumed. Only a complete output is renamed.
 """
 
 from __future__ import annotations
@@ -25,13 +24,7 @@ from quantkit.errors import (
 )
 from quantkit.files.gguf_types import GGUF, split_stem
 from quantkit.files.hub import PREFIX as HUB_PREFIX
-from quantkit.formats.output.destination import (
-    destination_errors,
-    is_there,
-    placed_as,
-    require_absent,
-    sync_folder,
-)
+from quantkit.formats.output.destination import destination_errors, is_there, placed_as, require_absent, sync_folder
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import WRITER, Journal, being_written, first_entry, require_idle
 from quantkit.formats.output.own_folder import OwnFolder, in_the_way, not_ours
@@ -39,45 +32,43 @@ from quantkit.formats.output.placed_files import ENTRY, PlacedFiles
 from quantkit.memory import size_text
 
 SCRATCH = ".activations"
-"""How the names of folders begin that are of use only to the run that made them."""
+"""The first part of the names of folders that only the run that made them uses."""
 _SUFFIX = ".partial"
 _KEPT = "is kept: add `resume=True`"
-_LONGEST_LINE = 1 << 20
 _JOBS = ("convert", "quantize")
 SPACE_MARGIN = 16 << 20
-"""Bytes that an output leaves free at least."""
+"""Bytes of the disk that an output leaves free."""
 
 
 class Staging:
-    """An output under construction, locked against a second writer.
+    """An unfinished output, locked against a second writer.
 
     Attributes:
         dst: the final folder, or file.
-        path, folder: the partial one.
-        entries: what the journal of an interrupted run says after its fingerprint.
+        path, folder: the partial folder.
+        entries: the journal of an interrupted run after its fingerprint.
     """
 
     def __init__(
         self, dst: Path, fingerprint: Mapping[str, Any], needed_bytes: int, *, resume: bool,
         spare_bytes: int = SPACE_MARGIN, files: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        """Create the partial folder, or take up an interrupted one.
+        """Create the partial folder, or open that of an interrupted run.
 
         Args:
             dst: the final folder, or file; it must not exist.
             fingerprint: inputs and options, JSON; a resumed run must have the same.
             needed_bytes: size of the whole output.
-            resume: go on where an interrupted run stopped, if there is one.
-            spare_bytes: that are to be free besides.
-            files: that the output is, where it is no folder: they get their names beside `dst`, in this order.
+            resume: continue an interrupted run, if there is one.
+            spare_bytes: of the disk that must stay free.
+            files: of an output that is no folder: they are renamed to the folder of `dst`, in this order.
 
         Raises:
-            RequestError: if `dst` is no name for a folder.
+            RequestError: if `dst` cannot be the name of an output.
             DestinationError: if `dst` or one of the files exists, cannot be written or has too little space.
-            InterruptedRunError: if an interrupted run is there and `resume` is not set.
+            InterruptedRunError: if there is an interrupted run and `resume` is not set.
             BeingWrittenError: if a job is writing there.
-            ResumeError: if the interrupted run had other inputs or options, or what is there is
-                not what one leaves.
+            ResumeError: if the interrupted run had other inputs or options, or the folder holds something else.
         """
         self.dst = dst
         self.path = partial_folder(dst)
@@ -85,15 +76,15 @@ class Staging:
         require_output_absent(dst, files, self.path)
         require_room_to_build(self.path, resume=resume)
         with contextlib.ExitStack() as held:
-            self.folder = self._made_or_taken_up(needed_bytes, spare_bytes)
+            self.folder = self._open_folder(needed_bytes, spare_bytes)
             held.callback(self.folder.close)
             self._journal = Journal(self.folder)
             held.callback(self._journal.close)
             self._sweep()
-            told = self._after(json.loads(json.dumps(fingerprint)))
-            self.entries = [entry for entry in told if ENTRY not in entry]
+            entries = self._entries_of(json.loads(json.dumps(fingerprint)))
+            self.entries = [entry for entry in entries if ENTRY not in entry]
             if self._placed is not None:
-                self._placed.take_back(self.folder, told)
+                self._placed.take_back(self.folder, entries)
                 self._placed.require_absent()
             written = sum(self.folder.size(name) for name in self.folder.names())
             require_space(self.path, needed_bytes - written, spare_bytes)
@@ -106,19 +97,19 @@ class Staging:
     def require_in_place(self) -> None:
         """
         Raises:
-            DestinationError: if the folder is no longer what its path leads to.
+            DestinationError: if the folder is no longer at its path.
         """
         if not self.folder.is_at(self.path):
             raise DestinationError("was moved or replaced while it was written", path=self.path)
 
     def commit(self, files: Collection[str]) -> None:
-        """Give the finished output its final name, or its files theirs.
+        """Rename the finished output, or its files, to the final name.
 
         Args:
-            files: what it is to hold.
+            files: all that it contains.
 
         Raises:
-            DestinationError: if that name has been taken meanwhile, or the folder holds anything else.
+            DestinationError: if the name is in use by now, or the folder contains anything else.
             ResumeError: if something in it is no plain file.
         """
         self._sweep()
@@ -134,8 +125,8 @@ class Staging:
                     self.discard()
             return
         placed_as(self.path, self.dst)
-        # The model is there and whole: nothing from here on may fail it. The journal goes last, since without it
-        # a rename that is refused could not be tried again.
+        # The model is complete: from here on nothing may fail. The journal is removed after the rename, since a
+        # failed rename can only be repeated with it.
         with contextlib.suppress(OSError, DestinationError):
             sync_folder(self.dst.parent)
             self.folder.remove(JOURNAL)
@@ -147,12 +138,12 @@ class Staging:
         self._held.close()
 
     def discard(self) -> None:
-        """Remove the partial folder: what failed would fail again."""
+        """Remove the partial folder."""
         if self.folder.is_at(self.path):
-            shutil.rmtree(self.path, ignore_errors=True)  # it does not go through links
+            shutil.rmtree(self.path, ignore_errors=True)  # it does not follow links
         self.close()
 
-    def _made_or_taken_up(self, needed_bytes: int, spare_bytes: int) -> OwnFolder:
+    def _open_folder(self, needed_bytes: int, spare_bytes: int) -> OwnFolder:
         with destination_errors(self.path):
             if is_there(self.path):
                 return OwnFolder(self.path)
@@ -162,7 +153,7 @@ class Staging:
         return OwnFolder(self.path, made=True)
 
     def _sweep(self) -> None:
-        """Remove what earlier runs, of however many processes, had for themselves."""
+        """Remove the temporary folders of all earlier processes."""
         for name in self.folder.names():
             if name.startswith(SCRATCH):
                 self.folder.remove(name)
@@ -180,8 +171,8 @@ class Staging:
             raise DestinationError("has gone since it was written", path=self.path / gone[0])
         self.require_in_place()
 
-    def _after(self, fingerprint: dict[str, Any]) -> list[dict[str, Any]]:
-        """What the journal says after the fingerprint, which must be this one."""
+    def _entries_of(self, fingerprint: dict[str, Any]) -> list[dict[str, Any]]:
+        """The entries of the journal after this fingerprint, with which it must begin."""
         if not self._journal.entries:
             self.record({"fingerprint": fingerprint})
             return []
@@ -199,7 +190,7 @@ class Staging:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What two fingerprints differ in; of what only one has, as another method does, only where there is no other."""
+    """The keys in which two fingerprints differ; those that only one has, only if there is no other difference."""
     changed = []
     for key in sorted({*before} & {*now}):
         one, other = before[key], now[key]
@@ -212,11 +203,10 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def require_name(dst: Path) -> None:
-    """Refuse a destination that cannot be the name of a new folder.
-
+    """
     Raises:
-        RequestError: if it is empty, or leads to a folder that is always there, or is that of an unfinished output,
-            or of a part of one, or of a file in capital letters.
+        RequestError: if a destination cannot be the name of a new output: it is empty, ``..``, a name on a hub, or the
+            name of an unfinished output or of a part of a model, or ends in ``.GGUF``.
     """
     if dst.name in ("", "..") or "\0" in dst.name:
         raise RequestError(
@@ -237,24 +227,22 @@ def require_name(dst: Path) -> None:
 
 
 def require_new_names(source: Path, dst: Path) -> None:
-    """Refuse a destination that is the source, or is built where that is.
-
+    """
     Raises:
-        RequestError: if it is.
+        RequestError: if a destination, or its partial folder, is the source.
     """
     if os.path.realpath(source) in (os.path.realpath(dst), os.path.realpath(partial_folder(dst))):
         raise RequestError("source and destination are the same folder", found=dst)
 
 
 def require_output_absent(dst: Path, files: Sequence[str] | None, partial: Path) -> None:
-    """Refuse an output that is there, or one of its files; but not those that an interrupted run may take back.
-
+    """
     Args:
-        files: that it is, where it is no folder.
-        partial: where it is built.
+        files: of an output that is no folder; an interrupted run takes them back.
+        partial: the partial folder.
 
     Raises:
-        DestinationError: if it is there.
+        DestinationError: if an output exists, or one of its files.
     """
     require_absent(dst)
     if files is not None and not partial.is_dir():
@@ -262,25 +250,22 @@ def require_output_absent(dst: Path, files: Sequence[str] | None, partial: Path)
 
 
 def require_room_to_build(partial: Path, *, resume: bool) -> None:
-    """Refuse a partial folder that is there, unless an interrupted run of this user left it and is to go on.
+    """Require that a partial folder does not exist, or is that of an interrupted run to resume.
 
     Raises:
-        InterruptedRunError, BeingWrittenError: if it is, or a job is writing there.
-        ResumeError: if something else is there.
-        DestinationError: if it cannot be looked into.
+        InterruptedRunError, BeingWrittenError: if it exists and is not to be resumed, or a job is writing there.
+        ResumeError: if it is something else.
+        DestinationError: if it cannot be read.
     """
     with destination_errors(partial):
         if not is_there(partial):
             return
-    folder = OwnFolder(partial)
-    try:
+    with contextlib.closing(OwnFolder(partial)) as folder:
         names = [name for name in folder.names() if not name.startswith(SCRATCH)]
         if names and JOURNAL not in names:
             raise in_the_way(partial)
         if names:
             require_idle(folder)
-    finally:
-        folder.close()
     if not resume:
         raise InterruptedRunError(
             "an interrupted run is there", path=partial, hint="add `resume=True` to go on with it, or remove it"
@@ -288,52 +273,46 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
 
 
 def interrupted_fingerprint(dst: Path) -> dict[str, Any]:
-    """The inputs and options of an interrupted run for an output; empty if there is none."""
-    found = first_entry(partial_folder(dst)).get("fingerprint")
+    """The inputs and options of the interrupted run of an output; empty if there is none."""
+    return _fingerprint(partial_folder(dst))
+
+
+def _fingerprint(partial: Path) -> dict[str, Any]:
+    found = first_entry(partial).get("fingerprint")
     return found if isinstance(found, dict) else {}
 
 
 def require_finished(model: Path, manifest: str) -> None:
-    """Refuse a folder that is not a model yet, or a file in one: a run of quantkit writes there, or was interrupted.
-
+    """
     Args:
         manifest: the name of the file that is written last.
 
     Raises:
-        CheckpointError: if it is one.
+        CheckpointError: if a folder, or the folder of a file, is an unfinished output.
     """
     folder = model.parent if model.is_file() else model
     renamed = not folder.name.endswith(_SUFFIX) and os.path.isfile(folder / manifest)
     if renamed or not os.path.isfile(folder / JOURNAL):
         return
-    told = None
+    problem = None
     with contextlib.suppress(QuantkitError), contextlib.closing(OwnFolder(folder)) as held:  # it may be another user's
-        told = being_written(held)
-    if told:
-        raise CheckpointError(told, hint="it is no model yet; wait until it is done")
+        problem = being_written(held)
+    if problem:
+        raise CheckpointError(problem, hint="it is no model yet; wait until it is done")
+    job = _fingerprint(folder).get("job")
     raise CheckpointError(
-        f"is no model yet but what an interrupted run{_job(folder)} left", path=folder,
+        f"is no model yet but what an interrupted run{f' of {job}' if job in _JOBS else ''} left", path=folder,
         hint="add `resume=True` to the command that began it",
     )  # fmt: skip
 
 
-def _job(folder: Path) -> str:
-    """What an unfinished output is of, as its journal says in its first line."""
-    try:
-        with (folder / JOURNAL).open("rb") as file:
-            job = json.loads(file.readline(_LONGEST_LINE))["fingerprint"]["job"]
-    except (LookupError, OSError, RecursionError, TypeError, ValueError):
-        return ""
-    return f" of {job}" if job in _JOBS else ""
-
-
 def mark_kept(error: BaseException, partial: Path) -> None:
-    """Note on an error or an interruption that what was written until then is kept."""
+    """Add a note to an error or an interruption that the partial output is kept."""
     error.add_note(f"{partial} {_KEPT}")
 
 
 def kept(error: BaseException | None) -> str | None:
-    """What was noted with `mark_kept`, on an error or on one that it came of, if it is still there."""
+    """The note of `mark_kept` on an error or its cause, if the partial output still exists."""
     while error is not None:
         for note in getattr(error, "__notes__", ()):
             if note.endswith(_KEPT) and Path(note.removesuffix(f" {_KEPT}")).exists():
@@ -343,26 +322,27 @@ def kept(error: BaseException | None) -> str | None:
 
 
 def require_space(folder: Path, needed_bytes: int, spare_bytes: int = SPACE_MARGIN) -> None:
-    """Refuse a disk that is too full; `folder` need not be there yet.
+    """
+    Args:
+        folder: on the disk; it need not exist.
 
     Raises:
-        NoSpaceError: if less is free than needed, and to spare.
+        NoSpaceError: if the disk has less free space than needed and spare bytes together.
     """
     with destination_errors(folder):
-        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
-        disk = shutil.disk_usage(there)
-    if disk.total == 0:  # of file systems that are none, such as /proc
+        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+        disk = shutil.disk_usage(existing)
+    if disk.total == 0:  # such as /proc
         raise DestinationError("cannot be written: it is on no disk", path=folder.parent)
-    free = disk.free
-    if free < needed_bytes + spare_bytes:
+    if disk.free < needed_bytes + spare_bytes:
         raise NoSpaceError(
-            "too little space on the disk", path=folder.parent, found=f"{size_text(free)} free",
+            "too little space on the disk", path=folder.parent, found=f"{size_text(disk.free)} free",
             expected=size_text(needed_bytes + spare_bytes),
         )  # fmt: skip
 
 
 def partial_folder(dst: Path) -> Path:
-    """Where an output is built.
+    """The folder in which an output is built.
 
     Raises:
         RequestError: see `require_name`.
