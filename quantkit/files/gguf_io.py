@@ -1,8 +1,9 @@
-"""The GGUF file: a strictly checked header, and the header to write.
+"""The GGUF file: a strictly validated header, and the header to write.
 
+The `gguf` package maps files into memory, so a truncated file kills the process, and checks few bounds. What ggml
+rejects is rejected here too: duplicate keys and tensors, arrays in arrays, data with holes or overlaps.
 Source: the GGUF specification, versions 2 and 3 (docs/gguf.md of ggml): magic, version, counts, metadata, a table of
-tensors, then their data in that order, each at a multiple of the alignment. What ggml refuses is refused here: keys
-and tensors that come twice, arrays in arrays, data with holes or overlaps.
+tensors, then their data in that order, each at a multiple of the alignment.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.gguf_types import SPLIT_KEYS, GgmlType, GgufTensor, Split, Typed, ValueType
-from quantkit.files.source import SourceFile, open_weights
+from quantkit.files.source import SourceFile, damaged_file, open_weights
 from quantkit.json_values import shown
 
 MAGIC = b"GGUF"
@@ -24,7 +25,7 @@ VERSION = 3
 ALIGNMENT = 32
 MAX_DIMS, MAX_NAME = 4, 63  # of ggml, the name in bytes
 _VERSIONS = (2, 3)
-_MAX_HEADER = 100_000_000  # the largest vocabularies published take some 15 MB
+_MAX_HEADER = 100_000_000  # the largest published vocabularies take some 15 MB
 _MAX_ITEMS = 1 << 23  # of all arrays together
 _MAX_ALIGNMENT = 1 << 20
 _MAX_SIZE = (1 << 63) - 1
@@ -42,13 +43,13 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a file says before its data.
+    """The header of a file.
 
     Attributes:
         source: the open file.
         metadata: plain values by key; lists for arrays.
         tensors: by name, in the order of their data.
-        split: which part it is, of a model that is split.
+        split: which part of a model it is; None for a whole model.
     """
 
     source: SourceFile
@@ -64,17 +65,16 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Open a file after a check of its header; the data is not touched.
+    """Open a file and validate its header; no data is read.
 
     Raises:
-        CheckpointError: for anything but a well-formed file: placeholders, counts and lengths beyond the file,
-            unknown kinds of values, keys or tensors that come twice, offsets that leave holes or overlap, too few or
-            too many bytes.
-        UnsupportedError: for another version or byte order, and types of tensors that are not known.
+        CheckpointError: if it is a placeholder or malformed: counts and lengths beyond the file, unknown types of
+            values, duplicate keys or tensors, offsets with holes or overlaps, too few or too many bytes.
+        UnsupportedError: for another version or byte order, and unknown types of tensors.
     """
     source = open_weights(path)
     if source.read(0, min(source.size, 4)) != MAGIC:
-        raise CheckpointError("is not a GGUF file", path=path, hint="download it again")
+        raise damaged_file("is not a GGUF file", path)
     cursor = _Cursor(source)
     version = _version(cursor)
     tensor_count, key_count = cursor.word(_LENGTH), cursor.word(_LENGTH)
@@ -98,13 +98,12 @@ def build_header(metadata: Mapping[str, Any], tensors: Sequence[GgufTensor], ali
     """The bytes before the data, padded so that it is aligned; each tensor's data must be `padded` in turn.
 
     Args:
-        metadata: plain values: a whole number becomes a uint32 (an int32 within a list), a float a float32, others
-            what they are; `Typed` for all else.
-        tensors: in the order of their data; their offsets are not looked at.
+        metadata: plain values: an int becomes a uint32 (an int32 in a list), a float a float32; `Typed` for all others.
+        tensors: in the order of their data; their offsets are ignored.
 
     Raises:
-        UnsupportedError: for a tensor that the format cannot hold: its name, its shape.
-        ValueError: for a value that its kind cannot hold.
+        UnsupportedError: for a tensor whose name or shape the format cannot hold.
+        ValueError: for a value that its type cannot hold.
     """
     metadata = dict(metadata)
     if alignment != ALIGNMENT:
@@ -132,12 +131,12 @@ def build_header(metadata: Mapping[str, Any], tensors: Sequence[GgufTensor], ali
 
 
 def padding(count: int, alignment: int = ALIGNMENT) -> bytes:
-    """What follows so many bytes up to the next multiple of the alignment."""
+    """The padding after `count` bytes, up to the next multiple of the alignment."""
     return bytes(-count % alignment)
 
 
 class _Cursor:
-    """A place in a file's header, of which pieces are read as they are needed."""
+    """A position in a file's header, which is read in pieces as needed."""
 
     def __init__(self, source: SourceFile) -> None:
         self.source = source
@@ -150,17 +149,15 @@ class _Cursor:
         raise CheckpointError(f"has an invalid GGUF header: {problem}", path=self.source.path)
 
     def require(self, count: int, each: int, what: str) -> None:
-        """Check that so many things, of so many bytes at least, can still come."""
+        """Check that the rest of the header has room for `count` items of at least `each` bytes."""
         left = min(self.source.size, _MAX_HEADER) - self.position
         if count * each > left:
-            raise CheckpointError(
-                "has an invalid GGUF header, or is truncated", path=self.source.path,
-                found=f"{what} at byte {self.position} of {self.source.size}", expected=f"at most {left} bytes",
-                hint="download it again",
-            )  # fmt: skip
+            found = f"{what} at byte {self.position} of {self.source.size}"
+            problem = "has an invalid GGUF header, or is truncated"
+            raise damaged_file(problem, self.source.path, found, f"at most {left} bytes")
 
     def take(self, count: int, what: str) -> int:
-        """Go past so many bytes, which are then in the piece that is held; where in it they begin."""
+        """Advance by `count` bytes; the offset at which they begin in the current piece, which has them all."""
         if self.position + count > self._start + len(self._piece):
             self.require(count, 1, what)
             length = min(max(count, _CHUNK), self.source.size - self.position)
@@ -200,7 +197,7 @@ class _Cursor:
         try:
             return ValueType(code)
         except ValueError:
-            self.fail(f"{what} is of the unknown kind {code}")
+            self.fail(f"{what} is of the unknown type {code}")
 
     def _values(self, kind: ValueType, count: int, what: str) -> list[Any]:
         if kind is ValueType.STRING:
@@ -208,16 +205,13 @@ class _Cursor:
             return [self.text(what) for _ in range(count)]
         letter = _NUMBERS[kind]
         size = count * struct.calcsize(f"<{letter}")
-        values = list(struct.unpack_from(f"<{count}{letter}", self._piece_of(size, what)))
+        place = self.take(size, what)
+        values = list(struct.unpack_from(f"<{count}{letter}", self._piece, place))
         if kind is ValueType.BOOL:
             if max(values, default=0) > 1:
                 self.fail(f"{what} is neither true nor false")
             return [bool(value) for value in values]
         return values
-
-    def _piece_of(self, count: int, what: str) -> memoryview:
-        place = self.take(count, what)
-        return memoryview(self._piece)[place : place + count]
 
 
 def _version(cursor: _Cursor) -> int:
@@ -225,7 +219,7 @@ def _version(cursor: _Cursor) -> int:
     path = cursor.source.path
     if version & 0xFFFF == 0 and version:
         raise UnsupportedError(
-            "is a big-endian GGUF file", path=path, expected="little-endian", hint="gguf-convert-endian turns it around"
+            "is a big-endian GGUF file", path=path, expected="little-endian", hint="gguf-convert-endian converts it"
         )
     if version not in _VERSIONS:
         raise UnsupportedError(
@@ -245,7 +239,7 @@ def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
 
 
 def _listed(cursor: _Cursor) -> GgufTensor:
-    """One row of the table; its offset is that from the start of the data."""
+    """One row of the table; its offset is from the start of the data."""
     name = cursor.text("a tensor's name")
     if not name or len(name.encode()) > MAX_NAME or not name.isprintable():
         cursor.fail(f"a tensor is named {name!r:.80}")
@@ -256,7 +250,7 @@ def _listed(cursor: _Cursor) -> GgufTensor:
     code, offset = cursor.word(_WORD), cursor.word(_LENGTH)
     if code not in _TYPES:
         raise UnsupportedError(
-            f"tensor '{name}' is of a type that is not known", path=cursor.source.path, found=f"ggml's type {code}"
+            f"tensor '{name}' has an unknown type", path=cursor.source.path, found=f"ggml's type {code}"
         )
     kind = _TYPES[code]
     if 0 in shape or math.prod(shape) > _MAX_SIZE // 8 or shape[-1] % kind.block:
@@ -265,7 +259,7 @@ def _listed(cursor: _Cursor) -> GgufTensor:
 
 
 def _placed(listed: Iterable[GgufTensor], start: int, alignment: int, cursor: _Cursor) -> dict[str, GgufTensor]:
-    """The tensors where they lie in the file, held against its size."""
+    """The tensors with offsets in the file, checked against its size."""
     path, size = cursor.source.path, cursor.source.size
     found: dict[str, GgufTensor] = {}
     position, end = start, cursor.position
@@ -281,9 +275,7 @@ def _placed(listed: Iterable[GgufTensor], start: int, alignment: int, cursor: _C
         end = position + tensor.nbytes
         position = _padded(end, alignment)
     if size < end:
-        raise CheckpointError(
-            "is truncated", path=path, found=f"{size} bytes", expected=end, hint="download it again"
-        )  # fmt: skip
+        raise damaged_file("is truncated", path, f"{size} bytes", end)
     if size > max(position, start):
         raise CheckpointError(
             "has bytes after its last tensor", path=path, found=f"{size} bytes", expected=max(position, start)
@@ -292,7 +284,7 @@ def _placed(listed: Iterable[GgufTensor], start: int, alignment: int, cursor: _C
 
 
 def _split(metadata: Mapping[str, Any], path: Path) -> Split | None:
-    """Which part a file is, if its metadata says that the model has more than one."""
+    """Which part of a model a file is, by its metadata; None if it says nothing."""
     values = [metadata.get(key) for key in SPLIT_KEYS]
     if all(value is None for value in values):
         return None
@@ -302,10 +294,8 @@ def _split(metadata: Mapping[str, Any], path: Path) -> Split | None:
         or not 0 <= index < count <= _MAX_PARTS
         or not 0 <= tensors <= _MAX_SIZE
     ):
-        raise CheckpointError(
-            f"{', '.join(SPLIT_KEYS)} do not say which part of a model it is", path=path,
-            found=", ".join(map(shown, values)),
-        )  # fmt: skip
+        problem = f"{', '.join(SPLIT_KEYS)} do not say which part of a model it is"
+        raise CheckpointError(problem, path=path, found=", ".join(map(shown, values)))
     return Split(index, count, tensors)
 
 
@@ -319,7 +309,7 @@ def _packed_text(text: str) -> bytes:
 
 
 def _packed_value(key: str, value: Any) -> bytes:
-    """The kind and the value, as they lie in a file."""
+    """The type and the value, as a file has them."""
     kind = value.kind if isinstance(value, Typed) else None
     plain = value.value if isinstance(value, Typed) else value
     if not isinstance(plain, (list, tuple)):

@@ -8,12 +8,13 @@ from pathlib import Path
 from quantkit.errors import CheckpointError
 from quantkit.files.gguf_io import MAGIC, GgufHeader, read_header
 from quantkit.files.gguf_types import GGUF, split_count, split_name, split_stem
+from quantkit.files.source import damaged_file
 
-_NO_MODELS = ("mmproj", "imatrix")  # what such files are called: a projector for pictures, statistics of activations
+_NO_MODELS = ("mmproj", "imatrix")  # names of files with a projector for images, or with statistics of activations
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file, by its name or by how it begins."""
+    """Whether a path is a GGUF file, by its suffix or its first bytes."""
     if not path.is_file():
         return False
     if path.suffix == GGUF:
@@ -23,13 +24,13 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_models(folder: Path) -> list[Path]:
-    """The models in GGUF that lie in a folder: the first file of each."""
+    """The GGUF models in a folder: the first file of each."""
     paths = sorted(path for path in folder.glob(f"*{GGUF}") if not path.name.lower().startswith(_NO_MODELS))
     return list({split_stem(path.name) or path.name: path for path in reversed(paths)}.values())[::-1]
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The file that a path stands for: itself, or the only model of a folder; None if it stands for none."""
+    """The GGUF file at a path: the path itself, or the only model of a folder; None if there is none."""
     if path.is_dir():
         models = gguf_models(path)
         return models[0] if len(models) == 1 else None
@@ -37,10 +38,10 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def read_parts(path: Path) -> list[GgufHeader]:
-    """The headers of a model's files in order, of which a path is one.
+    """The headers of all files of the model that a file belongs to, in order.
 
     Raises:
-        CheckpointError: see `read_header`; if a part is missing, or is none of this model.
+        CheckpointError: see `read_header`; if a part is missing, or belongs to another model.
         UnsupportedError: see `read_header`.
     """
     header = read_header(path)
@@ -58,10 +59,8 @@ def read_parts(path: Path) -> list[GgufHeader]:
     for number in range(count):
         name = path.with_name(split_name(stem, number, count))
         if not name.exists():
-            raise CheckpointError(
-                "the weight file is missing", path=name, found=f"{len(_present(path, stem, count))} of {count} parts",
-                hint="download it again",
-            )  # fmt: skip
+            present = sum(path.with_name(split_name(stem, one, count)).exists() for one in range(count))
+            raise damaged_file("the weight file is missing", name, f"{present} of {count} parts")
         part = header if number == index else read_header(name)
         if part.split is None or (part.split.index, part.split.count) != (number, count):
             raise CheckpointError(f"is not part {number + 1} of {count} of the model", path=name)
@@ -73,7 +72,7 @@ def read_parts(path: Path) -> list[GgufHeader]:
 def _require_whole(parts: Iterable[GgufHeader]) -> None:
     """
     Raises:
-        CheckpointError: if the parts have a tensor twice, or fewer or more than each says there are.
+        CheckpointError: if the parts have a tensor twice, or another number of tensors than each of them says.
     """
     names: dict[str, Path] = {}
     for part in parts:
@@ -89,8 +88,3 @@ def _require_whole(parts: Iterable[GgufHeader]) -> None:
                 "the parts have another number of tensors than the model", path=part.path, found=len(names),
                 expected=part.split.tensors, hint="a part is another model's",
             )  # fmt: skip
-
-
-def _present(path: Path, stem: str, count: int) -> list[Path]:
-    names = (path.with_name(split_name(stem, number, count)) for number in range(count))
-    return [name for name in names if name.exists()]

@@ -1,4 +1,4 @@
-"""What a GGUF file is made of: types of tensors, kinds of metadata values, parts of a model that is split."""
+"""The parts of a GGUF file: types of tensors, types of metadata values, files of a model that is split."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 GGUF = ".gguf"
-"""What the name of a model ends with that is a file, or several, and no folder."""
+"""The suffix of a model that is one file, or several, and no folder."""
 STEM = "model"
-"""What the names of files in a folder begin with."""
+"""The first part of the names of files in a folder."""
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
@@ -23,8 +23,8 @@ class GgmlType(StrEnum):
 
     Attributes:
         code: in files.
-        block: numbers that are stored together; a row is a whole number of blocks.
-        block_bytes: of one block.
+        block: the number of elements per block; rows consist of complete blocks.
+        block_bytes: the bytes of a block.
     """
 
     code: int
@@ -73,12 +73,12 @@ class GgmlType(StrEnum):
         return member
 
     def row_bytes(self, columns: int) -> int:
-        """What a row of so many numbers, whole blocks, occupies."""
+        """The bytes of a row of `columns` elements."""
         return columns // self.block * self.block_bytes
 
 
 class ValueType(IntEnum):
-    """The kind of a metadata value, by its code in files."""
+    """The type of a metadata value, by its code in files."""
 
     UINT8 = 0
     INT8 = 1
@@ -97,10 +97,10 @@ class ValueType(IntEnum):
 
 @dataclass(frozen=True)
 class Typed:
-    """A metadata value to be written as a kind that does not follow from its Python type.
+    """A metadata value to write as a type that does not follow from its Python type.
 
     Attributes:
-        kind: of the value; of its items, if it is a list.
+        kind: the type of the value, or of its items if it is a list.
     """
 
     kind: ValueType
@@ -112,7 +112,7 @@ class GgufTensor:
     """A tensor as a header lists it.
 
     Attributes:
-        shape: as numpy has it, rows first; its last size is a whole number of blocks.
+        shape: as in numpy, rows first; the last size is a multiple of the block.
         offset: of its first byte in the file.
     """
 
@@ -128,7 +128,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class Split:
-    """Which part of a model that was split over several files one file is.
+    """Which file it is of a model that is split over several.
 
     Attributes:
         index: of the part, from 0.
@@ -141,7 +141,7 @@ class Split:
     tensors: int
 
     def metadata(self) -> dict[str, Any]:
-        """The keys that say so."""
+        """The metadata of such a file."""
         kinds = (ValueType.UINT16, ValueType.UINT16, ValueType.INT32)
         values = (self.index, self.count, self.tensors)
         return {key: Typed(kind, value) for key, kind, value in zip(SPLIT_KEYS, kinds, values, strict=True)}
@@ -153,17 +153,17 @@ def split_name(stem: str, index: int, count: int) -> str:
 
 
 def first_parts(whole: Path) -> str:
-    """The pattern of names that the first part of a model has, by the name that it would have in one file."""
+    """The glob pattern of the first part of a model, from its name as one file."""
     return f"{escape(whole.stem)}-00001-of-[0-9][0-9][0-9][0-9][0-9]{GGUF}"
 
 
 def split_stem(name: str) -> str | None:
-    """What the names of a model's parts begin with, by one of them; None if that is no part's name."""
+    """The common first part of the names of a model's parts; None if `name` is no part's name."""
     found = _SPLIT_NAME.fullmatch(name)
     return found["stem"] if found else None
 
 
 def split_count(name: str) -> int:
-    """Of how many parts a file is one, by its name; 1 if that is no part's name."""
+    """The number of parts of a model, from the name of one; 1 if it is no part's name."""
     found = _SPLIT_NAME.fullmatch(name)
     return int(found["count"]) if found else 1

@@ -1,7 +1,9 @@
-"""Models on the Hugging Face hub, ``hf:owner/name``: what of one is needed is downloaded into the hub's own cache.
+"""Models on the Hugging Face hub, ``hf:owner/name``: the files that are needed are downloaded into the hub's cache.
 
-Files are downloaded one by one with `hf_hub_download`, in daemon threads. `snapshot_download` waits for its own threads
-before the process may end, which would hold up Ctrl-C until the files that they download are there.
+`hf_hub_download` does the work, file by file. What it does not do is done here: daemon threads, since
+`snapshot_download` waits for its threads and so delays Ctrl-C; one limit of time that includes name resolution; a check
+of the disk's space before a download; the choice of one set of weights; and, in `hub_answers` and `hub_cache`, a check
+of what the hub answers and sends, which the library uses as it is.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from quantkit.json_values import shown
 
 PREFIX = "hf:"
 SPELLING = "hf:owner/name, hf:owner/name/FILE.gguf, or either with @revision"
-"""What a model on the hub is called, for messages and help."""
+"""How users spell a model on the hub, for messages and help."""
 
 
 class UnknownError(RequestError):
@@ -45,20 +47,20 @@ class UnknownError(RequestError):
 
 _Answer = TypeVar("_Answer")
 _PART = r"[A-Za-z0-9][\w.-]*"
-_REVISION = r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*"  # a path of the cache is made of it: no part is ".."
+_REVISION = r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*"  # it becomes a path in the cache: no part is ".."
 _NAME = re.compile(rf"{PREFIX}({_PART}/{_PART})(?:/([^@]+\.(?i:gguf)))?(?:@({_REVISION}))?", re.ASCII)
 _SNAPSHOT = re.compile(rf"models--({_PART}?)--({_PART})/snapshots/([^/]+)", re.ASCII)
 SECONDS = 8.0
-"""How long an answer of the hub is waited for."""
-_NOT_NOW = (408, 429, *range(500, 600))  # statuses after which another try may succeed
+"""Time limit for an answer of the hub."""
+_RETRYABLE = (408, 429, *range(500, 600))  # HTTP statuses
 _SPARE_BYTES = 16 << 20
-_AT_ONCE = 4
+_NUM_THREADS = 4
 _log = logging.getLogger(__name__)
 
-_BESIDE = re.compile(r"[^/]*\.(json|jinja|model|txt|tiktoken)|(LICENSE|NOTICE|README|USE_POLICY)[^/]*|"
+_SIDE_FILES = re.compile(r"[^/]*\.(json|jinja|model|txt|tiktoken)|(LICENSE|NOTICE|README|USE_POLICY)[^/]*|"
                      r"additional_chat_templates/[^/]*\.jinja")  # fmt: skip
 _INDEX = ".index.json"
-_WEIGHTS = (  # in the order in which a folder that holds several is read
+_WEIGHTS = (  # the first kind that a folder has is read
     re.compile(r"(?!consolidated|adapter_)[^/]*\.safetensors(\.index\.json)?"),
     re.compile(r"pytorch_model[^/]*\.bin(\.index\.json)?"),
     re.compile(r"consolidated\.\d+\.pth"),
@@ -68,7 +70,7 @@ _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model, or one GGUF file of many, at a revision; None is what the repository shows first."""
+    """A model, or one of its GGUF files, at a revision; None is the default branch."""
 
     name: str
     file: str | None = None
@@ -80,10 +82,10 @@ class HubModel:
 
 
 def hub_model(path: str) -> HubModel | None:
-    """The model that a text spells; None for a path.
+    """The model that a string names; None for a path.
 
     Raises:
-        RequestError: if it begins as such a name and is none.
+        RequestError: if the string begins with ``hf:`` and is no such name.
     """
     if not path.startswith(PREFIX) or os.path.exists(path):
         return None
@@ -94,20 +96,21 @@ def hub_model(path: str) -> HubModel | None:
 
 
 def origin(path: Path) -> dict[str, str] | None:
-    """The name and the commit of a model that lies in the hub's cache; None elsewhere."""
+    """The name and the commit of a model in the hub's cache; None for any other path."""
     found = _SNAPSHOT.search(path.absolute().as_posix())
     return None if found is None else {"name": f"{found[1]}/{found[2]}", "commit": found[3]}
 
 
 def download(model: HubModel) -> Path:
-    """The folder, or the file, of a model in the hub's cache, with all that is needed and no more. Where the hub
-    cannot be reached, what the cache holds, if that is all of it.
+    """Download the files of a model that are needed; its folder, or its GGUF file, in the hub's cache.
+
+    If the hub cannot be reached, a complete model in the cache is used.
 
     Raises:
-        UnreachableError: if the hub does not answer in 8 seconds, or breaks off.
-        RequestError: if it does not know the model, does not give it to us, or it has no weights that are read.
+        UnreachableError: if the hub does not answer in 8 seconds, or a download breaks off.
+        RequestError: if the hub does not know the model, access is denied, or it has no weights that quantkit reads.
         NoSpaceError: if the disk of the cache has too little space.
-        CheckpointError: if the hub's answer makes no sense, or what came is not what it announced.
+        CheckpointError: if the hub's answer is invalid, or a file is not what the hub announced.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -123,7 +126,7 @@ def download(model: HubModel) -> Path:
                 raise
             found = _cached(model, error)
             if not HF_HUB_OFFLINE:
-                _log.warning("%s: the hub cannot be reached; what its cache holds is taken", model)
+                _log.warning("%s: the hub cannot be reached; the cached model is used", model)
             return found
         expected = model.revision if COMMIT.fullmatch(model.revision or "") else None
         commit = checked_commit(info.sha, str(model), expected)
@@ -138,12 +141,12 @@ def download(model: HubModel) -> Path:
 
 
 def needed_files(names: Collection[str], model: HubModel) -> list[str]:
-    """What of a repository is downloaded: configs, tokenizer, templates, licences, and one set of weights.
+    """The files to download: configs, tokenizer, templates, licences, and one set of weights.
 
     Raises:
-        RequestError: if it has no weights that are read, or several of GGUF.
+        RequestError: if the repository has no weights that quantkit reads, or several GGUF models.
     """
-    beside = [name for name in names if _BESIDE.fullmatch(name) and not name.endswith(_INDEX)]
+    side_files = [name for name in names if _SIDE_FILES.fullmatch(name) and not name.endswith(_INDEX)]
     if model.file is not None:
         if model.file not in names:
             raise RequestError("the repository has no such file", path=str(model), found=shown(model.file))
@@ -151,7 +154,7 @@ def needed_files(names: Collection[str], model: HubModel) -> list[str]:
     for kind in _WEIGHTS:
         found = [name for name in names if kind.fullmatch(name)]
         if not all(name.endswith(_INDEX) for name in found):
-            return sorted({*beside, *found})
+            return sorted({*side_files, *found})
     first = sorted({_parts(name, names)[0] for name in names if name.lower().endswith(".gguf")})
     if len(first) > 1:
         raise RequestError(
@@ -159,33 +162,33 @@ def needed_files(names: Collection[str], model: HubModel) -> list[str]:
             expected=f"one of them: {HubModel(model.name, first[0], model.revision)}",
         )  # fmt: skip
     if first:
-        return sorted({*beside, *_parts(first[0], names)})
+        return sorted({*side_files, *_parts(first[0], names)})
     if "adapter_config.json" in names:
-        return beside  # whoever opens it says what it is
+        return side_files  # opening it reports what is missing
     raise RequestError("the repository has no weights that are read", path=str(model))
 
 
-def call_in_time(ask: Callable[[], _Answer], path: str, what: str) -> _Answer:
-    """One question to the hub: no retries are waited for where there is no network.
+def call_in_time(request: Callable[[], _Answer], path: str, what: str) -> _Answer:
+    """Make one request to the hub, without the library's retries.
 
     Args:
-        path: what errors name.
+        path: for errors.
         what: kind of repository.
 
     Raises:
-        UnreachableError: if the hub does not answer in 8 seconds, or not now.
-        RequestError: if it knows no such repository, or must not be asked.
-        CheckpointError: if its answer does not have the form of one.
+        UnreachableError: if the hub does not answer in 8 seconds, or is overloaded.
+        RequestError: if it knows no such repository, or HF_HUB_OFFLINE forbids the request.
+        CheckpointError: if the answer is malformed.
     """
     answers: queue.SimpleQueue[tuple[_Answer | None, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            answers.put((ask(), None))
+            answers.put((request(), None))
         except Exception as error:
             answers.put((None, error))
 
-    # In a thread, since the client's own limit holds for each address alone, and not for their look-up.
+    # In a thread, since the client's time limit applies to each address, and not to name resolution.
     threading.Thread(target=run, daemon=True).start()
     try:
         answer, error = answers.get(timeout=SECONDS)
@@ -201,27 +204,26 @@ def call_in_time(ask: Callable[[], _Answer], path: str, what: str) -> _Answer:
 
 
 def short(error: Exception) -> str:
-    """What a library says of an error, in a line."""
+    """The message of a library's error, in one line."""
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
 
 
 def _failure(error: Exception, path: str, what: str) -> Exception:
-    """One of our errors for one of the hub's library."""
+    """The typed form of an error of the hub's library."""
     import huggingface_hub.utils
 
     errors: Any = huggingface_hub.utils
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return RequestError("HF_HUB_OFFLINE keeps from the hub", path=path, hint="unset it, or give a path")
+        return RequestError("HF_HUB_OFFLINE forbids requests to the hub", path=path, hint="unset it, or pass a path")
     if isinstance(error, errors.GatedRepoError):
-        return RequestError("the hub gives it to those who were allowed only", path=path, hint="log in: hf auth login")
+        return RequestError("access to it on the hub is restricted", path=path, hint="log in: hf auth login")
     if isinstance(error, errors.RevisionNotFoundError):
         return RequestError("the hub knows no such revision of it", path=path)
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
         return RequestError(
-            f"the hub knows no such {what}",
-            path=path,
+            f"the hub knows no such {what}", path=path,
             hint="check the spelling; for a private one, log in: hf auth login",
-        )
+        )  # fmt: skip
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return NoSpaceError("the disk of the hub's cache is full", path=path)
     if isinstance(error, OSError) and error.filename is not None:
@@ -229,16 +231,16 @@ def _failure(error: Exception, path: str, what: str) -> Exception:
             f"the hub's cache cannot be written: {error.strerror}", path=error.filename, hint="HF_HOME chooses another"
         )
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-    kind = UnreachableError if status is None or status in _NOT_NOW else RequestError
+    kind = UnreachableError if status is None or status in _RETRYABLE else RequestError
     reason = short(error) if status is None else f"status {status}"
-    return kind(f"the hub cannot be reached for a {what}: {reason}", path=path, hint="try again, or give a path")
+    return kind(f"the hub cannot be reached for a {what}: {reason}", path=path, hint="try again, or pass a path")
 
 
 def _fetch(model: HubModel, commit: str, files: Sequence[HubFile], checked: Collection[HubFile]) -> None:
-    """Download files into the cache, some at a time, and compare each with what the hub announced.
+    """Download files into the cache in parallel, and compare each with what the hub announced.
 
     Args:
-        checked: those of which only the size is compared.
+        checked: the files of which only the size is compared.
 
     Raises:
         UnreachableError, RequestError, NoSpaceError, CheckpointError: see `download`.
@@ -258,15 +260,15 @@ def _fetch(model: HubModel, commit: str, files: Sequence[HubFile], checked: Coll
                 file = waiting.get_nowait()
                 try:
                     with checked_answers(str(model), commit, file):
-                        # by its branch: the cache notes that
+                        # by branch, which the cache then records
                         hf_hub_download(model.name, file.name, revision=model.revision)
                     cached.require_announced(commit, file, file in checked)
-                except Exception as error:  # of the hub's library and the HTTP client alike
+                except Exception as error:  # of the hub's library or the HTTP client
                     answers.put(error)
                 else:
                     answers.put(None)
 
-    for _ in range(min(_AT_ONCE, len(files))):
+    for _ in range(min(_NUM_THREADS, len(files))):
         threading.Thread(target=run, name="quantkit-hub", daemon=True).start()
     try:
         for _ in files:
@@ -280,10 +282,10 @@ def _fetch(model: HubModel, commit: str, files: Sequence[HubFile], checked: Coll
 
 
 def _cached(model: HubModel, unreachable: RequestError) -> Path:
-    """What the cache holds of a model: all that was needed of it, or all of it.
+    """A complete model in the cache.
 
     Raises:
-        RequestError: the one that is given, if it holds nothing, or perhaps not everything.
+        RequestError: `unreachable`, if there is none.
     """
     found = CachedModel(model.name, model.file).complete(model.revision)
     if found is None:
@@ -293,7 +295,7 @@ def _cached(model: HubModel, unreachable: RequestError) -> Path:
 
 
 def _opened(folder: Path, model: HubModel, wanted: Sequence[str]) -> Path:
-    """What is opened of a snapshot: the folder, or a GGUF file."""
+    """The path to open: the folder of a snapshot, or a GGUF file in it."""
     if model.file is not None:
         return folder / model.file
     gguf = [name for name in wanted if name.lower().endswith(".gguf")]
@@ -301,7 +303,7 @@ def _opened(folder: Path, model: HubModel, wanted: Sequence[str]) -> Path:
 
 
 def _parts(file: str, names: Collection[str]) -> list[str]:
-    """The files that a GGUF model is split into, of which one is named."""
+    """All files of the GGUF model that one file belongs to."""
     stem = _SPLIT.sub("", file)
     if stem == file:
         return [file]
@@ -312,8 +314,8 @@ def _require_space(size: int, model: HubModel) -> None:
     from quantkit.memory import size_text
 
     cache = CachedModel(model.name, model.file).folder.parent.absolute()
-    there = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
-    if size and (free := shutil.disk_usage(there).free) < size + _SPARE_BYTES:
+    existing = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
+    if size and (free := shutil.disk_usage(existing).free) < size + _SPARE_BYTES:
         raise NoSpaceError(
             f"too little space on the disk of the hub's cache for {model}", path=cache,
             found=f"{size_text(free)} free", expected=size_text(size + _SPARE_BYTES),
@@ -323,7 +325,7 @@ def _require_space(size: int, model: HubModel) -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep the hub's library from printing, but for its bars on a terminal; what is set for that is set back."""
+    """Silence the hub's library for a while, except for progress bars on a terminal."""
     import huggingface_hub.utils
 
     utils: Any = huggingface_hub.utils

@@ -1,8 +1,8 @@
-"""Checks of what a hub answers, before a path is made of it or a file of it is opened.
+"""Checks of a hub's answers, before they become paths or files are opened.
 
-The hub's library joins the commit and the ETag of an answer to the paths of its cache as they are. It makes these
-requests itself, so its own function that returns them is checked while `checked_answers` lasts: another request before
-it could get another answer.
+`huggingface_hub` 0.24 to 1.x joins the commit and the ETag of an answer to paths in its cache without a check, and
+downloads without a limit. It makes these requests itself, and a request of ours before could get another answer, so its
+functions are wrapped while `checked_answers` lasts.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class HubFile:
     Attributes:
         name: its path in the repository.
         size: in bytes.
-        digest: of its content, in hexadecimal: the sha256 (64 digits), or git's blob id (40 digits) if the file is not
-            in LFS.
+        digest: of its content, in hexadecimal: the sha256 of a file in LFS (64 digits), else git's blob id (40).
     """
 
     name: str
@@ -47,11 +46,11 @@ class HubFile:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What the answers to a request must say.
+    """What the answers to a request must contain.
 
     Attributes:
-        path: what errors name; None if that is not known.
-        commit, file: None where any will do.
+        path: for errors, if known.
+        commit, file: None for any.
     """
 
     path: str | None = None
@@ -67,14 +66,14 @@ _replaced: dict[str, Any] = {}
 
 
 def checked_commit(commit: object, path: str | None, expected: str | None = None) -> str:
-    """A commit of which a path may be made.
+    """A commit that is safe as part of a path.
 
     Args:
-        path: what errors name.
-        expected: the only commit that will do; None for any.
+        path: for errors.
+        expected: the only valid commit; None for any.
 
     Raises:
-        CheckpointError: if it is none, or another one.
+        CheckpointError: if it is no commit, or another one.
     """
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
         raise _refused("names no commit", path, commit, _COMMIT_EXPECTED)
@@ -84,10 +83,10 @@ def checked_commit(commit: object, path: str | None, expected: str | None = None
 
 
 def siblings_by_name(info: Any, path: str) -> dict[str, Any]:
-    """The files that the hub lists for a repository, as its library holds them, by name.
+    """The library's entries for the files of a repository, by name.
 
     Raises:
-        CheckpointError: if the answer lists no files, or a name that does not stay inside a folder.
+        CheckpointError: if the answer lists no files, or a name that leads out of the folder.
     """
     if not isinstance(info.siblings, list):
         raise _refused("lists no files", path, info.siblings, "siblings")
@@ -98,10 +97,10 @@ def siblings_by_name(info: Any, path: str) -> dict[str, Any]:
 
 
 def announced_file(sibling: Any, path: str) -> HubFile:
-    """The size and the hash of a file that the hub announces.
+    """The size and the hash that the hub announces for a file.
 
     Raises:
-        CheckpointError: if one of them is missing or none, or there are two sizes.
+        CheckpointError: if one of them is missing or invalid, or there are two sizes.
     """
     name, lfs = sibling.rfilename, sibling.lfs
     digest, kind = (sibling.blob_id, _BLOB_ID) if lfs is None else (lfs.sha256, _SHA256)
@@ -116,17 +115,17 @@ def announced_file(sibling: Any, path: str) -> HubFile:
 
 @contextmanager
 def checked_answers(path: str, commit: str | None = None, file: HubFile | None = None) -> Iterator[None]:
-    """Have the hub's library refuse answers about files whose commit or ETag leads out of its cache.
+    """Make the hub's library refuse answers whose commit or ETag leads out of its cache.
 
-    While it lasts, the answers in all threads are checked, and those in this thread also against `commit` and `file`.
+    In the context, the answers in all threads are checked; those in this thread also against `commit` and `file`.
 
     Args:
-        path: what errors name.
-        commit: the only commit that will do; None for any.
-        file: the file that is requested; None for any.
+        path: for errors.
+        commit: the only valid commit; None for any.
+        file: the requested file; None for any.
 
     Raises:
-        CheckpointError: from within the library, for such an answer.
+        CheckpointError: from within the library.
     """
     global _users
     from huggingface_hub import file_download
@@ -148,21 +147,20 @@ def checked_answers(path: str, commit: str | None = None, file: HubFile | None =
 
 
 def _install(file_download: Any) -> None:
-    """Put the checks into a module of the hub's library. Its versions since 0.24 make their paths of what this function
-    returns, or of the answer that it raises."""
+    """Wrap functions of the hub's library, whose paths come from what `get_hf_file_metadata` returns or raises."""
     original = _replaced["get_hf_file_metadata"] = file_download.get_hf_file_metadata
 
     def checked(url: str, *arguments: Any, **options: Any) -> Any:
         expected = _expected.get()
         _, resolve, requested = unquote(urlsplit(url).path).partition("/resolve/")
-        if resolve and not _is_relative(requested):  # its revision was a commit in an answer
+        if resolve and not _is_relative(requested):  # its revision was the commit of an answer
             raise _refused("leads to an address that is none of a file", expected.path, requested)
         try:
             found = original(url, *arguments, **options)
         except Exception as error:
             response = getattr(error, "response", None)
             if response is not None and (commit := response.headers.get("X-Repo-Commit")) is not None:
-                checked_commit(commit, expected.path, expected.commit)  # the library notes what a commit lacks
+                checked_commit(commit, expected.path, expected.commit)  # the library records missing files
             raise
         if (found.commit_hash, expected.commit) != (None, None):  # without one the library downloads nothing
             checked_commit(found.commit_hash, expected.path, expected.commit)
@@ -180,13 +178,13 @@ def _install(file_download: Any) -> None:
         return download(url, temp_file, *arguments, **options)
 
     file_download.http_get = limited
-    if hasattr(file_download, "read_tree_cache"):  # other programs keep there what a hub answered: ETags, unchecked
+    if hasattr(file_download, "read_tree_cache"):  # ETags that other programs keep unchecked
         _replaced["read_tree_cache"] = file_download.read_tree_cache
         file_download.read_tree_cache = lambda *_, **__: None
 
 
 class _Limited:
-    """A file that takes no more bytes than the hub announced: a body may go on without end."""
+    """A file that accepts no more bytes than the hub announced, since a response may be endless."""
 
     def __init__(self, inner: Any, file: HubFile, path: str | None) -> None:
         self._inner, self._file, self._path = inner, file, path
@@ -195,10 +193,6 @@ class _Limited:
         return getattr(self._inner, name)
 
     def write(self, chunk: bytes) -> Any:
-        """
-        Raises:
-            CheckpointError: if the file becomes larger than announced.
-        """
         if self._inner.tell() + len(chunk) > self._file.size:
             name, size = shown(self._file.name), self._file.size
             raise _refused(f"sends more of {name} than it announced", self._path, f"over {size} bytes", f"{size} bytes")
@@ -206,11 +200,10 @@ class _Limited:
 
 
 def _require_own_storage(xet: Any, url: str, path: str | None) -> None:
-    """Require that the storage that an answer names for a file is asked for through the hub itself: the library sends
-    the user's token there.
+    """Require that a file's storage is requested through the hub itself, as the library sends the user's token there.
 
     Raises:
-        CheckpointError: if it is another host, or the file's hash there is none.
+        CheckpointError: if it is another host, or the file's hash is invalid.
     """
     if xet is None:
         return
@@ -222,10 +215,6 @@ def _require_own_storage(xet: Any, url: str, path: str | None) -> None:
 
 
 def _require_matching(found: Any, expected: _Expected) -> None:
-    """
-    Raises:
-        CheckpointError: if an ETag is no name, or is not the file's; or if the size is not.
-    """
     file, etag = expected.file, found.etag
     if file is None:
         if etag is not None and not _ETAG.fullmatch(etag):

@@ -1,7 +1,7 @@
-"""Models in the cache of the hub's library, and what of each was checked.
+"""Models in the cache of the hub's library, and a record of the files that were checked.
 
-A file is hashed once: after this process downloaded it, or when it lies in the cache and no record says that it was
-checked. The record, a file next to the snapshots, holds sizes and hashes; later only sizes are compared.
+The library compares no hash with a file's content. Here a file is hashed once: after its download, or if it is in the
+cache without a record. The record, a file next to the snapshots, has sizes and hashes; later only sizes are compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CachedModel:
 
     Attributes:
         name: ``owner/name``.
-        file: the one file that was requested of it; None for the model.
+        file: the only requested file; None for the model.
     """
 
     name: str
@@ -46,17 +46,17 @@ class CachedModel:
         return self.folder / "quantkit" / f"{commit}{one}.json"
 
     def record(self, commit: str, files: Iterable[HubFile]) -> None:
-        """Note what was needed, once all of it is there and checked."""
+        """Record the files that are complete and checked."""
         path = self._record(commit)
         content = {file.name: {"size": file.size, "digest": file.digest} for file in files}
-        with contextlib.suppress(OSError):  # of a cache that others own: it is checked again
+        with contextlib.suppress(OSError):  # another user's cache: its files are checked again
             path.parent.mkdir(exist_ok=True)
-            partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # no link of others lies there
+            partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # a new name: no link is followed
             partial.write_text(json.dumps(content))
             os.replace(partial, path)
 
     def recorded(self, commit: str) -> set[HubFile]:
-        """What was noted; nothing if that is damaged."""
+        """The recorded files; none if the record is damaged."""
         try:
             content = json.loads(self._record(commit).read_bytes())
             return {HubFile(name, int(one["size"]), str(one["digest"])) for name, one in content.items()}
@@ -64,28 +64,28 @@ class CachedModel:
             return set()
 
     def complete(self, revision: str | None) -> tuple[Path, set[str]] | None:
-        """The snapshot of a revision and the names in it, if it holds all that was needed, or all there is."""
+        """The snapshot of a revision and its files, if all recorded files, or all of the repository, are there."""
         branch = self.folder / "refs" / (revision or "main")
         try:
             commit = branch.read_text().strip() if branch.is_file() else str(revision)
         except (OSError, ValueError):
             return None
-        if not COMMIT.fullmatch(commit):  # it comes from a hub, through whichever program wrote it
+        if not COMMIT.fullmatch(commit):  # any program may have written it, unchecked, from a hub's answer
             return None
         folder = self.snapshot(commit)
         try:
-            there = {file.name: (folder / file.name).stat().st_size == file.size for file in self.recorded(commit)}
+            sizes = {file.name: (folder / file.name).stat().st_size == file.size for file in self.recorded(commit)}
         except OSError:
-            there = {}
-        names = set(there) if all(there.values()) else set()
+            sizes = {}
+        names = set(sizes) if all(sizes.values()) else set()
         names = names or self._whole(folder, revision)
         return (folder, names) if names else None
 
     def _whole(self, folder: Path, revision: str | None) -> set[str]:
-        """The files of a snapshot that the hub's library knows to be complete; none of another."""
+        """The files of a snapshot that the hub's library knows to be complete; none of any other snapshot."""
         from huggingface_hub import errors, snapshot_download
 
-        listed = self.folder / "trees" / f"{folder.name}.json"  # without it, and before 1.0, it takes what is there
+        listed = self.folder / "trees" / f"{folder.name}.json"  # without it, and before 1.0, any snapshot passes
         if not listed.is_file() or not hasattr(errors, "IncompleteSnapshotError"):
             return set()
         try:
@@ -98,11 +98,11 @@ class CachedModel:
         """Compare a file with what the hub announced.
 
         Args:
-            checked: its content was compared before: only its size is.
+            checked: whether its content was compared before; then only its size is compared.
 
         Raises:
-            CheckpointError: if the file is missing or another one. If it is named for this hash in the cache, it is
-                removed, so that the next download brings it anew.
+            CheckpointError: if the file is missing or differs. If its name in the cache is this hash, it is removed, so
+                that the next run downloads it again.
         """
         path = self.snapshot(commit) / file.name
         source = SourceFile(path)
@@ -119,7 +119,7 @@ class CachedModel:
         )  # fmt: skip
 
     def _remove(self, path: Path, file: HubFile) -> str:
-        """Remove a blob that is not what its name says. Returns what to do next."""
+        """Remove a blob whose name is not its hash; the hint for the user."""
         blob, real = self.folder / "blobs" / file.digest, path.resolve()
         with contextlib.suppress(OSError):
             if blob.samefile(path):
@@ -128,7 +128,7 @@ class CachedModel:
 
 
 def _digest(source: SourceFile, file: HubFile) -> str:
-    """A file's hash, of the kind that was announced."""
+    """A file's hash, of the announced kind."""
     if len(file.digest) == hashlib.sha256().digest_size * 2:
         return source.sha256()
     start = b"blob %d\0" % source.size  # see git hash-object

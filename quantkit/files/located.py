@@ -1,4 +1,4 @@
-"""Where a model is that somebody names."""
+"""The path of a model that the user names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _downloaded: dict[HubModel, Path] = {}
 
 
 def located(path: str | Path) -> Path:
-    """The folder or file of a model on this machine. ``hf:owner/name`` is downloaded, once in a process; an existing
-    path is always itself. ``X.gguf`` stands for ``X-00001-of-0000N.gguf`` where only that is there.
+    """The folder or file of a model on this machine.
+
+    ``hf:owner/name`` is downloaded, once per process; an existing path has priority. ``X.gguf`` stands for
+    ``X-00001-of-0000N.gguf`` if only that exists.
 
     Raises:
         RequestError, NoSpaceError, CheckpointError: see `download`.
@@ -31,10 +33,10 @@ def located(path: str | Path) -> Path:
 
 
 def require_there(path: str | Path) -> Path:
-    """`located`, of what is there.
+    """`located`, but the path must exist.
 
     Raises:
-        CheckpointError: if nothing is at the path.
+        CheckpointError: if it does not.
         RequestError, NoSpaceError: see `download`.
     """
     found = located(path)
@@ -44,7 +46,7 @@ def require_there(path: str | Path) -> Path:
 
 
 def _spelled(path: str) -> str | None:
-    """How a model on the hub would be named, where a path could be meant for one."""
+    """A hint with the name of the model on the hub, if a missing path looks like one."""
     name = re.sub(r"^(https?:/+huggingface\.co/|HF:)", "", path)
     try:
         model = hub_model(f"{PREFIX}{name}")

@@ -1,25 +1,24 @@
 """The pickles that `torch.save` writes, read as plain values; nothing that they name is called.
 
-Instructions are those that torch's own ``weights_only`` reader knows; the rest is refused. A tensor
-becomes a `Reference` to its storage, anything else that torch would build an `Other`.
-Source: the notes in CPython's ``pickletools``.
+`pickletools` of the standard library takes them apart. Only the opcodes that torch's own ``weights_only`` reader knows
+are accepted. A tensor becomes a `Reference` to its storage, anything else that torch would build an `Other`.
 """
 
 from __future__ import annotations
 
-import pickle
-import struct
+import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from quantkit.errors import CheckpointError
-from quantkit.files.tensor_file import extent, sizes, whole_number
+from quantkit.files.source import damaged_file
+from quantkit.files.tensor_file import extent, size_number, sizes
 from quantkit.tensors.dtypes import DType
 
 MAX_BYTES = 1 << 23
-"""Longest pickle that is read: some 40,000 tensors."""
+"""Largest pickle that is read: some 40,000 tensors."""
 
 _STORAGES = {
     "DoubleStorage": DType.FLOAT64, "FloatStorage": DType.FLOAT32, "HalfStorage": DType.FLOAT16,
@@ -31,7 +30,7 @@ _STORAGES = {
 }  # fmt: skip
 _DTYPES = {dtype.value: dtype for dtype in DType}
 _STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
-# What torch builds without running a file's code, and is no plain tensor.
+# What torch builds without running code of the file, other than plain tensors.
 _OTHERS = {
     "collections.Counter", "_codecs.encode", "__builtin__.set", "__builtin__.bytearray", "__builtin__.complex",
     "builtins.set", "builtins.bytearray", "builtins.complex", "torch.Size", "torch.device", "torch.Tensor",
@@ -43,14 +42,13 @@ _OTHERS = {
     "torch.per_channel_symmetric", "torch.per_channel_affine_float_qparams",
 }  # fmt: skip
 _DAMAGE = (
-    ValueError, TypeError, IndexError, KeyError, AttributeError, EOFError, OverflowError, RecursionError, MemoryError,
-    struct.error, pickle.UnpicklingError,
+    ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError, RecursionError, MemoryError,
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Storage:
-    """So many elements somewhere in the file, by its key there."""
+    """A number of elements in the file, by its key there."""
 
     key: str
     dtype: DType
@@ -63,7 +61,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Reference:
-    """A tensor: a view of a storage, its offset and strides in elements."""
+    """A tensor: a view of a storage, with offset and strides in elements."""
 
     storage: Storage
     dtype: DType
@@ -74,7 +72,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Other:
-    """Something else that torch builds, by the name of what builds it."""
+    """Another object that torch builds, by the name of the function that builds it."""
 
     name: str
 
@@ -83,7 +81,7 @@ class Unpickler:
     """Reads pickles from a file, one after the other.
 
     Attributes:
-        storages: all that were referred to so far, by key.
+        storages: all storages referred to so far, by key.
     """
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
@@ -102,28 +100,14 @@ class Unpickler:
         """
         self._stack, self._marks, self._memo = [], [], {}
         try:
-            while (code := self._take(1)) != pickle.STOP:
-                if code not in _CODES:
-                    raise ValueError(f"instruction {code!r} is none that torch writes")
-                _CODES[code](self)
+            for opcode, argument, _ in pickletools.genops(self._file):
+                if opcode.name != "STOP":
+                    if opcode.name not in _OPCODES:
+                        raise ValueError(f"torch does not write the opcode {opcode.name}")
+                    _OPCODES[opcode.name](self, argument)
             return self._stack.pop()
         except _DAMAGE as error:
             raise damaged(self._path, error) from error
-
-    def _take(self, count: int) -> bytes:
-        data = self._file.read(count)
-        if len(data) < count:
-            raise EOFError("the pickle ends too early")
-        return data
-
-    def _number(self, layout: str) -> Any:
-        return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
-
-    def _line(self) -> str:
-        line = self._file.readline()
-        if not line.endswith(b"\n"):
-            raise EOFError("the pickle ends too early")
-        return line[:-1].decode()
 
     def _push(self, value: Any) -> None:
         self._stack.append(value)
@@ -166,8 +150,8 @@ class Unpickler:
             values[key] = value
         self._push(values)
 
-    def _global(self) -> None:
-        module, name = self._line(), self._line()
+    def _global(self, argument: str) -> None:
+        module, name = argument.split(" ", 1)
         full = f"{module}.{name}"
         found: Any = _FUNCTIONS.get(full)
         if module in _STORAGE_MODULES and name in _STORAGES:
@@ -177,48 +161,39 @@ class Unpickler:
         if found is None:
             raise CheckpointError(
                 "holds objects other than tensors; loading it could run code, so it is refused", path=self._path,
-                found=f"{full[:80]!r}", expected="a dictionary of tensors", hint="ask for a safetensors file",
+                found=f"{full[:80]!r}", expected="a dictionary of tensors", hint="use a safetensors file",
             )  # fmt: skip
         self._push(found)
 
     def _reduce(self) -> None:
         arguments, function = self._pop(tuple), self._stack.pop()
-        if not isinstance(function, _Function):
-            raise TypeError(f"a {type(function).__name__} is called")
-        self._push(function.call(*arguments))
+        self._push(function(*arguments))  # a pickle gets no other callables than `_FUNCTIONS`
 
     def _build(self) -> None:
         self._stack.pop()  # attributes, such as the versions of modules
         if not isinstance(self._stack[-1], (dict, Other)):
-            raise TypeError(f"a {type(self._stack[-1]).__name__} is given a state")
+            raise TypeError(f"a {type(self._stack[-1]).__name__} has no state")
 
     def _storage(self) -> None:
         kind, dtype, key, _, count, *view = self._pop(tuple)
         if kind != "storage" or not isinstance(dtype, DType) or type(key) not in (str, int):
-            raise TypeError("a reference to something else than a storage")
+            raise TypeError("a persistent id that is no storage")
         if any(part is not None for part in view):
             raise ValueError("a storage is part of another, as torch wrote them before version 0.4")
-        storage = Storage(str(key), dtype, whole_number(count))
+        storage = Storage(str(key), dtype, size_number(count))
         if self.storages.setdefault(storage.key, storage) != storage:
             raise ValueError(f"storage {storage.key!r:.80} comes in two sizes or types")
         self._push(storage)
 
 
-@dataclass(frozen=True)
-class _Function:
-    """Stands for a global that a pickle may call."""
-
-    call: Callable[..., Any]
-
-
 def damaged(path: Path, error: Exception) -> CheckpointError:
-    """What to tell of a file that is not as `torch.save` writes it."""
+    """The error for a file that `torch.save` did not write, or that is damaged."""
     detail = " ".join(str(error).split())[:200] or type(error).__name__
-    return CheckpointError(f"cannot be read: {detail}", path=path, hint="download it again")
+    return damaged_file(f"cannot be read: {detail}", path)
 
 
-def _other(name: str) -> _Function:
-    return _Function(lambda *arguments: Other(name))
+def _other(name: str) -> Callable[..., Any]:
+    return lambda *arguments: Other(name)
 
 
 def _ordered(*arguments: Any) -> dict[Any, Any]:
@@ -244,14 +219,14 @@ def _tensor_v3(
     metadata: Any = None,
 ) -> Reference | Other:  # fmt: skip
     if not isinstance(dtype, DType):
-        raise TypeError("a tensor's type is none")
+        raise TypeError("a tensor's type is no dtype")
     return Other("a conjugate or negated view") if metadata else _view(storage, dtype, offset, shape, stride)
 
 
 def _view(storage: Any, dtype: DType, offset: Any, shape: Any, stride: Any) -> Reference:
     if not isinstance(storage, Storage):
         raise TypeError("a tensor without storage")
-    found = Reference(storage, dtype, whole_number(offset), sizes(shape), sizes(stride))
+    found = Reference(storage, dtype, size_number(offset), sizes(shape), sizes(stride))
     if len(found.shape) != len(found.stride):
         raise ValueError("a tensor's shape and strides differ in length")
     needed = (found.offset + extent(found.shape, found.stride)) * dtype.itemsize
@@ -268,53 +243,42 @@ def _with_attributes(function: Any, kind: Any, arguments: Any, *rest: Any) -> An
     """torch's ``_rebuild_from_type_v2``: a tensor that has attributes."""
     if kind is not _FUNCTIONS["torch.Tensor"] and kind is not _FUNCTIONS["torch.nn.parameter.Parameter"]:
         return Other("a tensor of another class")
-    return function.call(*arguments)
+    return function(*arguments)
 
 
-_FUNCTIONS = {name: _other(name) for name in _OTHERS} | {
-    name: _Function(call)
-    for name, call in (
-        ("collections.OrderedDict", _ordered),
-        ("torch._utils._rebuild_tensor", _tensor),
-        ("torch._utils._rebuild_tensor_v2", _tensor_v2),
-        ("torch._utils._rebuild_tensor_v3", _tensor_v3),
-        ("torch._utils._rebuild_parameter", _parameter),
-        ("torch._utils._rebuild_parameter_with_state", _parameter),
-        ("torch._tensor._rebuild_from_type_v2", _with_attributes),
-    )
+_FUNCTIONS: dict[str, Callable[..., Any]] = {name: _other(name) for name in _OTHERS} | {
+    "collections.OrderedDict": _ordered,
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _with_attributes,
 }
-_CODES: dict[bytes, Callable[[Unpickler], object]] = {
-    pickle.PROTO: lambda u: u._take(1),
-    pickle.NONE: lambda u: u._push(None),
-    pickle.NEWTRUE: lambda u: u._push(True),
-    pickle.NEWFALSE: lambda u: u._push(False),
-    pickle.BININT: lambda u: u._push(u._number("<i")),
-    pickle.BININT1: lambda u: u._push(u._number("<B")),
-    pickle.BININT2: lambda u: u._push(u._number("<H")),
-    pickle.LONG1: lambda u: u._push(int.from_bytes(u._take(u._number("<B")), "little", signed=True)),
-    pickle.BINFLOAT: lambda u: u._push(u._number(">d")),
-    pickle.BINUNICODE: lambda u: u._push(u._take(u._number("<I")).decode("utf-8", "surrogatepass")),
-    pickle.SHORT_BINSTRING: lambda u: u._push(u._take(u._number("<B")).decode()),
-    pickle.EMPTY_TUPLE: lambda u: u._push(()),
-    pickle.EMPTY_LIST: lambda u: u._push([]),
-    pickle.EMPTY_DICT: lambda u: u._push({}),
-    pickle.EMPTY_SET: lambda u: u._push(Other("a set")),
-    pickle.MARK: lambda u: u._mark(),
-    pickle.TUPLE: lambda u: u._push(tuple(u._since_mark())),
-    pickle.TUPLE1: lambda u: u._tuple(1),
-    pickle.TUPLE2: lambda u: u._tuple(2),
-    pickle.TUPLE3: lambda u: u._tuple(3),
-    pickle.APPEND: lambda u: u._append([u._stack.pop()]),
-    pickle.APPENDS: lambda u: u._append(u._since_mark()),
-    pickle.SETITEM: lambda u: u._set([u._stack.pop(-2), u._stack.pop()]),
-    pickle.SETITEMS: lambda u: u._set(u._since_mark()),
-    pickle.BINPUT: lambda u: u._put(u._number("<B")),
-    pickle.LONG_BINPUT: lambda u: u._put(u._number("<I")),
-    pickle.BINGET: lambda u: u._push(u._memo[u._number("<B")]),
-    pickle.LONG_BINGET: lambda u: u._push(u._memo[u._number("<I")]),
-    pickle.GLOBAL: lambda u: u._global(),
-    pickle.BINPERSID: lambda u: u._storage(),
-    pickle.REDUCE: lambda u: u._reduce(),
-    pickle.NEWOBJ: lambda u: u._reduce(),
-    pickle.BUILD: lambda u: u._build(),
-}  # torch's order of the arguments, and no more than torch's instructions
+_OPCODES: dict[str, Callable[[Unpickler, Any], object]] = {
+    "PROTO": lambda u, _: None,
+    "NONE": Unpickler._push,
+    "NEWTRUE": lambda u, _: u._push(True),
+    "NEWFALSE": lambda u, _: u._push(False),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"), Unpickler._push),
+    "SHORT_BINSTRING": lambda u, text: u._push(text.encode("latin-1").decode()),
+    "EMPTY_TUPLE": lambda u, _: u._push(()),
+    "EMPTY_LIST": lambda u, _: u._push([]),
+    "EMPTY_DICT": lambda u, _: u._push({}),
+    "EMPTY_SET": lambda u, _: u._push(Other("a set")),
+    "MARK": lambda u, _: u._mark(),
+    "TUPLE": lambda u, _: u._push(tuple(u._since_mark())),
+    "TUPLE1": lambda u, _: u._tuple(1),
+    "TUPLE2": lambda u, _: u._tuple(2),
+    "TUPLE3": lambda u, _: u._tuple(3),
+    "APPEND": lambda u, _: u._append([u._stack.pop()]),
+    "APPENDS": lambda u, _: u._append(u._since_mark()),
+    "SETITEM": lambda u, _: u._set([u._stack.pop(-2), u._stack.pop()]),
+    "SETITEMS": lambda u, _: u._set(u._since_mark()),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), Unpickler._put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda u, index: u._push(u._memo[index])),
+    "GLOBAL": Unpickler._global,
+    "BINPERSID": lambda u, _: u._storage(),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda u, _: u._reduce()),
+    "BUILD": lambda u, _: u._build(),
+}  # all that torch's reader knows, and no more

@@ -1,7 +1,8 @@
-"""Writing PyTorch's ``.pth``: a stream of bytes, the same for the same tensors.
+"""Writing PyTorch's ``.pth``: a stream of bytes, equal for equal tensors.
 
-The file is an uncompressed zip: ``NAME/data.pkl`` (a pickle of the dictionary whose
-tensors refer to storages by number) and ``NAME/data/K``, the bytes of storage K.
+`torch.save` and `zipfile` need all tensors at once or seek back, so the records are written here. The file is an
+uncompressed zip: ``NAME/data.pkl`` (a pickle of the dictionary whose tensors refer to storages by number) and
+``NAME/data/K``, the bytes of storage K.
 Sources: PyTorch's serialization notes, PKWARE's APPNOTE for the zip records.
 """
 
@@ -35,10 +36,7 @@ _STORAGES = {DType.FLOAT32: "FloatStorage", DType.FLOAT16: "HalfStorage", DType.
 
 
 class PthEncoder:
-    """The bytes of one ``.pth`` file in the order they are appended.
-
-    Equal tensors in an equal order give equal bytes: names and dates are fixed.
-    """
+    """The bytes of one ``.pth`` file in the order in which they are appended; names and dates are fixed."""
 
     def __init__(self, name: str, tensors: Sequence[StoredTensor]) -> None:
         self._name = name
@@ -53,7 +51,7 @@ class PthEncoder:
         return records + len(_pickled(self._tensors)) + 4096
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on after the bytes given so far, as JSON."""
+        """JSON from which `restore` continues after the bytes so far."""
         return {"records": self._records, "position": self._position}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -126,7 +124,7 @@ class PthEncoder:
 
 
 class _Storage:
-    """Stands for storage number `key` in the pickle."""
+    """Storage number `key` in the pickle."""
 
     def __init__(self, dtype: DType, key: int, count: int) -> None:
         self.reference = ("storage", getattr(torch, _STORAGES[dtype]), str(key), "cpu", count)

@@ -1,9 +1,9 @@
-"""Opening what `torch.save` writes: where each tensor lies; nothing in the file is executed.
+"""The files of `torch.save`: where each tensor is; nothing in the file is executed.
 
-Since version 1.6 it is an uncompressed zip: ``NAME/data.pkl`` (a pickle of the dictionary, whose tensors
-refer to storages by key) and ``NAME/data/KEY``, the bytes of a storage. Before, it was five pickles one
-after the other (a magic number, a version, the writer's system, the dictionary, the keys of the storages)
-and then each storage, after the number of its elements in eight bytes.
+Since torch 1.6 a file is an uncompressed zip: ``NAME/data.pkl`` (a pickle of the dictionary, whose tensors refer to
+storages by key) and ``NAME/data/KEY``, the bytes of a storage. Before, it was five pickles (a magic number, a version,
+the writer's system, the dictionary, the keys of the storages) and then each storage, after its number of elements in
+eight bytes.
 Source: PyTorch's serialization notes and ``torch/serialization.py``.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.pickles import MAX_BYTES, Other, Reference, Unpickler, damaged
-from quantkit.files.source import SourceFile, open_weights
+from quantkit.files.source import SourceFile, damaged_file, open_weights
 from quantkit.files.tensor_file import TensorFile, View
 from quantkit.files.zip_records import ZipRecords, has_directory
 
@@ -31,13 +31,13 @@ _TAR = (257, b"ustar")
 
 
 def open_file(path: Path) -> TensorFile:
-    """Open a file of named tensors; their data is not touched.
+    """Open a file of named tensors; their data is not read.
 
     Raises:
-        CheckpointError: for placeholders, truncation, records that contradict each other, a pickle that is
-            no flat dictionary of tensors, or one that would run code.
-        UnsupportedError: for compressed records, other tensors than plain ones, and files written on
-            big-endian machines or in the form before the two above.
+        CheckpointError: for placeholders, truncation, records that contradict each other, a pickle that is no flat
+            dictionary of tensors, or one that would run code.
+        UnsupportedError: for compressed records, tensors other than plain ones, and files written on big-endian
+            machines or by torch before 0.2.
     """
     source = open_weights(path)
     if source.read(0, min(source.size, 4)) == b"PK\x03\x04":
@@ -53,10 +53,7 @@ def open_file(path: Path) -> TensorFile:
 def _open_zip(source: SourceFile) -> TensorFile:
     path = source.path
     if not has_directory(source):
-        raise CheckpointError(
-            "is truncated", path=path, found=f"{source.size} bytes",
-            expected=f"at least {_expected_size(source)} bytes", hint="download it again",
-        )  # fmt: skip
+        raise damaged_file("is truncated", path, f"{source.size} bytes", f"at least {_expected_size(source)} bytes")
     records = ZipRecords(source)
     top = next(iter(records.names()), "").partition("/")[0]
     raw = records.read(f"{top}/data.pkl", MAX_BYTES)
@@ -67,28 +64,27 @@ def _open_zip(source: SourceFile) -> TensorFile:
     for key, storage in unpickler.storages.items():
         record = records.stored(f"{top}/data/{key}")
         if record.size != storage.nbytes:
-            raise CheckpointError(
-                f"record '{record.name}' has the wrong size", path=path, found=f"{record.size} bytes",
-                expected=f"{storage.nbytes}", hint="download it again",
-            )  # fmt: skip
+            raise damaged_file(
+                f"record '{record.name}' has the wrong size", path, f"{record.size} bytes", storage.nbytes
+            )
         starts[key] = record.start
     source.checksums = records.checksums or ()
-    unchecked = f"{path}: was written without checksums, so damage to its weights cannot be told"
+    unchecked = f"{path}: was written without checksums, so damage to its weights cannot be detected"
     return TensorFile(source, _views(tensors, starts), () if records.checksums is not None else (unchecked,))
 
 
 def _check_notes(records: ZipRecords, top: str, path: Path) -> None:
-    """The small records beside the pickle and the storages, of which some say how the file was written."""
+    """Check the small records besides the pickle and the storages, some of which say how the file was written."""
     found = {}
     for name in records.names():
         folder, _, rest = name.partition("/")
         if folder != top or not rest:
-            raise CheckpointError(f"record '{name}' is not in the folder '{top}'", path=path, hint="download it again")
+            raise damaged_file(f"record '{name}' is not in the folder '{top}'", path)
         if rest != "data.pkl" and not rest.startswith("data/"):
             found[rest] = records.read(name, _NOTE_BYTES)
     _require_little_endian(found.get("byteorder", b"little") == b"little", path)
     if not {"version", ".data/version"} & set(found):
-        raise CheckpointError(f"record '{top}/version' is missing", path=path, hint="download it again")
+        raise damaged_file(f"record '{top}/version' is missing", path)
     for rest in {".storage_alignment", ".format_version", "version"} & set(found):
         if not found[rest].strip().isdigit():
             raise CheckpointError(f"record '{top}/{rest}' is damaged", path=path, found=repr(found[rest][:40]))
@@ -100,7 +96,7 @@ def _open_legacy(source: SourceFile) -> TensorFile:
     unpickler = Unpickler(head, path)
     magic = unpickler.load()
     if magic != _MAGIC or unpickler.load() != _VERSION:
-        raise damaged(path, ValueError("it is no file of torch.save"))
+        raise damaged(path, ValueError("torch.save did not write it"))
     system = unpickler.load()
     _require_little_endian(isinstance(system, dict) and system.get("little_endian") is True, path)
     tensors = _named_tensors(unpickler.load(), path)
@@ -115,16 +111,10 @@ def _open_legacy(source: SourceFile) -> TensorFile:
         storage = unpickler.storages[key]
         end = position + 8 + storage.nbytes
         if end > source.size:
-            raise CheckpointError(
-                "cannot be read: it is truncated", path=path, found=f"{source.size} bytes",
-                expected=f"at least {end}", hint="download it again",
-            )  # fmt: skip
+            raise damaged_file("cannot be read: it is truncated", path, f"{source.size} bytes", f"at least {end}")
         (count,) = struct.unpack("<q", source.read(position, 8))
         if count != storage.count:
-            raise CheckpointError(
-                f"storage '{key}' has the wrong size", path=path, found=f"{count} elements", expected=storage.count,
-                hint="download it again",
-            )  # fmt: skip
+            raise damaged_file(f"storage '{key}' has the wrong size", path, f"{count} elements", storage.count)
         starts[key] = position + 8
         position = end
     return TensorFile(source, _views(tensors, starts))
@@ -138,7 +128,7 @@ def _require_little_endian(holds: bool, path: Path) -> None:
 
 
 def _named_tensors(value: Any, path: Path) -> dict[str, Reference]:
-    """The dictionary of tensors that a pickle must be."""
+    """The dictionary of tensors in a pickle."""
     if isinstance(value, dict) and set(value) == {"model"} and isinstance(value["model"], dict):
         value = value["model"]
     if not isinstance(value, dict) or not value:
@@ -159,10 +149,9 @@ def _views(tensors: Mapping[str, Reference], starts: Mapping[str, int]) -> dict[
 
 
 def _expected_size(source: SourceFile) -> int:
-    """Least size a truncated zip must have had, from the pickle and the records still there.
+    """The minimum size of a zip before it was truncated, from the pickle and the remaining records.
 
-    torch.save states a record's size after its data, so that only the pickle, which
-    comes first, tells how large the storages are.
+    torch.save writes a record's size after its data, so only the pickle, which comes first, has the storages' sizes.
     """
     size, position = source.size, 0
     while position + _LOCAL.size <= source.size:
@@ -181,7 +170,7 @@ def _expected_size(source: SourceFile) -> int:
 
 
 def _storage_bytes(source: SourceFile, start: int) -> int:
-    """What all storages occupy, as far as the pickle at a place can still be read."""
+    """The size of all storages in the pickle at `start`, as far as it can be read."""
     pickled = io.BytesIO(source.read(start, min(source.size - start, MAX_BYTES)))
     unpickler = Unpickler(pickled, source.path)
     with contextlib.suppress(CheckpointError):

@@ -1,4 +1,5 @@
-"""The safetensors file: a strictly checked header, and the header to write.
+"""The safetensors file: a strictly validated header, and the header to write. The safetensors library maps files into
+memory, so a file that is truncated later would kill the process; it also accepts duplicate keys.
 
 Source: the safetensors format description (8-byte length, JSON header, one buffer).
 """
@@ -16,8 +17,8 @@ from typing import Any
 from safetensors import safe_open
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.files.source import open_weights
-from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes, whole_number
+from quantkit.files.source import damaged_file, open_weights
+from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, size_number, sizes
 from quantkit.tensors.dtypes import DType
 
 DTYPES = {
@@ -33,22 +34,18 @@ _ALIGNMENT = 64
 
 
 def open_file(path: Path) -> TensorFile:
-    """Open a file after a check of its header; the data is not touched.
+    """Open a file and validate its header; no data is read.
 
     Raises:
-        CheckpointError: for anything but a well-formed file: placeholders, an
-            absurd header length, invalid JSON, unknown dtypes, overlapping or
-            non-contiguous offsets, too few or too many bytes.
+        CheckpointError: if it is a placeholder or malformed: an invalid header length, invalid JSON, unknown dtypes,
+            overlapping or non-contiguous offsets, too few or too many bytes.
     """
     source = open_weights(path)
     prefix = source.read(0, min(source.size, 8))
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
     if not 0 < length <= min(source.size - 8, _MAX_HEADER):
-        raise CheckpointError(
-            "is not a safetensors file, or is truncated", path=path,
-            found=f"a header of {length} bytes in a file of {source.size}", expected=f"at most {_MAX_HEADER}",
-            hint="download it again",
-        )  # fmt: skip
+        found = f"a header of {length} bytes in a file of {source.size}"
+        raise damaged_file("is not a safetensors file, or is truncated", path, found, f"at most {_MAX_HEADER}")
     try:
         entries, metadata = _entries(source.read(8, length))
         listed = [_Listed.of(name, entry) for name, entry in entries]
@@ -63,30 +60,28 @@ def open_file(path: Path) -> TensorFile:
         view = View(DTYPES[item.dtype], 8 + length + item.begin, item.shape, contiguous_strides(item.shape))
         size = math.prod(view.shape) * view.dtype.itemsize
         if item.end - item.begin != size:
-            raise CheckpointError(
-                f"tensor '{item.name}' has the wrong size", path=path, found=f"{item.end - item.begin} bytes",
-                expected=size,
-            )  # fmt: skip
+            problem, found = f"tensor '{item.name}' has the wrong size", f"{item.end - item.begin} bytes"
+            raise CheckpointError(problem, path=path, found=found, expected=size)
         views[item.name] = view
     return TensorFile(source, views, metadata=metadata)
 
 
 def require_readable(path: Path) -> None:
-    """Hold a file that was just written against the safetensors library, which others read it with.
+    """Open a file that was just written with the safetensors library, as other readers do.
 
     Raises:
-        RuntimeError: if it finds other tensors than `open_file`: a mistake of quantkit.
+        RuntimeError: if it finds other tensors than `open_file`: a bug of quantkit.
     """
     handle: Any
     with safe_open(path, framework="pt") as handle:
         theirs = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
     if theirs != {name: tensor.shape for name, tensor in open_file(path).tensors.items()}:
-        raise RuntimeError(f"the safetensors library reads {path} otherwise than it was written")
+        raise RuntimeError(f"the safetensors library reads other tensors from {path} than quantkit")
 
 
 @dataclass(frozen=True)
 class _Listed:
-    """A tensor as the header has it."""
+    """A tensor's entry in the header."""
 
     name: str
     dtype: str
@@ -97,12 +92,12 @@ class _Listed:
     @classmethod
     def of(cls, name: str, entry: Any) -> _Listed:
         name.encode()  # half of a surrogate pair would not print
-        begin, end = map(whole_number, entry["data_offsets"])
+        begin, end = map(size_number, entry["data_offsets"])
         return cls(name, str(entry["dtype"]), sizes(entry["shape"]), begin, end)
 
 
 def _entries(raw: bytes) -> tuple[list[tuple[str, Any]], dict[str, str]]:
-    """What the header lists, and its metadata."""
+    """The entries of the header, and its metadata."""
     header = json.loads(raw.decode(), object_pairs_hook=_distinct)
     metadata = header.pop("__metadata__", None)
     if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
@@ -130,16 +125,14 @@ def _require_gapless(listed: Sequence[_Listed], path: Path, available: int) -> N
         position = item.end
     if position != available:
         what = "is truncated" if position > available else "has bytes after its last tensor"
-        raise CheckpointError(
-            what, path=path, found=f"{available} bytes of data", expected=position, hint="download it again"
-        )
+        raise damaged_file(what, path, f"{available} bytes of data", position)
 
 
 def build_header(tensors: Sequence[StoredTensor]) -> bytes:
     """The bytes before the data: length and JSON, padded so that the data is aligned.
 
     Raises:
-        UnsupportedError: for a type that the format does not have.
+        UnsupportedError: for a dtype that the format does not have.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0

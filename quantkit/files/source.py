@@ -1,6 +1,6 @@
-"""A file of a source: opened once, read by position, and held against what it was when it was opened.
+"""A file of a source: opened once, read by position, and checked for changes.
 
-Reads by position, since a mapped file that is cut off meanwhile ends the process without a word.
+It is read by position, as a truncated memory-mapped file would kill the process without a message.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from quantkit.errors import CheckpointError
 
 _PIECE = 1 << 22
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
-_AT_ONCE = 1 << 30  # a single read of more than 2 GiB is an error on some systems
+_MAX_READ = 1 << 30  # a single read of more than 2 GiB is an error on some systems
 _LFS = b"version https://git-lfs.github.com/spec"
 _HTML = (b"<!doctype html", b"<html", b"<?xml", b"<head")
 
 
 @dataclass(frozen=True)
 class Checksum:
-    """The CRC-32 that a range of a file, named, must have."""
+    """The CRC-32 of a range of a file, with a name for errors."""
 
     name: str
     start: int
@@ -36,21 +36,21 @@ class Checksum:
 
 
 class SourceFile:
-    """A regular file; what is read of it is there, or it is an error.
+    """A regular file; a short read is an error.
 
     Attributes:
         size: in bytes, when it was opened.
-        checksums: of ranges in rising order that do not overlap; `sha256` holds the file against them.
+        checksums: of ranges in ascending order that do not overlap; `sha256` checks them.
     """
 
     def __init__(self, path: Path) -> None:
         """
         Raises:
-            CheckpointError: if it is missing, no regular file, or cannot be opened.
+            CheckpointError: if it is missing, is no regular file, or cannot be opened.
         """
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would keep us waiting
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a FIFO must not block
         except OSError as error:
             raise _unreadable(path, error) from error
         weakref.finalize(self, os.close, self._descriptor)
@@ -62,8 +62,8 @@ class SourceFile:
         self.checksums: Sequence[Checksum] = ()
 
     def identity(self) -> tuple[str, int, int, str]:
-        """Name, size and modification time when it was opened, and the sha256 of samples of its contents: enough to
-        tell it from another file, if not from itself with a few bytes changed.
+        """Name, size, modification time when it was opened, and the sha256 of samples of its content: enough to
+        distinguish it from another file, though not to find a few changed bytes.
 
         Raises:
             CheckpointError: if it cannot be read.
@@ -87,7 +87,7 @@ class SourceFile:
             raise CheckpointError("the source changed while it was read", path=self.path)
 
     def read(self, start: int, count: int) -> bytes:
-        """So many bytes.
+        """Read `count` bytes.
 
         Raises:
             CheckpointError: see `read_into`.
@@ -100,12 +100,12 @@ class SourceFile:
         """Fill a buffer of bytes.
 
         Raises:
-            CheckpointError: if the file ends before, or cannot be read.
+            CheckpointError: if the file is too short, or cannot be read.
         """
         done = 0
         while done < len(target):
             try:
-                count = os.preadv(self._descriptor, [target[done : done + _AT_ONCE]], start + done)
+                count = os.preadv(self._descriptor, [target[done : done + _MAX_READ]], start + done)
             except OSError as error:
                 raise _unreadable(self.path, error) from error
             if count == 0:
@@ -116,14 +116,14 @@ class SourceFile:
             done += count
 
     def stream(self) -> io.BufferedReader:
-        """The file for readers that want one with a position of its own."""
+        """The file as a stream with its own position."""
         return io.BufferedReader(_Stream(self))
 
     def sha256(self) -> str:
-        """In hexadecimal; one pass over the file.
+        """The sha256 in hexadecimal, in one pass over the file.
 
         Raises:
-            CheckpointError: if it cannot be read, or a range has another CRC-32 than it must.
+            CheckpointError: if it cannot be read, or the CRC-32 of a range is wrong.
         """
         digest = hashlib.sha256()
         position = 0
@@ -135,17 +135,15 @@ class SourceFile:
                 digest.update(piece)
                 crc = zlib.crc32(piece, crc)
             if crc != expected.crc:
-                raise CheckpointError(
-                    f"record '{expected.name}' is damaged", path=self.path, found=f"CRC-32 {crc:08x}",
-                    expected=f"{expected.crc:08x}", hint="download it again",
-                )  # fmt: skip
+                problem = f"record '{expected.name}' is damaged"
+                raise damaged_file(problem, self.path, f"CRC-32 {crc:08x}", f"{expected.crc:08x}")
             position = expected.stop
         for piece in self._pieces(position, self.size):
             digest.update(piece)
         return digest.hexdigest()
 
     def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        """A range in pieces, each in the same buffer."""
+        """A range in pieces, all in the same buffer."""
         buffer = memoryview(bytearray(max(min(_PIECE, stop - start), 0)))
         for position in range(start, stop, _PIECE):
             piece = buffer[: stop - position]
@@ -154,35 +152,31 @@ class SourceFile:
 
 
 def open_weights(path: Path) -> SourceFile:
-    """Open a file of weights that is not a placeholder for them.
+    """Open a file of weights, and reject placeholders.
 
     Raises:
-        CheckpointError: for a missing or empty file, one that is no regular file, a git-lfs
-            pointer, an HTML or JSON error page.
+        CheckpointError: for a missing, empty or irregular file, a git-lfs pointer, or an HTML or JSON error page.
     """
     if not os.path.exists(path):
-        raise CheckpointError("the weight file is missing", path=path, hint="download it again")
+        raise damaged_file("the weight file is missing", path)
     file = SourceFile(path)
-    size = file.size
-    head = file.read(0, min(size, 512))
+    head, found = file.read(0, min(file.size, 512)), f"{file.size} bytes"
     if not head:
-        raise CheckpointError("the weight file is empty", path=path, found="0 bytes")
+        raise CheckpointError("the weight file is empty", path=path, found=found)
     if head.startswith(_LFS):
-        raise CheckpointError(
-            "is a git-lfs pointer, not weights", path=path, found=f"{size} bytes", hint="run 'git lfs pull'"
-        )
+        raise CheckpointError("is a git-lfs pointer, not weights", path=path, found=found, hint="run 'git lfs pull'")
     text = head.lstrip().lower()
     if text.startswith(_HTML):
-        raise CheckpointError(
-            "is an HTML page, not weights", path=path, found=f"{size} bytes",
-            hint="the download failed; log in or accept the licence, and download again",
-        )  # fmt: skip
+        hint = "the download failed; log in or accept the licence, and download again"
+        raise CheckpointError("is an HTML page, not weights", path=path, found=found, hint=hint)
     if text.startswith((b'{"error', b'{"message', b'{"detail', b"invalid username", b"access to model")):
-        raise CheckpointError(
-            "is an error message of a server, not weights", path=path, found=f"{size} bytes",
-            hint="download it again",
-        )  # fmt: skip
+        raise damaged_file("is an error message of a server, not weights", path, found)
     return file
+
+
+def damaged_file(problem: str, path: Path, found: object = None, expected: object = None) -> CheckpointError:
+    """The error for a file that is missing, incomplete or damaged."""
+    return CheckpointError(problem, path=path, found=found, expected=expected, hint="download it again")
 
 
 class _Stream(io.RawIOBase):

@@ -1,4 +1,4 @@
-"""Tensors read from where they lie in a file, each one fresh, whole or in part."""
+"""Tensors read from their place in a file into new memory, as a whole or in part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quantkit.tensors.tensor_slice import TensorSlice
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BUFFER = 1 << 23  # bytes that are read at a time where they are not all wanted
+_BUFFER = 1 << 23  # bytes per read if not all of them are needed
 _MAX_DIMS = 64  # of torch
 _MAX_SIZE = (1 << 63) - 1
 
@@ -37,7 +37,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class View:
-    """Where a tensor's elements lie: the first at byte `start`, others by strides in elements."""
+    """The place of a tensor's elements in a file: the first at byte `start`, others by strides in elements."""
 
     dtype: DType
     start: int
@@ -55,12 +55,12 @@ class View:
         return replace(self, start=self.start + start * self.stride[axis] * self.dtype.itemsize, shape=shape)
 
     def at(self, axis: int, index: int) -> View:
-        """One place along an axis, which is gone then."""
+        """One index of an axis, which is removed."""
         found = self.narrow(axis, index, 1)
         return replace(found, shape=_without(self.shape, axis), stride=_without(self.stride, axis))
 
     def every(self, axis: int, first: int, step: int, count: int) -> View:
-        """Some of an axis, evenly spaced."""
+        """Evenly spaced indices of an axis."""
         stride = (*self.stride[:axis], self.stride[axis] * step, *self.stride[axis + 1 :])
         return replace(self.narrow(axis, first, count), stride=stride)
 
@@ -69,14 +69,14 @@ class View:
         return replace(self, shape=self.shape[::-1], stride=self.stride[::-1])
 
     def of(self, part: TensorSlice | None) -> list[View]:
-        """A part, range by range."""
+        """A view for each range of a part."""
         if part is None:
             return [self]
         return [self.narrow(part.axis, start, stop - start) for start, stop in part.ranges]
 
 
 class Home(Protocol):
-    """What tensors are read from: a file, or what stands for some of its tensors."""
+    """What tensors are read from: a file, or an adapter for some of its tensors."""
 
     @property
     def source(self) -> SourceFile: ...
@@ -98,9 +98,9 @@ class TensorFile:
     """The tensors of one open file.
 
     Attributes:
-        tensors: what there is, by name, in the file's order.
-        notes: what a user should know about the file.
-        metadata: texts that its header holds besides.
+        tensors: by name, in the file's order.
+        notes: for the user.
+        metadata: further strings in its header.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class TensorFile:
     ) -> None:  # fmt: skip
         """
         Args:
-            views: of which each lies in the file.
+            views: of all tensors, within the file.
 
         Raises:
             CheckpointError: if a tensor, by repeating elements, is larger than the file.
@@ -121,10 +121,8 @@ class TensorFile:
         self._views = views
         for name, tensor in self.tensors.items():
             if tensor.nbytes > source.size:
-                raise CheckpointError(
-                    f"tensor '{name}' is larger than its file", path=source.path, found=f"{tensor.nbytes} bytes",
-                    expected=f"at most {source.size}",
-                )  # fmt: skip
+                problem, found = f"tensor '{name}' is larger than its file", f"{tensor.nbytes} bytes"
+                raise CheckpointError(problem, path=source.path, found=found, expected=f"at most {source.size}")
 
     @property
     def path(self) -> Path:
@@ -134,12 +132,12 @@ class TensorFile:
         """A tensor, or a part of it.
 
         Raises:
-            CheckpointError: if the file was cut off meanwhile, or cannot be read.
+            CheckpointError: if the file was truncated since it was opened, or cannot be read.
         """
         return self.read_view(self._views[name], part)
 
     def view(self, name: str) -> View:
-        """Where a tensor's elements lie."""
+        """The place of a tensor's elements."""
         return self._views[name]
 
     def read_view(self, view: View, part: TensorSlice | None = None) -> Tensor:
@@ -164,7 +162,7 @@ class TensorFile:
         self._read_into(target, self._views[name], part)
 
     def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes:
-        """The elements of a tensor, or of a part of it, one after the other, without torch where they lie so.
+        """The elements of a tensor, or of a part of it, in order; without torch if they are contiguous in the file.
 
         Raises:
             CheckpointError: see `read`.
@@ -211,7 +209,7 @@ class TensorFile:
 
 
 def same_tensor(one: Home, name: str, other: Home, other_name: str) -> bool:
-    """Whether two tensors are equal in shape, dtype and every bit; only pieces of them are in memory."""
+    """Whether two tensors are equal in shape, dtype and every bit; compared in pieces."""
     a, b = one.tensors[name], other.tensors[other_name]
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
@@ -220,18 +218,18 @@ def same_tensor(one: Home, name: str, other: Home, other_name: str) -> bool:
 
 
 def sizes(value: object) -> tuple[int, ...]:
-    """A shape or strides as a file has them.
+    """A shape or strides from a file.
 
     Raises:
-        ValueError: if it is no list of a few whole numbers that a tensor can have.
+        ValueError: if it is no list of a valid number of sizes.
     """
     if not isinstance(value, (list, tuple)) or len(value) > _MAX_DIMS:
         raise ValueError("a shape is no short list")
-    return tuple(whole_number(size) for size in value)
+    return tuple(size_number(size) for size in value)
 
 
-def whole_number(value: object) -> int:
-    """A size or an offset as a file has it.
+def size_number(value: object) -> int:
+    """A size or an offset from a file.
 
     Raises:
         ValueError: if it is another type, negative, or past 63 bits.
@@ -251,7 +249,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements lie from a tensor's first to its last."""
+    """The number of elements from a tensor's first to its last in the file."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -1,5 +1,6 @@
-"""The records of an uncompressed zip file: where each lies, as the directory and the record itself agree.
+"""The records of an uncompressed zip file: where each is, if its directory entry and its own header agree.
 
+`zipfile` trusts the directory and other readers the headers, so one file could hold two models. Both are compared.
 Source: PKWARE's APPNOTE.
 """
 
@@ -12,14 +13,14 @@ from dataclasses import dataclass
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.pickles import damaged
-from quantkit.files.source import Checksum, SourceFile
+from quantkit.files.source import Checksum, SourceFile, damaged_file
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _LOCAL_SIGNATURE = 0x04034B50
-_CENTRAL = struct.Struct("<I24xHHHH10x")  # of an entry of the directory: its lengths, and the disk it is on
+_CENTRAL = struct.Struct("<I24xHHHH10x")  # a directory entry: its lengths, and its disk
 _CENTRAL_SIGNATURE = 0x02014B50
-_IS_FOLDER = 0x10  # to readers that go by it, which then read nothing
-# What follows the directory: the disks it is on, its entries (here, in all), its length and where it begins.
+_IS_FOLDER = 0x10  # some readers then read nothing
+# After the directory: its disks, its entries (here, in all), its length and its offset.
 _TAIL, _TAIL_SIGNATURE = struct.Struct("<IHHHHIIH"), 0x06054B50
 _LOCATOR, _LOCATOR_SIGNATURE = struct.Struct("<4xIQI"), b"PK\x06\x07"
 _WIDE_TAIL = struct.Struct("<16xIIQQQQ")
@@ -33,10 +34,10 @@ _DAMAGE = (
 
 
 def has_directory(file: SourceFile) -> bool:
-    """Whether a zip file's directory is there, which ends it.
+    """Whether a zip file ends with its directory.
 
     Raises:
-        CheckpointError: if it is damaged.
+        CheckpointError: if that is damaged.
     """
     try:
         return zipfile.is_zipfile(file.stream())
@@ -46,7 +47,7 @@ def has_directory(file: SourceFile) -> bool:
 
 @dataclass(frozen=True)
 class Record:
-    """Where the bytes of a record lie; stored as they are, or compressed."""
+    """The place of a record's bytes, which are stored as they are or compressed."""
 
     name: str
     start: int
@@ -63,14 +64,13 @@ class ZipRecords:
     """All records of a zip file, by name.
 
     Attributes:
-        checksums: of all records that are stored as they are; None if the file was written
-            without, as torch can be told to.
+        checksums: of all records that are stored as they are; None if torch wrote the file without checksums.
     """
 
     def __init__(self, file: SourceFile) -> None:
         """
         Raises:
-            CheckpointError: if the directory cannot be read, disagrees with the records, or names one twice.
+            CheckpointError: if the directory cannot be read, contradicts the records, or names one twice.
             UnsupportedError: if a record is encrypted or a patch.
         """
         self._file = file
@@ -91,12 +91,10 @@ class ZipRecords:
         self.checksums = self._checksums()
 
     def _require_plain(self, listed: list[zipfile.ZipInfo], directory: int) -> None:
-        """Refuse a directory with comments, of several disks, or that does not end the file: torch writes none, and
-        readers differ in what they make of it."""
+        """Refuse a directory with comments, of several disks, or not at the end of the file: torch writes none, and
+        readers interpret it differently."""
         if not self._ends_file(listed, directory):
-            raise CheckpointError(
-                "has a zip directory that torch does not write", path=self._file.path, hint="download it again"
-            )
+            raise damaged_file("has a zip directory that torch does not write", self._file.path)
         position = directory
         for info in listed:
             fields = _CENTRAL.unpack(self._file.read(position, _CENTRAL.size))
@@ -106,7 +104,7 @@ class ZipRecords:
             position += _CENTRAL.size + name_length + extra_length
 
     def _ends_file(self, listed: list[zipfile.ZipInfo], directory: int) -> bool:
-        """Whether what follows the directory says where it lies, on one disk, and is all that follows."""
+        """Whether only a correct end record, for one disk, follows the directory."""
         end = self._file.size - _TAIL.size
         signature, *disks, here, in_all, length, start, comment = _TAIL.unpack(self._file.read(end, _TAIL.size))
         if (signature, comment, *disks) != (_TAIL_SIGNATURE, 0, 0, 0):
@@ -123,19 +121,19 @@ class ZipRecords:
         return (here, in_all, start, start + length) == (count, count, directory, end)
 
     def names(self) -> list[str]:
-        """In the order in which they lie in the file."""
+        """In the order of the file."""
         return list(self._records)
 
     def stored(self, name: str) -> Record:
-        """A record whose bytes lie in the file as they are.
+        """A record that is stored as it is.
 
         Raises:
-            CheckpointError: if there is none of that name.
+            CheckpointError: if it is missing.
             UnsupportedError: if it is compressed.
         """
         record = self._records.get(name)
         if record is None:
-            raise CheckpointError(f"record '{name}' is missing", path=self._file.path, hint="download it again")
+            raise damaged_file(f"record '{name}' is missing", self._file.path)
         if not record.stored:
             raise UnsupportedError(
                 f"record '{name}' is compressed", path=self._file.path, expected="records stored as they are",
@@ -144,21 +142,19 @@ class ZipRecords:
         return record
 
     def read(self, name: str, limit: int) -> bytes:
-        """A record's bytes, held against its checksum.
+        """A record's bytes, compared with its checksum.
 
         Raises:
-            CheckpointError: if it is missing, longer than a limit, or damaged.
+            CheckpointError: if it is missing, longer than the limit, or damaged.
             UnsupportedError: see `stored`.
         """
         record = self.stored(name)
         if record.size > limit:
-            raise CheckpointError(
-                f"record '{name}' is too long", path=self._file.path, found=f"{record.size} bytes",
-                expected=f"at most {limit}",
-            )  # fmt: skip
+            problem, found = f"record '{name}' is too long", f"{record.size} bytes"
+            raise CheckpointError(problem, path=self._file.path, found=found, expected=f"at most {limit}")
         raw = self._file.read(record.start, record.size)
         if self.checksums is not None and zlib.crc32(raw) != record.crc:
-            raise CheckpointError(f"record '{name}' is damaged", path=self._file.path, hint="download it again")
+            raise damaged_file(f"record '{name}' is damaged", self._file.path)
         return raw
 
     def _located(self, info: zipfile.ZipInfo, first: int, directory: int) -> Record:
@@ -194,11 +190,11 @@ class ZipRecords:
         return [Checksum(r.name, r.start, r.stop, r.crc) for r in self._records.values() if r.stored]
 
     def _contradiction(self, name: str, problem: str) -> CheckpointError:
-        return CheckpointError(f"record '{name}' {problem}", path=self._file.path, hint="download it again")
+        return damaged_file(f"record '{name}' {problem}", self._file.path)
 
 
 def _wide(size: int, packed: int, extra: bytes) -> tuple[int, int]:
-    """The sizes in a local header, which lie among its extra fields where they need 64 bits."""
+    """The sizes in a local header; 64-bit sizes are in its extra fields."""
     if _FULL not in (size, packed):
         return size, packed
     position = 0

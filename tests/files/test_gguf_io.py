@@ -108,7 +108,7 @@ def _named(name: bytes) -> bytes:
         (_patched(24, struct.pack("<Q", 2**63)), CheckpointError, "a metadata key of 9223372036854775808 bytes"),
         (_patched(32, b"\xff"), CheckpointError, "no UTF-8"),
         (_patched(32, b"\n"), CheckpointError, "a metadata key is"),
-        (_after(b"general.architecture", b"\x0d"), CheckpointError, "unknown kind 13"),
+        (_after(b"general.architecture", b"\x0d"), CheckpointError, "unknown type 13"),
         (_after(b"tokens", b"\x09", 4), CheckpointError, "array of arrays"),
         (_after(b"tokens", struct.pack("<Q", 2**40), 8), CheckpointError, "all arrays may have"),
         (_after(b"tokens", struct.pack("<Q", 1_000_000), 8), CheckpointError, "the value of 'tokens'"),
