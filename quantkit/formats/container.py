@@ -1,4 +1,4 @@
-"""What every container offers: a kind of checkpoint on disk, to find, to open and to write."""
+"""The interface of containers, which are kinds of checkpoints on disk: find, open and write them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter
+from quantkit.errors import RequestError, UnsupportedError
 from quantkit.files.gguf_types import GGUF, STEM
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
@@ -29,29 +31,29 @@ Chunk = tuple[str, bytes | memoryview]
 
 
 class StoredCheckpoint(Checkpoint, Protocol):
-    """A checkpoint as it lies on disk."""
+    """A checkpoint on disk."""
 
     @property
     def kv_cache(self) -> KvCache | None:
-        """What it says of a quantized key/value cache; None if nothing."""
+        """The settings of a quantized KV cache; None if there are none."""
         ...
 
     @property
     def method(self) -> str | None:
-        """What its quantized weights are written in, see `CodeFormat`; None of one that has none."""
+        """The name of the `CodeFormat` of its quantized weights; None if there are none."""
         ...
 
     @property
     def layout(self) -> str:
-        """What people call it: its format, and what of that differs."""
+        """Its format and variant, for people."""
         ...
 
     def stored_bytes(self, name: str) -> int:
-        """What a tensor occupies."""
+        """The size of a tensor on disk."""
         ...
 
     def readers(self) -> str:
-        """Who else loads it."""
+        """The programs that load it."""
         ...
 
 
@@ -101,7 +103,7 @@ class Encoder(Protocol):
     def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
         """Tensor number `index`, read back from the files so far, for a quantizer that resumes; floats-only formats
         do not need it."""
-        raise NotImplementedError
+        raise UnsupportedError("the format cannot be read back before it is complete")
 
     def finish(self) -> Iterator[Chunk]:
         """The end of the files."""
@@ -113,6 +115,7 @@ class Encoder(Protocol):
 
     def restore(self, state: Any) -> None:
         """Continue where another encoder's `state` was taken."""
+        return
 
     def extra_files(self) -> dict[str, bytes]:
         """Small files that belong to the weights, such as an index."""
@@ -151,18 +154,18 @@ class Output:
     """A checkpoint to be written.
 
     Attributes:
-        source: what it comes from.
+        source: the checkpoint it is made from.
         config: of the output.
         planned: its tensors, in order.
         shard_bytes: largest file of weights, unless one tensor is larger.
         tokenizer: the source's, if it has one.
-        model_parallel: into how many shards weights are cut.
+        model_parallel: the number of shards into which weights are split.
         method: of its quantized modules; None is the container's own.
-        templates: of conversations, by name.
+        templates: chat templates, by name.
         name: of the model, for people.
-        dst: where it goes: a folder, or a file.
-        kv_cache: the scheme and scales of a quantized key/value cache to write; None for none.
-        found: what a container has found out about it that takes long, by names of its own.
+        dst: the folder, or the file, to create.
+        kv_cache: the scheme and scales of a quantized KV cache to write; None for none.
+        found: results that a container computes once.
     """
 
     source: Checkpoint
@@ -180,12 +183,12 @@ class Output:
 
     @property
     def alone(self) -> bool:
-        """Whether it is a file, or several, with nothing beside but a manifest."""
+        """Whether it consists of files without side files, except for the manifest."""
         return self.dst.suffix == GGUF
 
     @property
     def stem(self) -> str:
-        """What the names of its files of weights begin with."""
+        """The first part of the names of its files of weights."""
         return self.dst.stem if self.alone else STEM
 
     @property
@@ -198,44 +201,41 @@ class Container(Protocol):
     """A kind of checkpoint.
 
     Attributes:
-        name: ``format`` of its checkpoints, and what ``--to`` calls it.
-        title: what people call it.
-        config_file: which says what the model is.
-        weights: the sets of weights that it may hold, by the names that ``--weights`` takes, the one to prefer first,
-            and how they are spelled for people.
-        methods: of quantization that it carries, by ``quant_method``; none if it has one way at most.
-        stores_tied_head: whether its readers expect a head even where it is the embedding over again.
-        states_tokens: whether its config says which tokens begin and end a text.
-        model_parallel: whether its weights may be cut into shards that are loaded side by side.
-        derived: whether its weights are made from others in the same folder, which go before them.
+        name: ``format`` of its checkpoints, and the value of ``--to``.
+        title: for people.
+        config_file: the file with the model's config.
+        weights: the sets of weights that it may have, by the values of ``--weights``, the preferred one first, and how
+            they are spelled for people.
+        methods: of quantization, by ``quant_method``; empty if there is at most one.
+        native: the format of quantized weights if no method is requested; None if it holds floats only.
+        stores_tied_head: whether its readers expect a head even if it is tied to the embedding.
+        states_tokens: whether its config has the tokens that begin and end text.
+        model_parallel: whether its weights may be split into shards that are loaded together.
+        derived: whether its weights are made from others in the same folder, which are preferred.
         read_only: whether it is not written.
-        one_file: whether all weights lie in one file unless a largest size is asked for.
+        one_file: whether all weights are in one file unless a largest size is requested.
     """
 
     name: str
     title: str
     config_file: str
     weights: Mapping[str, str]
-    methods: Mapping[str, QuantMethod]
-    stores_tied_head: bool
-    states_tokens: bool
-    model_parallel: bool
-    derived: bool
-    read_only: bool
-    one_file: bool
-
-    @property
-    def native(self) -> CodeFormat | None:
-        """What quantized weights are written in where no method is asked for; None if it holds floats only."""
-        ...
+    methods: Mapping[str, QuantMethod] = MappingProxyType({})
+    native: CodeFormat | None = None
+    stores_tied_head: bool = False
+    states_tokens: bool = True
+    model_parallel: bool = False
+    derived: bool = False
+    read_only: bool = False
+    one_file: bool = False
 
     def present(self, path: Path) -> list[str]:
-        """The sets of weights that lie at a path, the one to prefer first."""
+        """The sets of weights at a path, the preferred one first."""
         ...
 
     def indexed(self, path: Path, kind: str) -> bool:
-        """Whether an index says which files a set of weights is made of."""
-        ...
+        """Whether an index lists the files of a set of weights."""
+        return False
 
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
@@ -243,12 +243,12 @@ class Container(Protocol):
         """Open one of the sets of weights at a path; headers only.
 
         Args:
-            tensors_only: whether to take any tensors for the model's, of whatever architecture.
+            tensors_only: whether to accept any tensors, of whatever architecture.
             floats_as: the type of weights in integers or small floats that are read as floats, which are computed in
                 float32 and rounded to it; None is the model's.
 
         Raises:
-            RequestError: if that makes no sense for this kind of checkpoint.
+            RequestError: if an option does not go with this kind of checkpoint.
             CheckpointError: if files are missing, damaged or contradict each other.
             UnsupportedError: for architectures and quantizations that are not read.
         """
@@ -261,44 +261,58 @@ class Container(Protocol):
 
         Args:
             quantized: modules, by canonical name.
-            method: in which they are written; None for the container's own.
+            method: of these modules; None for the container's own.
 
         Raises:
             UnsupportedError: if the container has no such model.
         """
-        ...
+        raise _not_written(self.title)
 
     def encoder(self, output: Output) -> Encoder:
-        """What turns the tensors into files.
+        """The encoder of an output.
 
         Raises:
-            UnsupportedError: if they can't be held exactly.
+            UnsupportedError: if the format cannot hold a tensor exactly.
             RequestError: if the options do not go with the model.
         """
-        ...
+        raise _not_written(self.title)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
-        """What goes beside the weights: name to content, or to a file to copy.
+        """The files that go with the weights: name to content, or to a file to copy.
 
         Raises:
-            UnsupportedError: if the config can't say what the model is.
+            UnsupportedError: if the config cannot describe the model.
             CheckpointError: if the source's own files contradict each other.
         """
-        ...
+        raise _not_written(self.title)
 
     def notes(self, output: Output) -> list[str]:
-        """What a user should know of an output though it is no error."""
-        ...
+        """Notes for the user on an output."""
+        return []
+
+
+def _not_written(title: str) -> RequestError:
+    return RequestError(f"{title}'s files are read, not written", expected="another `to`")
+
+
+def refuse_tensors_only(container: Container, tensors_only: bool, path: Path) -> None:
+    """
+    Raises:
+        RequestError: if `tensors_only` is set for a kind of checkpoint whose tensors are all known.
+    """
+    if tensors_only:
+        problem = f"`tensors_only=True` is for Hugging Face folders; all tensors of {container.title} are known"
+        raise RequestError(problem, path=path)
 
 
 def weight_size(checkpoint: StoredCheckpoint) -> tuple[int, float]:
-    """What a checkpoint's tensors occupy on disk in bytes, and in bits for each of its parameters."""
+    """The size of a checkpoint's tensors on disk, in bytes and in bits per parameter."""
     size = sum(checkpoint.stored_bytes(name) for name in checkpoint.names())
     return size, 8 * size / parameter_count(checkpoint)
 
 
 def tensor_bytes(tensor: Tensor, expected: StoredTensor) -> memoryview:
-    """The bytes of a tensor, held to what was planned for it."""
+    """The bytes of a tensor, which must have the planned dtype and shape."""
     dtype, shape = DType.of(tensor.dtype), tuple(tensor.shape)
     if shape != expected.shape or dtype != expected.dtype:
         raise ValueError(f"{expected.name}: planned {expected.dtype} {expected.shape}, got {dtype} {shape}")

@@ -510,7 +510,7 @@ def test_a_weight_map_that_leaves_the_folder_is_refused(file: object, sharded: P
     weight_map = json.loads(index.read_text())["weight_map"]
     shutil.copy(sharded / weight_map[QUERY], sharded.parent / "secret.safetensors")
     oracle.edit_json(index, weight_map={**weight_map, QUERY: file})
-    refused(capfd, 3, sharded, index, f"sends tensor '{QUERY}' outside the folder", repr(file))
+    refused(capfd, 3, sharded, index, f"puts tensor '{QUERY}' outside the folder", repr(file))
 
 
 @pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])

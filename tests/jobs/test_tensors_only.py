@@ -217,7 +217,7 @@ def test_nothing_that_needs_to_run_it_does(tmp_path: Path) -> None:
 
 
 def test_metas_folders_are_known(demo_model: Path) -> None:
-    with pytest.raises(RequestError, match="of Meta's all is known"):
+    with pytest.raises(RequestError, match="all tensors of Meta are known"):
         quantkit.inspect(demo_model, tensors_only=True)
 
 

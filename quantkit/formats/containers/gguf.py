@@ -12,11 +12,11 @@ from quantkit.architectures.gguf import gguf_tensors
 from quantkit.architectures.gguf_metadata import metadata_of, notes_of
 from quantkit.architectures.gguf_rope import rope_tensors
 from quantkit.architectures.topology import Parameter, parameters
-from quantkit.errors import RequestError, UnsupportedError
+from quantkit.errors import UnsupportedError
 from quantkit.files.gguf_parts import gguf_file
-from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
+from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.ggml_blocks import GgmlBlocks
-from quantkit.formats.container import Output
+from quantkit.formats.container import Container, Output, refuse_tensors_only
 from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
 from quantkit.formats.folder import OTHER_FILES, present
 from quantkit.tensors.dtypes import DType
@@ -32,33 +32,24 @@ _PHI3 = "(phi)-?3"
 _PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
 
 
-class Gguf:
-    """The container of llama.cpp: config, tokenizer and weights are in one file, or in the parts of one."""
+class Gguf(Container):
+    """The container of llama.cpp: config, tokenizer and weights are in one file, or in its parts."""
 
     name = "gguf"
     title = "GGUF"
     config_file = "model.gguf"
     weights: Mapping[str, str] = {"gguf": "*.gguf"}
-    methods: Mapping[str, QuantMethod] = {}
-    native: CodeFormat | None = GgmlBlocks()
-    stores_tied_head = False
-    states_tokens = True
-    model_parallel = False
+    native = GgmlBlocks()
     derived = True
-    read_only = False
     one_file = True
 
     def present(self, path: Path) -> list[str]:
         return [] if gguf_file(path) is None else ["gguf"]
 
-    def indexed(self, path: Path, kind: str) -> bool:
-        return False
-
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
     ) -> GgufCheckpoint:  # fmt: skip
-        if tensors_only:
-            raise RequestError("`tensors_only=True` is for Hugging Face folders; of GGUF all is known", path=path)
+        refuse_tensors_only(self, tensors_only, path)
         file = gguf_file(path)
         assert file is not None, path
         return GgufCheckpoint(file, floats_as)
@@ -73,7 +64,7 @@ class Gguf:
         """
         Raises:
             CheckpointError: if the source's tokenizer is damaged.
-            UnsupportedError: if GGUF can't say what the model is, or llama.cpp would do otherwise.
+            UnsupportedError: if GGUF cannot describe the model, or llama.cpp would run it differently.
         """
         from quantkit.formats.containers.gguf_encoder import GgufEncoder
 
@@ -81,9 +72,9 @@ class Gguf:
         if output.tokenizer is None:
             raise UnsupportedError(
                 "the source has no tokenizer, and llama.cpp loads no model without one", path=output.source.path,
-                hint="put the tokenizer's files beside the weights",
+                hint="put the tokenizer's files into the folder of the weights",
             )  # fmt: skip
-        texts, _ = _texts(output)
+        texts, _ = _text_metadata(output)
         name = stated_name(output.name, config.architecture, texts[TOKENS])
         metadata = metadata_of(config) | {"general.type": "model", "general.name": name} | texts
         if ends := dict.fromkeys([*config.eos_token_ids, *texts.get(ENDS, [])]):
@@ -94,20 +85,20 @@ class Gguf:
         return {} if output.alone else present(text_folder(output.source.path), OTHER_FILES[1:])
 
     def notes(self, output: Output) -> list[str]:
-        return [*_texts(output)[1], *(f"{output.source.path}: {note}" for note in notes_of(output.config))]
+        return [*_text_metadata(output)[1], *(f"{output.source.path}: {note}" for note in notes_of(output.config))]
 
 
 def stated_name(name: str, architecture: str, tokens: Collection[str]) -> str:
-    """A model's name such that llama.cpp does what its tokenizer does: by that name alone it takes one for Phi-3,
-    whose special tokens swallow the spaces behind them, and then looks for its tokens."""
+    """A model's name with which llama.cpp tokenizes like its tokenizer: by the name it recognizes Phi-3, whose special
+    tokens remove the spaces after them."""
     named = re.search(_PHI3, name, re.IGNORECASE)
     if not {*tokens} >= _PHI3_TOKENS:
         return re.sub(_PHI3, r"\1 3", name, flags=re.IGNORECASE)
     return f"{name} (Phi-3)" if architecture == "phi3" and named is None else name
 
 
-def _texts(output: Output) -> tuple[dict[str, Any], list[str]]:
-    """The metadata of the tokenizer and the chat templates, and notes on them; found once, as vocabularies are long."""
+def _text_metadata(output: Output) -> tuple[dict[str, Any], list[str]]:
+    """The metadata of the tokenizer and the chat templates, and notes on them; computed once."""
     if _TEXTS not in output.found:
         output.found[_TEXTS] = tokenizer_metadata(output.source.path, output.config.vocab_size, output.templates)
     found: tuple[dict[str, Any], list[str]] = output.found[_TEXTS]

@@ -1,4 +1,4 @@
-"""Reading GGUF: canonical tensors out of llama.cpp's, codes where a type has them exactly, floats from all others."""
+"""Reading GGUF: canonical tensors from llama.cpp's, as codes if a type holds them exactly, else as floats."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _QUANTIZATION_VERSION = 2
-_MOST_FACTORS = 2**16
-_DEFAULT = DType.BFLOAT16  # of a model none of whose matrices is stored as floats
+_MAX_FACTORS = 2**16
+_DEFAULT = DType.BFLOAT16  # of a model without float matrices
 
 
 class GgufCheckpoint:
     """A model in GGUF, read lazily.
 
-    Its float type is that of most of its matrices that are floats; where none is, bfloat16. Norms, biases and routers
-    are float32, as they lie. An embedding or a head in integers that are no codes here is read in float32 where that is
-    exact; all other such weights as floats of the model's type.
+    Its float type is that of most of its float matrices, or bfloat16. Norms, biases and routers stay float32. Integers
+    that are no codes here are read as floats: an embedding or a head as float32 if that is exact, others in the model's
+    type.
     """
 
     format = "gguf"
     kv_cache = None
 
     def __init__(self, path: Path, floats_as: DType | None = None) -> None:
-        """Open a file, with the other parts if it is one of several; headers only.
+        """Open a file, with its other parts if there are several; headers only.
 
         Args:
             floats_as: see `Container.open`.
@@ -87,7 +87,7 @@ class GgufCheckpoint:
             if not (tensor.name == _HEAD and self.config.tied_embeddings)
         }
         self._order = [parameter.name for parameter in parameters(self.config)]
-        if MODEL_TYPE not in metadata:  # quantkit has told it on writing
+        if MODEL_TYPE not in metadata:  # else quantkit wrote it, with these notes
             self.notes += [f"{self.path}: {note}" for note in notes_of(self.config)]
         for name in (_EMBEDDING, _HEAD):
             tensor = self._disk.get(name)
@@ -132,7 +132,7 @@ class GgufCheckpoint:
         return read_place(file, view, stored.type, spec, tensor, place, stored_offset(self.config, tensor), part)
 
     def _spec(self, tensor: DiskTensor) -> TensorSpec:
-        """What a tensor is read as."""
+        """The spec with which a tensor is read."""
         kind = self._stored[tensor.name].type
         if kind in FLOATS:
             return TensorSpec(tensor.name, tensor.shape, FLOATS[kind])
@@ -144,7 +144,7 @@ class GgufCheckpoint:
         return TensorSpec(tensor.name, tensor.shape, self._floats_as, None, stored_as)
 
     def _exact_floats(self, tensor: DiskTensor) -> bool:
-        """Whether a tensor of integers is the embedding or the head, no codes, and float32 has all its numbers."""
+        """Whether a tensor is the embedding or the head in integers that are no codes, and float32 is exact."""
         kind = self._stored[tensor.name].type
         return tensor.name in (_EMBEDDING, _HEAD) and kind in EXACT and kind not in BLOCK_TYPES
 
@@ -152,7 +152,7 @@ class GgufCheckpoint:
         return self._files[id(self._home[name])]
 
     def _view(self, tensor: DiskTensor) -> View:
-        """Where a tensor lies, in the shape that it should have; of blocks their bytes."""
+        """The place of a tensor, in the expected shape; of blocks, their bytes."""
         view = self._file(tensor.name).view(tensor.name)
         shape = (*tensor.shape[:-1], view.shape[-1])
         return replace(view, shape=shape, stride=contiguous_strides(shape))
@@ -161,28 +161,25 @@ class GgufCheckpoint:
         version = metadata.get("general.quantization_version", _QUANTIZATION_VERSION)
         for name, tensor in self._stored.items():
             if tensor.type in NOT_READ or (tensor.type not in FLOATS and len(tensor.shape) == 1):
-                raise UnsupportedError(
-                    f"tensor '{name}' is of a type that is not read", path=self._home[name].path, found=tensor.type
-                )
+                problem = f"tensor '{name}' is of a type that is not read"
+                raise UnsupportedError(problem, path=self._home[name].path, found=tensor.type)
             if tensor.type not in FLOATS and version != _QUANTIZATION_VERSION:
                 raise UnsupportedError(
-                    "is quantized by rules that are not known", path=self.path,
+                    "is quantized by unknown rules", path=self.path,
                     found=f"general.quantization_version {shown(version)}", expected=_QUANTIZATION_VERSION,
                 )  # fmt: skip
 
     def _factors(self, name: str) -> tuple[float, ...]:
         """The numbers of a small tensor."""
         tensor = self._stored[name]
-        if tensor.type is not GgmlType.F32 or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FACTORS:
-            raise CheckpointError(
-                f"tensor '{name}' is no list of factors", path=self._home[name].path,
-                found=f"{tensor.type} {list(tensor.shape)}",
-            )  # fmt: skip
+        if tensor.type is not GgmlType.F32 or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS:
+            problem, found = f"tensor '{name}' is no list of factors", f"{tensor.type} {list(tensor.shape)}"
+            raise CheckpointError(problem, path=self._home[name].path, found=found)
         raw = self._home[name].source.read(tensor.offset, tensor.nbytes)
         return struct.unpack(f"<{tensor.shape[0]}f", raw)
 
     def _tied(self) -> bool:
-        """Whether the head is absent, or the embedding over again, as some architectures want it."""
+        """Whether the head is absent or a copy of the embedding, as some architectures store it."""
         if _HEAD not in self._stored or _EMBEDDING not in self._stored:
             return True
         if self._stored[_HEAD].type != self._stored[_EMBEDDING].type:
@@ -190,7 +187,7 @@ class GgufCheckpoint:
         return same_tensor(self._file(_HEAD), _HEAD, self._file(_EMBEDDING), _EMBEDDING)
 
     def _dtype(self) -> DType:
-        """The float type of most matrices that are floats."""
+        """The float type of most float matrices."""
         sizes: Counter[DType] = Counter()
         for tensor in self._disk.values():
             stored = self._stored.get(tensor.name)
@@ -199,7 +196,7 @@ class GgufCheckpoint:
         return sizes.most_common(1)[0][0] if sizes else _DEFAULT
 
     def _check(self) -> None:
-        """Hold the tensors against those that the model calls for."""
+        """Compare the tensors with those of the model."""
         expected = {name: tensor.shape for name, tensor in self._disk.items()}
         found = {}
         for name, tensor in self._stored.items():
@@ -214,7 +211,7 @@ class GgufCheckpoint:
 
 
 def _padding_token(metadata: Mapping[str, Any], rows: int, path: Path) -> int | None:
-    """The number of the token that fills up batches; transformers has defaults of its own where a config says none."""
+    """The id of the padding token; without one in a config, transformers uses its own defaults."""
     ids = Settings(metadata, path).ids("tokenizer.ggml.padding_token_id")
     return ids[0] if ids and ids[0] < rows else None
 
@@ -223,11 +220,11 @@ def read_place(
     file: TensorFile, view: View, kind: GgmlType, spec: TensorSpec, tensor: DiskTensor, place: Place, offset: float,
     part: TensorSlice | None = None,
 ) -> Tensor | QuantTensor:  # fmt: skip
-    """A canonical tensor, or a part of it, of one in a file.
+    """A canonical tensor, or a part of it, from a tensor in a file.
 
     Args:
-        view: where that lies, see `view_of`.
-        kind, spec: how it is stored, and what it is read as.
+        view: the place of the tensor in the file, see `view_of`.
+        kind, spec: its type in the file, and the spec with which it is read.
         offset: see `stored_offset`.
     """
     if kind in FLOATS:
@@ -241,7 +238,7 @@ def read_place(
 
 
 def view_of(tensor: GgufTensor) -> View:
-    """Where a tensor lies: floats by their numbers, all others by bytes."""
+    """The place of a tensor: floats by elements, all others by bytes."""
     dtype, shape = FLOATS.get(tensor.type), tensor.shape
     if dtype is None:
         dtype, shape = DType.UINT8, (*shape[:-1], tensor.type.row_bytes(shape[-1]))
@@ -249,11 +246,6 @@ def view_of(tensor: GgufTensor) -> View:
 
 
 def _as_expected(tensor: GgufTensor, shape: tuple[int, ...] | None) -> tuple[int, ...]:
-    """A tensor's shape; sizes of 1 before it are as good as none."""
-    if shape is not None and _bare(tensor.shape) == _bare(shape):
-        return shape
-    return tensor.shape
-
-
-def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return _bare(shape[1:]) if len(shape) > 1 and shape[0] == 1 else shape
+    """A tensor's shape, without leading sizes of 1 that are not expected."""
+    padded = (1,) * (4 - len(tensor.shape)) + tensor.shape
+    return shape if shape is not None and padded == (1,) * (4 - len(shape)) + shape else tensor.shape

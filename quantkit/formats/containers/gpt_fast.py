@@ -1,31 +1,31 @@
-"""gpt-fast's folders: ``model.pth`` in floats or ``model_int8.pth`` beside a Hugging Face config and tokenizer; read
+"""gpt-fast's folders: ``model.pth`` in floats or ``model_int8.pth``, with a Hugging Face config and tokenizer; read
 only.
 
-Names are Meta's, rows of queries and keys lie as Meta's do, with those of the values below them in one ``wqkv``. In
-int8 each linear, the head too, has ``weight`` int8 [N, K] and ``scales`` [N], ``w = weight * scales``; the embedding
-and the norms stay floats.
+Names are Meta's. Rows of queries and keys are in Meta's order; ``wqkv`` has them and the values' rows. In int8 each
+linear, also the head, has ``weight`` int8 [N, K] and ``scales`` [N], ``w = weight * scales``; the embedding and the
+norms are floats.
 Source: gpt-fast's ``convert_hf_checkpoint.py``, ``quantize.py`` and ``model.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, Place
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.names import GPT_FAST, split_derived
 from quantkit.architectures.topology import Parameter, parameters
-from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import same_tensor
 from quantkit.formats.checkpoint import require_tensors
-from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, RawModule
-from quantkit.formats.container import Output
+from quantkit.formats.codecs.codec import RawModule
+from quantkit.formats.container import Container, refuse_tensors_only
 from quantkit.formats.containers.hf_parts import decode, read_floats, share
 from quantkit.formats.containers.hf_settings import NOT_CARRIED
 from quantkit.json_values import read_settings
@@ -46,57 +46,34 @@ _SCHEME = QuantScheme(8, None)
 _EMBEDDING, _HEAD = (f"{GPT_FAST[role]}.weight" for role in ("embedding", "head"))
 
 
-class GptFast:
+class GptFast(Container):
     """The container of PyTorch's gpt-fast."""
 
     name = "gpt-fast"
     title = "gpt-fast"
     config_file = "config.json"
     weights: Mapping[str, str] = _FILES
-    methods: Mapping[str, QuantMethod] = {}
-    native: CodeFormat | None = None
     stores_tied_head = True
-    states_tokens = True
-    model_parallel = False
     derived = True
     read_only = True
-    one_file = False
 
     def present(self, path: Path) -> list[str]:
         return [kind for kind, spelled in _FILES.items() if path.is_dir() and any(path.glob(spelled))]
-
-    def indexed(self, path: Path, kind: str) -> bool:
-        return False
 
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
     ) -> GptFastCheckpoint:  # fmt: skip
         """
         Raises:
-            UnsupportedError: for int4 files besides; their codes lie as one kind of GPU multiplies them.
+            UnsupportedError: for int4 files, whose layout depends on the kernel of one kind of GPU.
         """
-        if tensors_only:
-            raise RequestError("`tensors_only=True` is for Hugging Face folders; of gpt-fast's all is known", path=path)
+        refuse_tensors_only(self, tensors_only, path)
         if kind == _INT4:
             raise UnsupportedError(
                 "gpt-fast's int4 files hold what one kernel multiplies, not codes and zero points", path=path,
                 found=next(path.glob(_FILES[kind])).name, expected=" or ".join(list(_FILES.values())[:2]),
             )  # fmt: skip
         return GptFastCheckpoint(path, path / _FILES[kind])
-
-    def parameters(
-        self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
-    ) -> NoReturn:  # fmt: skip
-        raise _not_written()
-
-    def encoder(self, output: Output) -> NoReturn:
-        raise _not_written()
-
-    def side_files(self, output: Output) -> NoReturn:
-        raise _not_written()
-
-    def notes(self, output: Output) -> list[str]:
-        return []
 
 
 class GptFastCheckpoint:
@@ -163,7 +140,7 @@ class GptFastCheckpoint:
         return decode(_Int8Rows(), RawModule(tensor.module, homes, self._file.path), spec, place, part)
 
     def _read_config(self, raw: Mapping[str, Any], path: Path) -> ModelConfig:
-        """The config of the download; the floats are of the type that the file has, and the head may be its own."""
+        """The config of the download, with the float type of the file; the head may be untied."""
         config = config_from_hf(raw, path)
         embedding, head = self._stored.get(_EMBEDDING), self._stored.get(_HEAD)
         if embedding is None:
@@ -181,7 +158,7 @@ class GptFastCheckpoint:
         return replace(config, tied_embeddings=False)
 
     def _join_scales(self, tensors: Mapping[str, DiskTensor]) -> dict[str, TensorSpec]:
-        """Every tensor on disk, int8 weights and their scales as one."""
+        """Every tensor on disk, with int8 weights and their scales as one tensor."""
         stored = dict(self._stored)
         found = {}
         for name in self._stored:
@@ -193,8 +170,8 @@ class GptFastCheckpoint:
             if weight.dtype != DType.INT8 or scales.dtype not in FLOATS or scales.shape != weight.shape[:1]:
                 raise CheckpointError(
                     f"the scales of '{name}' do not go with it", path=self._file.path,
-                    found=f"{scales.dtype} {list(scales.shape)} beside {weight.dtype} {list(weight.shape)}",
-                    expected="one a row of int8",
+                    found=f"{scales.dtype} {list(scales.shape)} for {weight.dtype} {list(weight.shape)}",
+                    expected="one per row of int8",
                 )  # fmt: skip
             found[name] = TensorSpec(name, weight.shape, scales.dtype, _SCHEME)
             del stored[scales.name]
@@ -202,7 +179,7 @@ class GptFastCheckpoint:
 
 
 class _Int8Rows:
-    """Signed codes of rows beside their scales."""
+    """Signed codes of rows, and their scales."""
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor:
         import torch
@@ -243,7 +220,3 @@ def _disk_tensors(config: ModelConfig, path: Path) -> dict[str, DiskTensor]:
 
 def _scales_of(name: str) -> str:
     return name.removesuffix(_WEIGHT) + _SCALES
-
-
-def _not_written() -> RequestError:
-    return RequestError("gpt-fast's files are read, not written", expected="another `to`")

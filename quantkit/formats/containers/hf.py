@@ -16,7 +16,7 @@ from quantkit.architectures.topology import Parameter, parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME, Int8Activations
-from quantkit.formats.container import Output
+from quantkit.formats.container import Container, Output
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint, index_path, weight_kinds
 from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs, without_settings
 from quantkit.formats.folder import json_bytes, present, side_names, with_templates
@@ -29,25 +29,20 @@ if TYPE_CHECKING:
     from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 
 
-class HuggingFace:
+class HuggingFace(Container):
     """The container of most published models."""
 
     name = "hf"
     title = "Hugging Face"
     config_file = "config.json"
     weights: Mapping[str, str] = {"safetensors": "safetensors", "bin": "pytorch_model*.bin"}
-    stores_tied_head = False
-    states_tokens = True
-    model_parallel = False
-    derived = False
-    read_only = False
-    one_file = False
+    native: QuantMethod
 
     def __init__(self, methods: Mapping[str, QuantMethod], native: QuantMethod) -> None:
         """
         Args:
             methods: by ``quant_method``.
-            native: the one that is written where none is asked for.
+            native: the one that is written by default.
         """
         self.methods = methods
         self.native = native
@@ -64,7 +59,7 @@ class HuggingFace:
         return HFCheckpoint(path, kind, self.methods, tensors_only=tensors_only, floats_as=floats_as)
 
     def schemes(self, raw: Mapping[str, Any], config: ModelConfig, path: Path) -> dict[str, QuantScheme]:
-        """The scheme of every module that a config.json quantizes, whether or not there are weights.
+        """The scheme of every module that a config.json quantizes; weights are not needed.
 
         Raises:
             CheckpointError, UnsupportedError: see `QuantMethod.read_settings`.
@@ -87,13 +82,13 @@ class HuggingFace:
     def encoder(self, output: Output) -> SafetensorsEncoder:
         from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 
-        beside = () if output.kv_cache is None else output.kv_cache.stored()
+        scales = () if output.kv_cache is None else output.kv_cache.stored()
         method = output.method or self.native
-        return SafetensorsEncoder(output.planned, output.config, output.shard_bytes, method, beside)
+        return SafetensorsEncoder(output.planned, output.config, output.shard_bytes, method, scales)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         source, config = output.source, output.config
-        raw, beside = _config(source, config), dict[str, bytes]()
+        raw, settings_files = _config(source, config), dict[str, bytes]()
         raw = raw if output.schemes else without_settings(raw)
         if (output.schemes or output.kv_cache is not None) and SETTINGS not in raw:
             every = config.tensors is None or config.unstored is not None
@@ -103,8 +98,8 @@ class HuggingFace:
             if output.kv_cache is not None:
                 settings[KV_CACHE_SCHEME] = output.kv_cache.scheme
             raw |= dict.fromkeys(method.keys, settings)
-            beside = method.side_files(settings)
-        files: dict[str, bytes | Path] = {self.config_file: json_bytes(raw), **beside}
+            settings_files = method.side_files(settings)
+        files: dict[str, bytes | Path] = {self.config_file: json_bytes(raw), **settings_files}
         files.update(present(text_folder(source.path), side_names(source)))
         if source.format != self.name:
             files.update(_exported_tokenizer(text_folder(source.path)))
@@ -119,7 +114,7 @@ class HuggingFace:
 
 
 def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
-    """The config.json of an output, but for its quantization."""
+    """The config.json of an output, without its quantization."""
     if config.tensors is None:
         return {**source.extra_config, **config_to_hf(config)}
     same = config.dtype == source.config.dtype
@@ -127,15 +122,15 @@ def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
 
 
 def _with_experts_apart(config: ModelConfig) -> list[DiskTensor]:
-    """The tensors of a folder where every expert has modules of its own."""
+    """The tensors of a folder in which each expert has its own modules."""
     return disk_tensors(config, {p.module for p in parameters(config) if p.expert is not None})
 
 
 def _on_disk(
     schemes: Mapping[str, QuantScheme], config: ModelConfig, method: QuantMethod
 ) -> tuple[dict[str, QuantScheme], dict[str, int]]:  # fmt: skip
-    """The schemes by the names of modules on disk, and the inputs of all linears, a tied head and routers among them;
-    where readers have another name for one, by both."""
+    """The schemes by the names of modules on disk, and the inputs of all linears, with a tied head and routers; a
+    module with another name for readers is listed by both."""
     untied = replace(config, tied_embeddings=False)
     tensors = [
         tensor
@@ -147,13 +142,13 @@ def _on_disk(
     found |= {aliases[module]: scheme for module, scheme in found.items() if module in aliases}
     found |= dict.fromkeys((*(config.unstored or ()), *carried_modules(config)))
     inputs = {name: t.shape[-1] for t in tensors for name in (t.module, aliases.get(t.module, t.module))}
-    told = {module: scheme for module, scheme in found.items() if scheme is not None}
-    return told, {module: inputs.get(module, 0) for module in found}
+    quantized = {module: scheme for module, scheme in found.items() if scheme is not None}
+    return quantized, {module: inputs.get(module, 0) for module in found}
 
 
 def _exported_tokenizer(folder: Path) -> dict[str, bytes]:
-    """A tokenizer.json for a tokenizer that came from Meta, or where that would not
-    tokenize alike, just the settings with which transformers reads the original."""
+    """A tokenizer.json for a tokenizer from Meta; if it would tokenize differently, only the settings with which
+    transformers reads the original."""
     path = folder / "tokenizer.model"
     if not path.is_file() or (folder / "tokenizer.json").is_file():
         return {}

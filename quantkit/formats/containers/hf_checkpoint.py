@@ -1,5 +1,5 @@
-"""Reading Hugging Face folders: canonical tensors out of those that the family has on disk; modules that are not
-stored as floats are read by their codecs."""
+"""Reading Hugging Face folders: canonical tensors from those that the family has on disk; codecs read quantized
+modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quantkit.architectures.names import is_derived_buffer, is_embedding, split_
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io, safetensors_io
-from quantkit.files.source import SourceFile
+from quantkit.files.source import SourceFile, damaged_file
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, ReadAsFloats
@@ -49,7 +49,7 @@ _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 
 
 def weight_kinds(folder: Path) -> list[str]:
-    """Which sets of Hugging Face weights a folder holds: safetensors, bin, both or none."""
+    """The sets of Hugging Face weights in a folder: safetensors, bin, both or none."""
     return [kind for kind in _STEMS if index_path(folder, kind).is_file() or _unindexed(folder, kind)]
 
 
@@ -66,7 +66,7 @@ class HFCheckpoint:
 
         Args:
             methods: of quantization that are read, by ``quant_method``.
-            tensors_only: whether to take any tensors for the model's, of whatever architecture.
+            tensors_only: whether to accept any tensors, of whatever architecture.
             floats_as: see `Container.open`.
 
         Raises:
@@ -75,7 +75,7 @@ class HFCheckpoint:
         """
         self.path = path
         self.notes: list[str] = []
-        self._asked_floats = floats_as
+        self._requested_floats = floats_as
         self._config_path = path / "config.json"
         stated = read_settings(self._config_path)
         raw = settings_in(stated, None if tensors_only else path)
@@ -131,8 +131,8 @@ class HFCheckpoint:
         return TensorSpec(name, place.shape, stored.dtype, stored.scheme, stored.stored_as)
 
     def files(self) -> list[SourceFile]:
-        beside = () if self.kv_cache is None else self.kv_cache.tensors.values()
-        homes = {home.source for home in (*self._files.values(), *beside)}
+        scales = () if self.kv_cache is None else self.kv_cache.tensors.values()
+        homes = {home.source for home in (*self._files.values(), *scales)}
         return [*sorted(homes, key=lambda home: home.path), *self._settings]
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
@@ -182,15 +182,15 @@ class HFCheckpoint:
 
     @property
     def _floats_as(self) -> DType:
-        """The type of what is read as floats, and is not stored so."""
-        return self._asked_floats or DType(self.config.dtype)
+        """The type of weights that are read as floats and stored otherwise."""
+        return self._requested_floats or DType(self.config.dtype)
 
     def _raw(self, tensor: DiskTensor) -> RawModule:
         return RawModule(tensor.module, self._home, self.path, self.notes)
 
     def _may_have_codec(self, tensor: DiskTensor) -> bool:
-        """Whether a codec may hold a tensor: a linear's weight, or what is not there as floats, be it all experts, an
-        embedding or a router."""
+        """Whether a codec may decode a tensor: a linear's weight, or one that is not stored as floats, such as all
+        experts, an embedding or a router."""
         found = self._stored.get(tensor.name)
         if not self.config.runnable:
             return found is None or f"{tensor.module}.{SCALE}" in self._stored
@@ -201,21 +201,21 @@ class HFCheckpoint:
         return found.dtype not in FLOATS
 
     def _take_dtype(self) -> None:
-        """The float type that all tensors have is the model's, where its config says none."""
+        """If the config has no float type, use that of the tensors if all have the same."""
         found = {str(tensor.dtype) for tensor in self._stored.values()}
         if len(found) == 1 and (dtype := found.pop()) in FLOATS:
             self.config = self.config.with_dtype(dtype)
 
     def _take_tensors(self, raw: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
-        """Take whatever tensors there are for the model's: floats, those that codecs may hold, and all others.
+        """Accept all tensors as the model's: floats, those that codecs may decode, and others.
 
         Args:
             raw: see `settings_in`.
-            stated: the config.json as it stands.
+            stated: the config.json as it is.
         """
         self.config = opaque_config(raw, {name: (one.shape, one.dtype) for name, one in self._stored.items()})
         settings = self._stated_settings(raw)
-        if settings is not None and states_scheme(settings):  # tensors of such names may be anything elsewhere
+        if settings is not None and states_scheme(settings):  # in other folders such names mean anything
             self._take_kv_cache(raw)
         self._dequantize(raw)
         shapes = packed_shapes(self._stored, self._files, raw)
@@ -230,13 +230,13 @@ class HFCheckpoint:
         self.extra_config = stated if shapes else without_settings(stated)
 
     def _take_kv_cache(self, raw: Mapping[str, Any]) -> None:
-        """Set the scales of a quantized cache apart from the model's tensors."""
+        """Separate the scales of a quantized cache from the model's tensors."""
         self.kv_cache = take_kv_cache(self._stored, self._files, self._stated_settings(raw), self.config, self.path)
         if self.kv_cache is not None:
             self.notes.append(f"{self.path}: the KV cache is to be quantized ({self.kv_cache.line()}); not used here")
 
     def _stated_settings(self, raw: Mapping[str, Any]) -> Settings | None:
-        """The settings of a quantization; None where there are none.
+        """The settings of a quantization, if there are any.
 
         Args:
             raw: see `settings_in`.
@@ -245,13 +245,13 @@ class HFCheckpoint:
         return Settings(stated, self._config_path, SETTINGS) if isinstance(stated, dict) else None
 
     def _dequantize(self, raw: Mapping[str, Any]) -> None:
-        """Put floats in the place of weights in small floats with scales."""
+        """Replace weights in small floats with scales by floats."""
         settings = self._stated_settings(raw)
         self._stored, self._home, notes = dequantized(self._stored, self._files, settings, self._floats_as)
         self.notes += [f"{self.path}: {note}" for note in notes]
 
     def _require_unquantized(self, settings: Mapping[str, Any] | None) -> None:
-        """Refuse what is left of a quantization, whose settings lie in the config or not.
+        """Refuse remains of a quantization, with settings in the config or elsewhere.
 
         Raises:
             CheckpointError, UnsupportedError: see `require_unquantized`.
@@ -263,13 +263,13 @@ class HFCheckpoint:
         if method is None and elsewhere:
             raise UnsupportedError(
                 "the source is quantized already, in a scheme that its config does not name", path=self.path,
-                found=elsewhere[0], hint="start from the float model; if this is one, take the file away",
+                found=elsewhere[0], hint="start from the float model; if this is one, remove the file",
             )  # fmt: skip
 
     def _read_headers(self, kind: str, *, derived: bool = False) -> None:
         """
         Args:
-            derived: whether buffers that a config determines are tensors too.
+            derived: whether to include buffers that the config determines.
         """
         index = index_path(self.path, kind)
         if index.is_file():
@@ -313,7 +313,7 @@ class HFCheckpoint:
             raise CheckpointError("holds no tensors", path=self.path)
 
     def _drop_tied_head(self) -> None:
-        """A tied model may store its head once more; it must then be the embedding."""
+        """Drop a tied model's stored head, which must equal the embedding."""
         if not self.config.tied_embeddings:
             return
         head, embedding = disk_name(self.config, "head"), disk_name(self.config, "embedding")
@@ -322,12 +322,12 @@ class HFCheckpoint:
         if not same_tensor(self._home[head], head, self._home[embedding], embedding):
             raise CheckpointError(
                 f"tie_word_embeddings is true, yet {head} differs from the embedding", path=self._config_path,
-                hint="set tie_word_embeddings to false if the head was trained apart",
+                hint="set tie_word_embeddings to false if the head was trained separately",
             )  # fmt: skip
         del self._stored[head]
 
     def _join_coded(self, tensors: Mapping[str, DiskTensor]) -> dict[str, TensorSpec]:
-        """Every tensor on disk, the several of a module with a codec as the one weight that they are."""
+        """Every tensor on disk; the tensors of a module with a codec as one weight."""
         dtype, stored = self._floats_as, dict(self._stored)
         joined = {}
         for name, codec in self._codecs.items():
@@ -339,7 +339,7 @@ class HFCheckpoint:
             if name in stored:
                 raise CheckpointError(
                     f"'{raw.name}' is there in floats and quantized", path=self.path, found=f"'{name}'",
-                    expected="only its codes, and what goes with them",
+                    expected="only its codes and scales",
                 )  # fmt: skip
             joined[name] = spec
         kinds = Counter(spec.stored_as for spec in joined.values() if spec.stored_as is not None)
@@ -352,25 +352,25 @@ class HFCheckpoint:
         return {name: self._float_spec(tensor) for name, tensor in stored.items()} | joined
 
     def _float_spec(self, tensor: StoredTensor) -> TensorSpec:
-        """A tensor that no codec holds."""
+        """The spec of a tensor without a codec."""
         home = self._home[tensor.name]
         stored_as = home.stored_as if isinstance(home, DequantizedTensor) else None
         return TensorSpec(tensor.name, tensor.shape, tensor.dtype, None, stored_as)
 
 
 def index_path(folder: Path, kind: str) -> Path:
-    """Where the index of a sharded set of weights lies."""
+    """The path of the index of a sharded set of weights."""
     return folder / f"{_STEMS[kind]}.{kind}.index.json"
 
 
 def _unindexed(folder: Path, kind: str) -> list[Path]:
-    """Weight files by their name alone: one whole, or parts ``-00001-of-00002``."""
+    """Weight files by name: a single one, or parts ``-00001-of-00002``."""
     pattern = re.compile(rf"{_STEMS[kind]}(-\d+-of-\d+)?\.{kind}")
     return sorted(p for p in folder.iterdir() if pattern.fullmatch(p.name))
 
 
 def _require_all_parts(paths: list[Path]) -> None:
-    """Without an index, parts must be all there, and be parts of one set."""
+    """Without an index, all parts must exist and belong to one set."""
     totals = {m[1] for p in paths if (m := re.search(r"-of-(\d+)\.", p.name))}
     whole = [p for p in paths if "-of-" not in p.name]
     if len(totals) + len(whole) > 1:
@@ -383,10 +383,8 @@ def _require_all_parts(paths: list[Path]) -> None:
         for number in range(1, int(total) + 1):
             name = re.sub(r"-\d+-of-", f"-{number:0{len(total)}d}-of-", paths[0].name)
             if name not in present:
-                raise CheckpointError(
-                    "the weight file is missing", path=paths[0].with_name(name),
-                    found=f"{len(present)} of {int(total)} parts", hint="download it again",
-                )  # fmt: skip
+                found = f"{len(present)} of {int(total)} parts"
+                raise damaged_file("the weight file is missing", paths[0].with_name(name), found)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -396,6 +394,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     for name, file in raw.items():
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or "\\" in file:
             raise CheckpointError(
-                f"sends tensor '{name}' outside the folder", path=index, found=repr(file), expected="a plain file name"
+                f"puts tensor '{name}' outside the folder", path=index, found=repr(file), expected="a plain file name"
             )
     return raw

@@ -1,5 +1,5 @@
-"""Canonical tensors out of those on disk that hold them, and back: rows of fused projections, of stacked experts, and
-rotary rows in another order."""
+"""Canonical tensors from those on disk, and back: rows of fused projections, of stacked experts, and rotary rows in
+another order."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def read_floats(file: TensorFile, view: View, tensor: DiskTensor, place: Place, part: TensorSlice | None) -> Tensor:
-    """A canonical tensor, or a part of it, of one that is stored as floats; no other rows are read.
+    """A canonical tensor, or a part of it, from one that is stored as floats; no other rows are read.
 
     Args:
-        view: where all of the tensor on disk lies in the file.
+        view: the place of the tensor on disk.
     """
     if tensor.whole:
         return file.read_view(view, part)
@@ -44,7 +44,7 @@ def read_floats(file: TensorFile, view: View, tensor: DiskTensor, place: Place, 
 def read_dequantized(
     weight: DequantizedTensor, spec: TensorSpec, tensor: DiskTensor, place: Place, part: TensorSlice | None
 ) -> Tensor:
-    """A canonical tensor, or a part of it, of one that is read as floats.
+    """A canonical tensor, or a part of it, from one that is read as floats.
 
     Args:
         spec: of the tensor on disk.
@@ -59,8 +59,7 @@ def read_dequantized(
 
 
 def zero_biases(modules: Iterable[str], known: Collection[str], homes: Mapping[str, Home]) -> list[str]:
-    """The biases of quantized modules that the architecture does not have, and that add nothing: early AutoGPTQ gave
-    every linear one.
+    """The zero biases of quantized modules that the architecture does not have; early AutoGPTQ added them.
 
     Args:
         known: names of the tensors on disk that the architecture has.
@@ -70,7 +69,7 @@ def zero_biases(modules: Iterable[str], known: Collection[str], homes: Mapping[s
 
 
 class Decodes(Protocol):
-    """What gives the weight that tensors mean; a codec, or what stands for a file."""
+    """Decodes a weight: a codec, or an adapter of a file."""
 
     def decode(self, raw: Any, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor: ...
 
@@ -78,8 +77,8 @@ class Decodes(Protocol):
 def decode(
     codec: Decodes, raw: RawModule | None, spec: TensorSpec, place: Place, part: TensorSlice | None
 ) -> QuantTensor | Tensor:  # fmt: skip
-    """A canonical tensor, or a part of it, of one that a codec holds; of a stacked one, what it holds of the expert
-    is decoded, floats [1, O, I] or codes [O, I].
+    """A canonical tensor, or a part of it, from one that a codec decodes; of a stacked one only the expert is decoded,
+    floats [1, O, I] or codes [O, I].
 
     Args:
         spec: of the tensor on disk.
@@ -111,10 +110,10 @@ def decode(
 
 
 def assembled(tensor: DiskTensor, values: Sequence[Tensor | QuantTensor]) -> Tensor | QuantTensor:
-    """A tensor on disk, or what it holds of one expert, from its parts in order.
+    """A tensor on disk, or one expert of it, from its parts in order.
 
     Raises:
-        ValueError: if they are of several schemes or float types.
+        ValueError: if the parts differ in scheme or float type.
     """
     import torch
 
@@ -132,7 +131,7 @@ def assembled(tensor: DiskTensor, values: Sequence[Tensor | QuantTensor]) -> Ten
     if quantized:
         joined = None if floats else stacked(quantized)
         if joined is None:
-            raise ValueError(f"{tensor.name}: its parts are not quantized alike")
+            raise ValueError(f"{tensor.name}: its parts are quantized differently")
         return joined
     if tensor.stacked is not None and tensor.stacked.interleaved and len(floats) > 1:
         rows = torch.stack(floats, 1).flatten(0, 1)
@@ -143,7 +142,7 @@ def assembled(tensor: DiskTensor, values: Sequence[Tensor | QuantTensor]) -> Ten
 
 
 def share(size: int, tensor: DiskTensor, place: Place) -> int:
-    """What of a tensor's bytes is a part's; those of all parts are all."""
+    """The bytes of a part of a tensor; the shares of all parts add up to its size."""
     elements = math.prod(tensor.shape)
     if place is tensor.places[0]:
         return size - sum(size * math.prod(other.shape) // elements for other in tensor.places[1:])
@@ -170,7 +169,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def _whole_heads(part: TensorSlice | None, head: int) -> tuple[TensorSlice | None, TensorSlice | None]:
-    """The heads that a part of rows lies in, and the part of them that it is; None for all of them."""
+    """The complete heads that contain a part of rows, and the part of these; None for all rows."""
     if part is None or part.axis == 1 or not any(bound % head for bounds in part.ranges for bound in bounds):
         return part, None
     wider, inside, before = [], [], 0

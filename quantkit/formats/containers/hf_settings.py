@@ -1,4 +1,4 @@
-"""How Hugging Face folders say that they are quantized: in config.json, in one of its parts, or in a file beside it."""
+"""Where Hugging Face folders have the settings of a quantization: in config.json, a part of it, or their own file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from quantkit.formats.kv_cache_scheme import states_scheme
 from quantkit.json_values import Settings, read_json, shown
 
 SETTINGS = "quantization_config"
-"""The key of config.json under which the settings of a quantization lie."""
+"""The key of config.json with the settings of a quantization."""
 _MLX_SETTINGS = "quantization"
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": MODEL_OPTIMIZER}
-"""Where settings lie that config.json does not hold, and whose they are where they do not say."""
+"""Files with settings that config.json does not have, and their method if they name none."""
 _FLOAT8 = "FP8"
 NOT_CARRIED = {SETTINGS, _MLX_SETTINGS, "dtype", "rope_scaling", "_name_or_path", "auto_map"}
-"""Keys of config.json that are no part of what an output's says besides its config."""
+"""Keys of config.json that are not copied into an output's."""
 
 
 def read_codecs(
@@ -31,16 +31,16 @@ def read_codecs(
     methods: Mapping[str, QuantMethod],
     stored: Collection[str] = (),
 ) -> tuple[QuantMethod | None, dict[str, Codec]]:
-    """How a config.json says that a folder is quantized: the method, and the codec of each module; none for floats.
+    """The method of quantization in a config.json, and the codec of each module; none for floats.
 
     Args:
         raw: see `settings_in`.
         path: of config.json, for errors.
-        stored: the names of all tensors; none where only the config is looked at.
+        stored: the names of all tensors; empty if only the config is read.
 
     Raises:
         UnsupportedError: for a method that is not read; see also `QuantMethod.read_settings`.
-        CheckpointError: for settings of the wrong kind.
+        CheckpointError: for settings of the wrong type.
     """
     if raw.get(SETTINGS) is None:
         return None, {}
@@ -63,17 +63,16 @@ def read_codecs(
             hint="start from the float model",
         )  # fmt: skip
     codecs = methods[name].read_settings(settings, modules, stored)
-    form = methods.get(str(settings.values.get("format")))  # that has a name of its own, and holds them all
+    form = methods.get(str(settings.values.get("format")))  # a format of this method with its own name
     named = form is not None and all(codec.scheme in form.schemes for codec in codecs.values())
     return form if form is not None and named else methods[name], codecs
 
 
 def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """A config.json in which the settings of a quantization stand, wherever a folder has them: in the config, in one
-    of its parts, under MLX's name, or in a file of their own.
+    """A config.json with the settings of a quantization, which may come from a part of it, MLX's key, or another file.
 
     Args:
-        folder: in which such a file may lie.
+        folder: of such a file.
 
     Raises:
         CheckpointError: if such a file is damaged.
@@ -83,13 +82,13 @@ def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
     nested = (part.get(SETTINGS) for part in raw.values() if isinstance(part, dict))
     found = next((one for one in (raw.get(SETTINGS), *nested) if one is not None), None)
     if found is None and folder is not None:
-        beside = [(folder / name, method) for name, method in _SETTINGS_FILES.items() if (folder / name).is_file()]
-        found = next(({"quant_method": method, **_plain(read_json(path))} for path, method in beside), None)
+        files = [(folder / name, method) for name, method in _SETTINGS_FILES.items() if (folder / name).is_file()]
+        found = next(({"quant_method": method, **_plain(read_json(path))} for path, method in files), None)
     return {**raw, SETTINGS: found}
 
 
 def _plain(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings in a file of their own, which Model Optimizer puts into a part of it."""
+    """The settings of a file; Model Optimizer has them in a part of it."""
     inner = settings.get(_MLX_SETTINGS)
     return inner if isinstance(inner, dict) else settings
 
@@ -97,8 +96,8 @@ def _plain(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def _require_read_weights(settings: Settings) -> None:
     """
     Raises:
-        UnsupportedError: for settings of Model Optimizer that name other weights than FP8, or neither weights nor a
-            cache.
+        UnsupportedError: for settings of Model Optimizer with weights other than FP8, or with neither weights nor a
+            KV cache.
     """
     stated = settings.values.get("quant_algo")
     if stated != _FLOAT8 and (stated is not None or not states_scheme(settings)):

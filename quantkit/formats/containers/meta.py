@@ -11,9 +11,9 @@ from quantkit.architectures.disk import parameters_as_written
 from quantkit.architectures.meta_params import config_to_meta
 from quantkit.architectures.topology import Parameter
 from quantkit.data.files import gate_texts
-from quantkit.errors import CheckpointError, RequestError
-from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
-from quantkit.formats.container import Output
+from quantkit.errors import CheckpointError
+from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.container import Container, Output, refuse_tensors_only
 from quantkit.formats.containers.meta_checkpoint import MetaCheckpoint, shard_paths
 from quantkit.formats.folder import OTHER_FILES, json_bytes, present, with_templates
 from quantkit.tensors.dtypes import DType
@@ -27,33 +27,24 @@ if TYPE_CHECKING:
 _TOKENIZER = "tokenizer.model"
 
 
-class Meta:
+class Meta(Container):
     """The container of Meta's own downloads; floats only."""
 
     name = "meta"
     title = "Meta"
     config_file = "params.json"
     weights: Mapping[str, str] = {"meta": "consolidated.*.pth"}
-    methods: Mapping[str, QuantMethod] = {}
-    native: CodeFormat | None = None
     stores_tied_head = True
     states_tokens = False
     model_parallel = True
-    derived = False
-    read_only = False
-    one_file = False
 
     def present(self, path: Path) -> list[str]:
         return ["meta"] if path.is_dir() and shard_paths(path) else []
 
-    def indexed(self, path: Path, kind: str) -> bool:
-        return False
-
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
     ) -> MetaCheckpoint:  # fmt: skip
-        if tensors_only:
-            raise RequestError("`tensors_only=True` is for Hugging Face folders; of Meta's all is known", path=path)
+        refuse_tensors_only(self, tensors_only, path)
         return MetaCheckpoint(path)
 
     def parameters(
@@ -64,16 +55,16 @@ class Meta:
     def encoder(self, output: Output) -> MetaEncoder:
         from quantkit.formats.containers.meta_encoder import MetaEncoder
 
-        # Llama 3, the first with a byte-level tokenizer, divides the embedding by rows.
+        # Llama 3, the first with a byte-level tokenizer, splits the embedding by rows.
         axis = 0 if output.tokenizer is not None and output.tokenizer.byte_level else 1
         return MetaEncoder(output.planned, output.config, output.model_parallel, embedding_axis=axis)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
         """
         Raises:
-            UnsupportedError: if params.json can't say what the model is.
-            CheckpointError: if the source has a tokenizer.model, which Meta's code reads, that is another tokenizer
-                than the one it is read with.
+            UnsupportedError: if params.json cannot describe the model.
+            CheckpointError: if the source's tokenizer.model, which Meta's code reads, is another tokenizer than its
+                tokenizer.json.
         """
         folder = text_folder(output.source.path)
         files: dict[str, bytes | Path] = {self.config_file: json_bytes(config_to_meta(output.config))}

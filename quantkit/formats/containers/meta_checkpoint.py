@@ -1,8 +1,7 @@
 """Reading Meta folders: ``consolidated.NN.pth`` model-parallel shards with ``params.json``.
 
-Each weight is split over the shards as the naming table says. Query and key rows are
-interleaved for rotary embedding and are brought into rotate-half order on reading.
-KV heads may be repeated where there are more shards than heads.
+Each weight is split over the shards as the table of names says. Query and key rows are interleaved for rotary
+embedding, and are reordered to rotate-half order. KV heads are repeated if there are more shards than heads.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from quantkit.architectures.names import META, split_derived
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io
-from quantkit.files.source import SourceFile
+from quantkit.files.source import SourceFile, damaged_file
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import raise_unexpected, require_complete
 from quantkit.json_values import Settings, read_settings
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 _SHARD = re.compile(r"consolidated\.(\d+)\.pth")
 _EMBEDDING, _HEAD = (f"{META[role]}.weight" for role in ("embedding", "head"))
 _QUERY, _GATE = (f"{META[role].format(layer=0)}.weight" for role in ("attention.q", "mlp.gate"))  # of the first layer
+_OTHER_MODEL = "the shards are of different models"
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -51,9 +51,8 @@ class MetaCheckpoint:
         """Open a folder; headers only.
 
         Raises:
-            CheckpointError: if shards are missing, damaged or disagree with each other,
-                with params.json or with the architecture.
-            UnsupportedError: if the checkpoint is quantized or not a Llama text model.
+            CheckpointError: if shards are missing or damaged, or contradict each other, the params or the architecture.
+            UnsupportedError: if the checkpoint is quantized or is not a Llama text model.
         """
         self.path = path
         self.notes: list[str] = []
@@ -101,11 +100,11 @@ class MetaCheckpoint:
         return [*(shard.source for shard in self._shards), self._params]
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor:
-        """One tensor, or a part of it, joined from its shards, in canonical layout; a part of rotary
-        rows is of whole heads.
+        """One tensor, or a part of it, joined from its shards, in canonical layout; a part of rotary rows must be of
+        complete heads.
 
         Raises:
-            CheckpointError: if copies that must agree among shards do not.
+            CheckpointError: if copies of a tensor in several shards differ.
         """
         parameter = self._parameters[name]
         stored, axis, copies = self._meta_name(parameter), self._axis(parameter), self._copies(parameter)
@@ -135,14 +134,12 @@ class MetaCheckpoint:
         return name
 
     def _same_tensors(self, shards: Sequence[Mapping[str, StoredTensor]]) -> set[str]:
-        """The names of the weights; every shard has them, in one shape and float type."""
+        """The names of the weights, which all shards have in the same shape and float type."""
         first = shards[0]
         for path, shard in zip(self._paths[1:], shards[1:], strict=True):
             if difference := sorted(set(first) ^ set(shard)):
-                raise CheckpointError(
-                    f"holds other tensors than {self._paths[0].name}", path=path, found=f"'{difference[0]}' in one",
-                    hint="the shards are of different models",
-                )  # fmt: skip
+                problem, found = f"holds other tensors than {self._paths[0].name}", f"'{difference[0]}' in one"
+                raise CheckpointError(problem, path=path, found=found, hint=_OTHER_MODEL)
             for name in split_derived(first)[0]:
                 tensor, expected = shard[name], first[name]
                 if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
@@ -155,7 +152,7 @@ class MetaCheckpoint:
         return set(split_derived(first)[0])
 
     def _read_config(self, params: Mapping[str, Any], params_path: Path) -> ModelConfig:
-        """The architecture; what params.json leaves open comes from the shapes."""
+        """The architecture, from params.json and the shapes."""
         count = len(self._paths)
         for needed in (_EMBEDDING, _QUERY, _GATE):
             if needed not in self._weights:
@@ -189,7 +186,7 @@ class MetaCheckpoint:
         try:
             tokenizer = load_tokenizer(self.path)
         except CheckpointError:
-            return config  # told where a tokenizer is needed
+            return config  # reported when a tokenizer is needed
         return replace(config, bos_token_id=tokenizer.bos_id, eos_token_ids=tokenizer.eos_ids)
 
     def _wrong_count(self, expected: int | None) -> None:
@@ -205,7 +202,7 @@ class MetaCheckpoint:
         return shape
 
     def _tied(self) -> bool:
-        """Whether the output projection is absent or the embedding over again."""
+        """Whether the output projection is absent or a copy of the embedding."""
         output, embedding = _HEAD, _EMBEDDING
         if output not in self._weights:
             return True
@@ -229,7 +226,7 @@ class MetaCheckpoint:
         return True
 
     def _check(self) -> None:
-        """Hold every shard's shapes against the table."""
+        """Compare the shapes with those of the model."""
         known = {self._meta_name(e): e for e in self._parameters.values()}
         head_is_double = self.config.tied_embeddings and _HEAD in self._weights
         strangers = self._weights - set(known) - ({_HEAD} if head_is_double else set())
@@ -250,15 +247,15 @@ class MetaCheckpoint:
         return tuple(joined)
 
     def _axis(self, parameter: Parameter) -> int:
-        """The axis that the shards divide, if any."""
+        """The axis that is split over the shards."""
         return self.embedding_axis if parameter.role == "embedding" else parameter.split_axis or 0
 
     def _copies(self, parameter: Parameter) -> int:
-        """How many shards, one after the other, hold the same piece."""
+        """The number of consecutive shards with the same piece."""
         return len(self._shards) if parameter.split_axis is None else self._replicas(parameter)
 
     def _replicas(self, parameter: Parameter) -> int:
-        """How many shards hold each KV head: more than one only where a shard holds just one."""
+        """The number of shards with the same KV head; more than one only if each shard has a single KV head."""
         if parameter.dims[0] != "kv":
             return 1
         shards, heads = len(self._shards), self.config.num_kv_heads
@@ -267,16 +264,14 @@ class MetaCheckpoint:
 
     def _require_equal(self, name: str, one: TensorFile, other: TensorFile, part: TensorSlice | None) -> None:
         if not one.read(name, part).equal(other.read(name, part)):
-            raise CheckpointError(
-                f"tensor '{name}' must be the same in every shard that holds it and is not", path=self.path,
-                hint="the shards are of different models",
-            )  # fmt: skip
+            problem = f"tensor '{name}' must be the same in every shard that holds it and is not"
+            raise CheckpointError(problem, path=self.path, hint=_OTHER_MODEL)
 
 
 def _overlaps(
     pieces: list[list[TensorFile]], size: int, part: TensorSlice
 ) -> list[tuple[list[TensorFile], TensorSlice | None]]:  # fmt: skip
-    """What a part takes of pieces of one size along its axis."""
+    """The pieces, of equal size along the part's axis, that a part overlaps, and the overlap of each."""
     found: list[tuple[list[TensorFile], TensorSlice | None]] = []
     for start, stop in part.ranges:
         for index in range(start // size, -(-stop // size)):
@@ -286,7 +281,7 @@ def _overlaps(
 
 
 def _side_by_side(pieces: Sequence[bytes], rows: int) -> bytes:
-    """The rows that pieces of one size hold the columns of."""
+    """Rows whose columns are split over pieces of equal size."""
     width = len(pieces[0]) // rows
     return b"".join(piece[row * width : (row + 1) * width] for row in range(rows) for piece in pieces)
 
@@ -308,10 +303,8 @@ def _contiguous(paths: list[Path], folder: Path) -> list[Path]:
     numbers = [int(_SHARD.fullmatch(p.name)[1]) for p in paths]  # type: ignore[index]
     for expected, number in enumerate(numbers):
         if number != expected:
-            raise CheckpointError(
-                "the weight file is missing", path=folder / f"consolidated.{expected:02d}.pth",
-                found=f"{len(paths)} shards up to {paths[-1].name}", hint="download it again",
-            )  # fmt: skip
+            missing, found = f"consolidated.{expected:02d}.pth", f"{len(paths)} shards up to {paths[-1].name}"
+            raise damaged_file("the weight file is missing", folder / missing, found)
     if not paths:
         raise CheckpointError("has no consolidated.*.pth", path=folder)
     return paths

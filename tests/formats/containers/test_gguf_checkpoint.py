@@ -298,7 +298,7 @@ def test_what_a_file_should_not_be_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"'output_norm.weight' is of a type that is not read \(found Q8_0\)"):
         _opened(written({}, blocks={"output_norm.weight": (np.zeros(68, np.uint8), Ggml.Q8_0)}))
     metadata["general.quantization_version"] = 1
-    with pytest.raises(UnsupportedError, match="by rules that are not known"):
+    with pytest.raises(UnsupportedError, match="is quantized by unknown rules"):
         _opened(written({}, types={"": Ggml.Q4_0}))
     with pytest.raises(RequestError, match="is for Hugging Face folders"):
         open_checkpoint(written({}), tensors_only=True)
