@@ -97,7 +97,6 @@ class _Listed:
 
 
 def _entries(raw: bytes) -> tuple[list[tuple[str, Any]], dict[str, str]]:
-    """The entries of the header, and its metadata."""
     header = json.loads(raw.decode(), object_pairs_hook=_distinct)
     metadata = header.pop("__metadata__", None)
     if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):

@@ -176,7 +176,6 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
 def _code_notes(
     source: Checkpoint, dst: Path, target: Target, scale_dtype: DType | None, changes: Changes, *, requantize: bool
 ) -> list[str]:
-    """Notes on the codes that are written."""
     notes, to_round = [], changes.rounded
     total = len(schemes(source)) + sum(name.removesuffix(".weight") not in schemes(source) for name in to_round)
     if changes.cast:

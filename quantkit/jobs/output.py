@@ -290,7 +290,6 @@ class Writer:
             mark_kept(error, self.path)
 
     def _last_safe_point(self) -> SafePoint:
-        """Where an interrupted run stopped."""
         last = SafePoint(0, {}, {}, None, {})
         names = frozenset(spec.name for spec in self._encoder.planned)
         try:

@@ -170,7 +170,6 @@ class GgufCheckpoint:
                 )  # fmt: skip
 
     def _factors(self, name: str) -> tuple[float, ...]:
-        """The numbers of a small tensor."""
         tensor = self._stored[name]
         if tensor.type is not GgmlType.F32 or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS:
             problem, found = f"tensor '{name}' is no list of factors", f"{tensor.type} {list(tensor.shape)}"
@@ -196,7 +195,6 @@ class GgufCheckpoint:
         return sizes.most_common(1)[0][0] if sizes else _DEFAULT
 
     def _check(self) -> None:
-        """Compare the tensors with those of the model."""
         expected = {name: tensor.shape for name, tensor in self._disk.items()}
         found = {}
         for name, tensor in self._stored.items():

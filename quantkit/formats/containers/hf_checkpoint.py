@@ -352,7 +352,6 @@ class HFCheckpoint:
         return {name: self._float_spec(tensor) for name, tensor in stored.items()} | joined
 
     def _float_spec(self, tensor: StoredTensor) -> TensorSpec:
-        """The spec of a tensor without a codec."""
         home = self._home[tensor.name]
         stored_as = home.stored_as if isinstance(home, DequantizedTensor) else None
         return TensorSpec(tensor.name, tensor.shape, tensor.dtype, None, stored_as)

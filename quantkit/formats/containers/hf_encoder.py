@@ -148,7 +148,6 @@ class SafetensorsEncoder(Encoder):
         return [build_header(self._listed(shard)) for shard in range(len(self._names))]
 
     def _listed(self, shard: int) -> list[StoredTensor]:
-        """The tensors of a file."""
         pairs = zip(self._tensors, self._shard_of, strict=True)
         found = [stored for tensor, number in pairs if number == shard for stored in tensor.stored]
         return found + [stored for stored, _ in self._extra_tensors] if shard == len(self._names) - 1 else found

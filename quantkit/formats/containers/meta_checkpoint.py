@@ -226,7 +226,6 @@ class MetaCheckpoint:
         return True
 
     def _check(self) -> None:
-        """Compare the shapes with those of the model."""
         known = {self._meta_name(e): e for e in self._parameters.values()}
         head_is_double = self.config.tied_embeddings and _HEAD in self._weights
         strangers = self._weights - set(known) - ({_HEAD} if head_is_double else set())
@@ -247,7 +246,6 @@ class MetaCheckpoint:
         return tuple(joined)
 
     def _axis(self, parameter: Parameter) -> int:
-        """The axis that is split over the shards."""
         return self.embedding_axis if parameter.role == "embedding" else parameter.split_axis or 0
 
     def _copies(self, parameter: Parameter) -> int:
