@@ -53,19 +53,19 @@ def _gone() -> int:
 @pytest.mark.parametrize("job", ["convert", "plan.convert"])
 def test_who_is_writing_is_named(job: str, resume: bool, demo_model: Path, tmp_path: Path) -> None:
     calls = {"convert": quantkit.convert, "plan.convert": quantkit.plan.convert}
-    told: list[ResumeError] = []
+    errors: list[ResumeError] = []
 
     def progress(phase: str, done: int, total: int, unit: str) -> None:
         with pytest.raises(ResumeError) as caught:
             calls[job](demo_model, tmp_path / "out", resume=resume)
-        told.append(caught.value)
+        errors.append(caught.value)
 
     quantkit.convert(demo_model, tmp_path / "out", progress=progress)
-    assert {str(error) for error in told} == {
+    assert {str(error) for error in errors} == {
         f"this process is writing to {partial(tmp_path / 'out')} already, in another call;"
         " wait until it is done, or choose another destination"
     }
-    assert {(type(error), error.retryable, error.exit_code) for error in told} == {(BeingWrittenError, True, 6)}
+    assert {(type(error), error.retryable, error.exit_code) for error in errors} == {(BeingWrittenError, True, 6)}
     assert {path.name for path in (tmp_path / "out").iterdir()}.isdisjoint({WRITER, ".quantkit-journal.jsonl"})
 
 
@@ -301,24 +301,24 @@ main()
 def test_processes_of_a_group_that_are_terminated_leave_what_can_be_resumed(
     who: str, demo_model: Path, tmp_path: Path
 ) -> None:
-    """A launcher that is told to stop tells all of them."""
+    """A launcher that is stopped stops all of them."""
     given = ["--scheme", "int4-g64", "--method", "gptq", "--samples", "8", "--length", "64"]
     command = ["quantize", demo_model, tmp_path / "out", *given, "--calibration", EXCERPT]
     wanted = {"all": "True", "first": "os.environ['RANK'] == '0'", "second": "os.environ['RANK'] == '1'"}[who]
     program = STOPPED.format(number=int(signal.SIGTERM)).replace("if ", f"if {wanted} and ", 1)
     both = forked.group(2, program, *command)
-    told = [line for one in both for line in one.stderr.splitlines() if line.startswith("quantkit: ")]
-    told = without_progress("".join(f"{line}\n" for line in told)).splitlines()
+    lines = [line for one in both for line in one.stderr.splitlines() if line.startswith("quantkit: ")]
+    lines = without_progress("".join(f"{line}\n" for line in lines)).splitlines()
     kept = f"{partial(tmp_path / 'out')} is kept: add --resume"
     if who == "second":
         assert [one.returncode for one in both] == [9, 143]
-        assert told == [
+        assert lines == [
             f"quantkit: error: another process was lost; its own message or exit code tells why; {kept}"
         ]  # fmt: skip
     else:
         assert both[0].returncode == 143
         assert both[1].returncode == 143 if who == "all" else both[1].returncode != 0
-        assert told == [f"quantkit: interrupted; {kept}"]
+        assert lines == [f"quantkit: interrupted; {kept}"]
     if who != "all":
         return
     again = forked.group(2, program, *command, "--resume")

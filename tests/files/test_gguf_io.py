@@ -87,7 +87,7 @@ def _patched(at: int, raw: bytes) -> Callable[[bytes], bytes]:
 
 
 def _after(text: bytes, raw: bytes, skip: int = 0) -> Callable[[bytes], bytes]:
-    """Other bytes so many past the first place where some bytes stand."""
+    """Bytes at an offset after the first occurrence of others, replaced."""
     return lambda content: _patched(content.index(text) + len(text) + skip, raw)(content)
 
 

@@ -44,8 +44,8 @@ def _run(home: Path, address: str, *arguments: str | Path, offline: bool = False
 def test_what_is_needed_is_downloaded_once_and_its_commit_recorded(home: Path, tmp_path: Path) -> None:
     more = {"model-Q4_0.gguf": b"GGUF", "pictures/one.png": b"png", "onnx/model.onnx": b"onnx"}
     with hub({"some/model": {**FILES, **more}}) as (address, sent):
-        code, _, told = _run(home, address, "convert", "hf:some/model", tmp_path / "out")
-        assert (code, sorted(sent)) == (0, sorted(FILES)), told
+        code, _, err = _run(home, address, "convert", "hf:some/model", tmp_path / "out")
+        assert (code, sorted(sent)) == (0, sorted(FILES)), err
         sent.clear()
         code, out, _ = _run(home, address, "inspect", "hf:some/model@main")
         assert (code, sent) == (0, [])
@@ -57,17 +57,17 @@ def test_what_is_needed_is_downloaded_once_and_its_commit_recorded(home: Path, t
         assert _run(home, address, "inspect", "hf:some/model", offline=offline)[0] == 0
 
 
-def test_what_cannot_be_downloaded_is_told_in_one_line(home: Path) -> None:
+def test_what_cannot_be_downloaded_is_reported_in_one_line(home: Path) -> None:
     with hub({"some/model": FILES}) as (address, _):
-        told = {name: _run(home, address, "inspect", name) for name in ("hf:some/other", "hf:some/model@v2")}
+        runs = {name: _run(home, address, "inspect", name) for name in ("hf:some/other", "hf:some/model@v2")}
         bare = _run(home, address, "inspect", "some/model")
-    told |= {"gone": _run(home, address, "inspect", "hf:some/model")}
-    told |= {"offline": _run(home, address, "inspect", "hf:some/model", offline=True)}
+    runs |= {"gone": _run(home, address, "inspect", "hf:some/model")}
+    runs |= {"offline": _run(home, address, "inspect", "hf:some/model", offline=True)}
     problems = {
         "hf:some/other": "knows no such model", "hf:some/model@v2": "no such revision", "gone": "cannot be reached",
         "offline": "HF_HUB_OFFLINE",
     }  # fmt: skip
-    for name, (code, out, err) in told.items():
+    for name, (code, out, err) in runs.items():
         assert (code, out, err.count("\n")) == (2, "", 1), name
         assert problems[name] in err
     assert (bare[0], bare[2].count("\n")) == (3, 1)

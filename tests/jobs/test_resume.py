@@ -112,14 +112,16 @@ def test_a_killed_run_resumes_to_the_same_bytes(
 def test_a_resumed_run_does_not_do_again_what_is_on_disk(demo_model: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
     _killed("quantize", demo_model, dst, 0.6)
-    told: list[tuple[str, int, int, str]] = []
-    quantkit.quantize(demo_model, dst, "int4-g32", method="rtn", resume=True, progress=lambda *now: told.append(now))
-    written = [(done, total) for phase, done, total, _ in told if phase == "quantize"]
+    reported: list[tuple[str, int, int, str]] = []
+    quantkit.quantize(
+        demo_model, dst, "int4-g32", method="rtn", resume=True, progress=lambda *now: reported.append(now)
+    )
+    written = [(done, total) for phase, done, total, _ in reported if phase == "quantize"]
     assert written[0][0] > 0
     assert written[-1][0] == written[-1][1]
 
 
-def test_another_source_of_the_same_names_sizes_and_times_is_told(demo_model: Path, tmp_path: Path) -> None:
+def test_another_source_of_the_same_names_sizes_and_times_is_noticed(demo_model: Path, tmp_path: Path) -> None:
     source, dst = tmp_path / "source", tmp_path / "out"
     quantkit.convert(demo_model, source)
     arguments = [sys.executable, "-c", CHILD + CALLS["convert-hf"], str(source), str(dst), "0.6"]
@@ -251,7 +253,7 @@ def test_a_disk_that_fills_up_leaves_a_resumable_run(
     assert _contents(dst) == expected
 
 
-def test_too_little_space_is_told_before_any_work(
+def test_too_little_space_is_reported_before_any_work(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")

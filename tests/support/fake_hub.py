@@ -62,12 +62,12 @@ def hub(
             self._answer()
 
         def _answer(self) -> None:
-            asked = re.fullmatch(
+            request = re.fullmatch(
                 rf"/(api/)?(?:datasets/|models/)?(\w+/\w+)(/\w+/(?:{COMMIT}|main))?/?(.*)", self.path.split("?")[0]
             )
-            if asked is None or asked[2] not in repositories:
+            if request is None or request[2] not in repositories:
                 return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-            api, name, verb, path = asked.groups(default="")
+            api, name, verb, path = request.groups(default="")
             files, changed = repositories[name], hostile.get(name, Hostile())
             if verb.startswith("/tree"):
                 found = _entries(files, f"{path}/" if path else "")

@@ -73,10 +73,10 @@ def append(chunks: Iterator[tuple[str, Any]], folder: Path) -> None:
             file.write(data)
 
 
-def encoder_of(config: ModelConfig, values: dict[str, Tensor | QuantTensor], most: int = ONE) -> GgufEncoder:
+def encoder_of(config: ModelConfig, values: dict[str, Tensor | QuantTensor], max_bytes: int = ONE) -> GgufEncoder:
     metadata = {"general.architecture": "llama", "general.name": "a model"}
     extra = {"rope_freqs.weight": [float(number) for number in range(1, 17)]}
-    return GgufEncoder(planned(config, values), config, metadata, extra, most, "model")
+    return GgufEncoder(planned(config, values), config, metadata, extra, max_bytes, "model")
 
 
 def same(found: Tensor | QuantTensor, expected: Tensor | QuantTensor) -> bool:
@@ -158,11 +158,11 @@ def test_experts_lie_in_one_tensor(tmp_path: Path) -> None:
         assert np.array_equal(found, value.dequantize().numpy())
 
 
-@pytest.mark.parametrize("most", [20_000, 60_000, 1])
-def test_files_of_a_largest_size(most: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_bytes", [20_000, 60_000, 1])
+def test_files_of_a_largest_size(max_bytes: int, tmp_path: Path) -> None:
     config = config_of("llama")
     values = values_of(config, QuantScheme(4, 32), DType.BFLOAT16)
-    encoder = encoder_of(config, values, most)
+    encoder = encoder_of(config, values, max_bytes)
     written(encoder, values, tmp_path)
 
     files = sorted(path.name for path in tmp_path.iterdir())
@@ -178,7 +178,7 @@ def test_files_of_a_largest_size(most: int, tmp_path: Path) -> None:
         assert ("general.name" in fields) == (index == 0)
         tensors += len(reader.tensors)
         alone = len(reader.tensors) == 1
-        assert alone or (tmp_path / name).stat().st_size <= most
+        assert alone or (tmp_path / name).stat().st_size <= max_bytes
     assert tensors == len(gguf_tensors(config)) + 1
     for index, spec in enumerate(encoder.planned):
         assert same(encoder.decode(index, tmp_path), values[spec.name]), spec.name

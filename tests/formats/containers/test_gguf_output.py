@@ -1,4 +1,4 @@
-"""Models written as GGUF: files with a manifest beside, folders, in parts; read back, verified, gone on with."""
+"""Models written as GGUF: files with a manifest, folders, in parts; read back, verified, resumed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def made(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_a_file_with_its_manifest_beside(made: Path, demo_model: Path, capfd: Capture) -> None:
+def test_a_file_and_its_manifest(made: Path, demo_model: Path, capfd: Capture) -> None:
     assert sorted(path.name for path in made.parent.iterdir()) == ["demo.gguf", "demo.gguf.quantkit.json"]
     manifest = json.loads((made.parent / "demo.gguf.quantkit.json").read_text())
     assert list(manifest["files"]) == ["demo.gguf"]
@@ -148,7 +148,7 @@ def test_what_it_is_built_with_must_not_change(demo_model: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "architecture", "tokens", "told"),
+    ("name", "architecture", "tokens", "expected"),
     [
         ("Phi3-mine", "llama", ["<s>"], "Phi 3-mine"),  # llama.cpp would look for tokens that there are not
         ("my-phi-3", "phi3", ["<s>", "</s>"], "my-phi 3"),
@@ -157,8 +157,8 @@ def test_what_it_is_built_with_must_not_change(demo_model: Path, tmp_path: Path)
         ("mine", "llama", ["<s>", "</s>", "<unk>", "<|endoftext|>"], "mine"),
     ],
 )
-def test_llama_cpp_goes_by_the_name_of_a_model(name: str, architecture: str, tokens: list[str], told: str) -> None:
-    assert stated_name(name, architecture, tokens) == told
+def test_llama_cpp_goes_by_the_name_of_a_model(name: str, architecture: str, tokens: list[str], expected: str) -> None:
+    assert stated_name(name, architecture, tokens) == expected
 
 
 def test_a_model_without_a_tokenizer_is_refused(demo_model: Path, tmp_path: Path) -> None:

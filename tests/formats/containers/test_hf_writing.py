@@ -235,15 +235,15 @@ def test_a_run_stopped_within_a_tensor_goes_on_to_the_same_bytes(
             job(dst, False)
     last = json.loads((partial(dst) / NAME).read_text().splitlines()[-1])
     assert last["tensors"] > 10
-    asked: list[str] = []
+    loaded: list[str] = []
 
     def listening(self: HFCheckpoint, name: str, *part: object) -> object:
-        asked.append(name)
+        loaded.append(name)
         return load(self, name, *part)  # type: ignore[arg-type]
 
     monkeypatch.setattr(HFCheckpoint, "load", listening)
     job(dst, True)
-    assert "model.embed_tokens.weight" not in asked
+    assert "model.embed_tokens.weight" not in loaded
     for file in ("model.safetensors", "config.json"):
         assert (dst / file).read_bytes() == (undisturbed / file).read_bytes()
 
@@ -258,7 +258,7 @@ def test_what_is_written_so_far_is_read_back_part_by_part(
     blocks = tensor_blocks(source, assigned, target("compressed-tensors"))
     planned = [spec for block in blocks for spec in block.tensors]
     encoder = HF.encoder(Output(source, source.config, planned, SHARD_BYTES))
-    most_held = held = 0
+    max_held = held = 0
     with (tmp_path / "model.safetensors").open("wb") as file:
         for index, spec in enumerate(planned):
             value = source.load(spec.name)
@@ -268,10 +268,10 @@ def test_what_is_written_so_far_is_read_back_part_by_part(
                 file.write(data)
             file.flush()
             held = held + 1 if encoder.holds else 0
-            most_held = max(most_held, held)
+            max_held = max(max_held, held)
             read = [] if held else [encoder.decode(index, tmp_path)]
             assert all(torch.equal(one, given) if spec.scheme is None else same(one, given) for one in read), spec.name
-    assert most_held <= 2  # of q, k and v
+    assert max_held <= 2  # of q, k and v
     assert file.name == str(tmp_path / "model.safetensors")
     assert (tmp_path / "model.safetensors").stat().st_size == encoder.total_bytes()
 
@@ -348,7 +348,7 @@ def test_experts_of_one_scheme_are_named_by_a_pattern(tmp_path: Path) -> None:
     [Recipe(INT8).keeping(["*.experts.1.*"]), Recipe(INT8).keeping(["*.layers.0.*"]),
      Recipe(QuantScheme(4, 32), (Override("*.w2", INT8),))],
 )  # fmt: skip
-def test_of_experts_of_several_schemes_no_reader_but_quantkit_is_told(recipe: Recipe, tmp_path: Path) -> None:
+def test_experts_of_several_schemes_have_no_other_reader(recipe: Recipe, tmp_path: Path) -> None:
     result, _ = _written("mixtral", tmp_path, recipe)
     assert result.readers() == "quantkit"
     assert schemes(result) == SchemeMap.of(recipe, result.config).schemes

@@ -1,4 +1,4 @@
-"""Where an output may go, and what else of the source it holds on to until it is finished."""
+"""Where an output may go, and which other files of the source it needs until the end."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_file_beside_the_weights_that_changes_meanwhile_is_noticed(how: str, s
         if done == total:
             _change(source, how)
 
-    told = "changed while it was read" if how == "changed" else "cannot be read"
-    with pytest.raises(CheckpointError, match=f"LICENSE: .*{told}"):
+    problem = "changed while it was read" if how == "changed" else "cannot be read"
+    with pytest.raises(CheckpointError, match=f"LICENSE: .*{problem}"):
         quantkit.convert(source, tmp_path / "out", source_check=False, progress=progress)
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Outputs that are files with their manifest beside them: all get their names, or none, whenever they are stopped."""
+"""Outputs that are files with a manifest: all are renamed, or none, whenever a run is stopped."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_what_appears_meanwhile_is_not_overwritten(which: str, names: list[str],
 
 
 def stop(step: int, after: bool, killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupt when so many files have got their names, before or after the next one has it.
+    """Interrupt after `step` files are renamed, before or after the next rename.
 
     Args:
         killed: whether the process has no time to put anything in order.

@@ -64,8 +64,8 @@ def test_an_error_in_a_thread_ends_the_job(
     with monkeypatch.context() as broken:
         broken.setattr(sink, "IN_FLIGHT_BYTES", in_flight)
         place(broken, error)
-        told = DestinationError if isinstance(error, OSError) and place is _in_writing else type(error)
-        with pytest.raises(told, match=r"no more|a bug|Input/output"):
+        expected = DestinationError if isinstance(error, OSError) and place is _in_writing else type(error)
+        with pytest.raises(expected, match=r"no more|a bug|Input/output"):
             quantkit.convert(demo_model, dst)
     assert not [thread for thread in threading.enumerate() if thread.name == "quantkit-write"]
     assert not dst.exists()
