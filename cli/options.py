@@ -15,6 +15,7 @@ from quantkit.cli.help import Command
 from quantkit.cli.output import note
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
+from quantkit.kernels.registry import BACKENDS
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
@@ -22,7 +23,6 @@ from quantkit.tensors.scheme import SCHEMES, QuantScheme
 Function = Callable[..., Any]
 PATH = click.Path(path_type=Path)
 TARGETS = ("compressed-tensors", "int-quantized", "gptq", "awq", "mlx", "gguf", "hf", "meta")
-BACKENDS = ("cpu-exact", "cpu-fast", "triton", "reference")  # spelled out: the kernels themselves import torch
 
 
 class Scheme(click.types.StringParamType):
@@ -213,7 +213,7 @@ def backend(*others: str, more: str = "") -> Callable[[Function], Function]:
         others: what it may be besides.
         more: for its help.
     """
-    about = "Kernels of quantized layers: cpu-exact, cpu-fast, triton or reference; see docs/kernels.md."
+    about = f"Kernels of quantized layers: {', '.join(BACKENDS)}; see docs/kernels.md."
     return click.option("--backend", type=click.Choice([*BACKENDS, *others]), metavar="NAME", help=about + more)
 
 

@@ -123,3 +123,6 @@ class CpuBackend:
             block=BlockKernel(partial(prepare_blocks, operators.block), _BLOCK_FEATURES, torch.float32),
             experts=ExpertKernel(operators.stack, experts), single_threaded=single_threaded,
         )  # fmt: skip
+
+
+CPU_EXACT, CPU_FAST = CpuBackend("cpu-exact", exact=True), CpuBackend("cpu-fast", exact=False)

@@ -1,30 +1,21 @@
-"""Choose the backend for a case: the first of a fixed table that can serve it."""
+"""Selects a backend: the first in the registry that supports a case."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from typing import Literal
+from pkgutil import resolve_name
 
 import torch
 
 from quantkit.errors import RequestError, UnsupportedError
+from quantkit.kernels import registry
 from quantkit.kernels.backend import Backend, Operations
 from quantkit.kernels.check import self_test
-from quantkit.kernels.cpu import CpuBackend
-from quantkit.kernels.reference import ReferenceBackend
-from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.tensors.scheme import QuantScheme
 
-BACKENDS: tuple[Backend, ...] = (
-    CpuBackend("cpu-exact", exact=True),
-    CpuBackend("cpu-fast", exact=False),
-    TritonBackend(),
-    ReferenceBackend(),
-)
+BACKENDS: tuple[Backend, ...] = tuple(map(resolve_name, registry.BACKENDS.values()))
 """Fastest first."""
-
-BackendName = Literal["cpu-exact", "cpu-fast", "triton", "reference"]
 
 LAST_RESORT = "reference"
 _log = logging.getLogger(__name__)
@@ -33,7 +24,7 @@ _log = logging.getLogger(__name__)
 def require_backend(name: str | None) -> None:
     """
     Raises:
-        RequestError: if no backend has the name; None leaves the choice.
+        RequestError: if no backend has the name; None stands for any backend.
     """
     if name is not None and name not in [backend.name for backend in BACKENDS]:
         raise RequestError("unknown backend", found=name, expected=", ".join(b.name for b in BACKENDS))
@@ -49,7 +40,7 @@ def select_backend(
 
     Raises:
         RequestError: if no backend has the preferred name.
-        UnsupportedError: if none can serve, with every backend's reason.
+        UnsupportedError: if none supports the case, with every backend's reason.
     """
     require_backend(prefer)
     candidates = [b for b in BACKENDS if prefer is None or b.name == prefer]
@@ -60,14 +51,14 @@ def select_backend(
             reason = self_test(backend, scheme, device, dtype, scale_dtype)
         if reason is None:
             if backend.name == LAST_RESORT and reasons:
-                _warn_once(f"{scheme} is served by the slow {LAST_RESORT} backend; {'; '.join(reasons)}")
+                _warn_once(f"{scheme} runs on the slow {LAST_RESORT} backend; {'; '.join(reasons)}")
             return backend
         reasons.append(f"{backend.name}: {reason}")
-    raise UnsupportedError(f"no backend serves {scheme} on {device} in {dtype}; {'; '.join(reasons)}")
+    raise UnsupportedError(f"no backend supports {scheme} on {device} in {dtype}; {'; '.join(reasons)}")
 
 
 def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operations | None:
-    """What a GPU's backend offers to a model without quantized layers; None on a CPU, whose kernels would have to be
+    """What a GPU's backend provides for a model without quantized layers; None on a CPU, where kernels would have to be
     compiled first."""
     if device.type == "cpu":
         return None

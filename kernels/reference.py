@@ -53,3 +53,6 @@ def gated(gate: Tensor, up: Tensor, activation: str, limit: float | None, alpha:
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
+REFERENCE = ReferenceBackend()

@@ -241,16 +241,6 @@ def cached_attention(
     return attended(queries, *stored, positions, slots, window, None, scale, softcap, sinks)
 
 
-@cached_attention.register_fake
-def _(
-    queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
-    positions: Tensor, slots: Tensor | None, window: int | None,
-    scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    batch, heads, tokens, size = queries.shape
-    return queries.new_empty(batch, tokens, heads * size)
-
-
 @operator("joined_attention", mutates=("arrived",))
 def joined_attention(
     queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
@@ -266,12 +256,9 @@ def joined_attention(
     return attended(queries, *stored, positions, slots, window, None, scale, softcap, sinks, arrived)
 
 
+@cached_attention.register_fake
 @joined_attention.register_fake
-def _(
-    queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
-    positions: Tensor, slots: Tensor | None, window: int | None, arrived: Tensor,
-    scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def _(queries: Tensor, *_: object) -> Tensor:
     batch, heads, tokens, size = queries.shape
     return queries.new_empty(batch, tokens, heads * size)
 

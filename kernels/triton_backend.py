@@ -65,7 +65,7 @@ class TritonBackend:
         return Rounding(0, steps * torch.finfo(dtype).eps, steps)
 
     def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
-        from quantkit.kernels import triton_int4, triton_int8  # noqa: F401  (registers the operators)
+        from quantkit.kernels import triton_linear  # noqa: F401  (registers the operator)
         from quantkit.kernels.triton_skinny import counters
         from quantkit.kernels.triton_words import pack
 
@@ -97,14 +97,11 @@ class TritonBackend:
     def linear(
         self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
     ) -> Tensor:
-        words, scale, arrived = prepared["words"], prepared["scale"], prepared["arrived"]
-        flat, group = x.reshape(-1, x.shape[-1]), scheme.group_size
-        if group is None:
-            product = torch.ops.quantkit_triton.int8_linear(flat, words, scale, bias, arrived)
-        else:
-            zero = prepared.get("zero")
-            product = torch.ops.quantkit_triton.int4_linear(flat, words, scale, zero, bias, group, arrived)
-        return product.view(*x.shape[:-1], rows)  # type: ignore[no-any-return]
+        product: Tensor = torch.ops.quantkit_triton.linear(
+            x.reshape(-1, x.shape[-1]), prepared["words"], prepared["scale"], prepared.get("zero"), bias,
+            scheme.group_size, prepared["arrived"],
+        )  # fmt: skip
+        return product.view(*x.shape[:-1], rows)
 
 
 def _cached_attention(
@@ -161,3 +158,6 @@ def _tune_shape(prepared: dict[str, Tensor], weight: QuantTensor) -> None:
 def _interpreted(device: torch.device) -> bool:
     """Triton was told to run its kernels on the CPU."""
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+TRITON = TritonBackend()

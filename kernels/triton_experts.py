@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from quantkit.kernels.triton_gemm import base_of, dot_order, gemm_tile
-from quantkit.kernels.triton_int4 import int4_gemv_tile
-from quantkit.kernels.triton_int8 import int8_gemv_tile
+from quantkit.kernels.triton_linear import gemv_tile
 from quantkit.kernels.triton_tiles import INTERPRETER, TOKENS, GpuSpec, TileConfig, gemm_config, gemv_config, gpu_spec
 from quantkit.kernels.triton_words import MAGIC, operator
 
@@ -45,17 +44,13 @@ def grouped_gemv(
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(row < n, row, 0)
     x += (tl.where(there, place, 0) // per_row * k)[:, None, None]
-    if GROUP == 0:
-        words += expert * (n * units * 32)
-        product = int8_gemv_tile(x, words, scale + expert * n, safe, k, units, magic, BLOCK_M, BLOCK_N, UNITS, STAGES)
-    else:
-        groups = units * (128 // GROUP)
-        words += expert * (n * units * 16)
-        scale += expert * (n * groups)
-        zero += expert * (n * groups)
-        product = int4_gemv_tile(
-            x, words, scale, zero, safe[:, None], k, units, magic, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS, STAGES
-        )  # fmt: skip
+    groups = 1 if GROUP == 0 else units * (128 // GROUP)
+    words += expert * (n * units * (32 if GROUP == 0 else 16))
+    scale += expert * (n * groups)
+    zero += expert * (n * groups)
+    product = gemv_tile(
+        x, words, scale, zero, safe, k, units, magic, GROUP, SYMMETRIC, BLOCK_M, BLOCK_N, UNITS, STAGES
+    )  # fmt: skip
     if BIAS:
         product += tl.load(bias + expert * n + safe).to(tl.float32)[None, :]
     at = place[:, None].to(tl.int64) * n + row[None, :]
@@ -165,7 +160,5 @@ def grouped_linear(
 
 
 @grouped_linear.register_fake
-def _(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, chosen: Tensor, group: int | None
-) -> Tensor:
+def _(x: Tensor, words: Tensor, scale: Tensor, zero: object, bias: object, chosen: Tensor, group: object) -> Tensor:
     return x.new_empty(*chosen.shape, words.shape[1])

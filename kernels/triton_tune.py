@@ -15,8 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantkit.kernels.triton_int4 import int4_product
-from quantkit.kernels.triton_int8 import int8_product
+from quantkit.kernels.triton_linear import linear_product
 from quantkit.kernels.triton_tiles import (
     SKINNY_ROWS,
     UNIT,
@@ -46,12 +45,9 @@ def tune(prepared: dict[str, Tensor], scheme: str, columns: int, tokens: Iterabl
 
 def multiply(x: Tensor, prepared: dict[str, Tensor], group: int | None, config: TileConfig) -> Tensor:
     """``x @ weight.T`` in the tiles of a config, for what the backend prepared; `group` is None for int8."""
-    words, scale, arrived = prepared["words"], prepared["scale"], prepared["arrived"]
-    # Of each thread that compiles, too.
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        if group is None:
-            return int8_product(x, words, scale, None, config, arrived)
-        return int4_product(x, words, scale, prepared.get("zero"), None, group, config, arrived)
+    words, scale, zero, arrived = prepared["words"], prepared["scale"], prepared.get("zero"), prepared["arrived"]
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # also in threads that compile
+        return linear_product(x, words, scale, zero, None, group, config, arrived)
 
 
 def fastest(prepared: dict[str, Tensor], group: int | None, columns: int, tokens: int) -> TileConfig:

@@ -24,7 +24,8 @@ from quantkit.formats.detect import WeightKind
 from quantkit.formats.registry import CONTAINERS, targets
 from quantkit.jobs.settings import Method
 from quantkit.jobs.target import TargetName
-from quantkit.kernels.dispatch import BACKENDS, BackendName
+from quantkit.kernels.dispatch import BACKENDS
+from quantkit.kernels.registry import BackendName
 from quantkit.tensors.dtypes import FLOAT_NAMES, FloatName, float_name
 from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer
 

@@ -95,12 +95,11 @@ def test_kernels_for_single_products_compile_for_cards_that_are_not_here(
     bits: int, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    from quantkit.kernels import triton_int4, triton_int8
+    from quantkit.kernels.triton_linear import gemv
 
     config = gemv_config(bits, 1, 4096, 4096, SMALL)
-    grouped = {"GROUP": 64, "SYMMETRIC": False} if bits == 4 else {}
-    kernel = triton_int4.int4_gemv if bits == 4 else triton_int8.int8_gemv
-    stages = _compiled(kernel, {"BIAS": True, **grouped, **config.constants()}, target)
+    group = {"GROUP": 64, "SYMMETRIC": False} if bits == 4 else {"GROUP": 0, "SYMMETRIC": True}
+    stages = _compiled(gemv, {"BIAS": True, **group, **config.constants()}, target)
     assert stages["cubin" if target == "cuda" else "hsaco"]
     if target == "cuda":
         assert "ld.global.v4" in stages["ptx"]

@@ -21,12 +21,11 @@ from triton_quick import quicken
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import UnsupportedError
-from quantkit.kernels import triton_gemm, triton_int4, triton_int8, triton_skinny, triton_tune, triton_words
+from quantkit.kernels import triton_gemm, triton_linear, triton_skinny, triton_tune, triton_words
 from quantkit.kernels.check import self_test
 from quantkit.kernels.dispatch import select_backend
 from quantkit.kernels.triton_backend import TritonBackend
-from quantkit.kernels.triton_int4 import int4_product
-from quantkit.kernels.triton_int8 import int8_product
+from quantkit.kernels.triton_linear import linear_product
 from quantkit.kernels.triton_tiles import TileConfig
 from quantkit.kernels.triton_words import INTERPRETED, MAGIC
 from quantkit.model.linear import QuantLinear
@@ -70,11 +69,8 @@ def _product(x: Tensor, weight: QuantTensor, bias: Tensor | None, config: TileCo
     prepared = TritonBackend().prepare(weight.to(DEVICE))
     words, scale, arrived = prepared["words"], prepared["scale"], prepared["arrived"] if joined else None
     bias = None if bias is None else bias.to(DEVICE)
-    if weight.scheme.bits == 8:
-        return int8_product(x.to(DEVICE), words, scale, bias, config, arrived).cpu()
-    group = weight.scheme.group_size
-    assert group is not None
-    return int4_product(x.to(DEVICE), words, scale, prepared.get("zero"), bias, group, config, arrived).cpu()
+    zero, group = prepared.get("zero"), weight.scheme.group_size
+    return linear_product(x.to(DEVICE), words, scale, zero, bias, group, config, arrived).cpu()
 
 
 def _require_right(
@@ -129,7 +125,7 @@ def test_programs_that_share_rows_leave_their_counters_as_they_were() -> None:
     x = torch.randn(2, 640).to(DEVICE, torch.bfloat16)
     config = TileConfig("skinny", 8, 16, 1, split=4, warps=1)
     products = [
-        int4_product(x, prepared["words"], prepared["scale"], None, None, 64, config, prepared["arrived"])
+        linear_product(x, prepared["words"], prepared["scale"], None, None, 64, config, prepared["arrived"])
         for _ in range(2)
     ]
     assert torch.equal(*products)
@@ -242,17 +238,12 @@ def test_a_layer_takes_views_leading_axes_and_nothing(text: str) -> None:
 
 
 def test_the_operators_pass_torchs_own_checks() -> None:
-    ops = torch.ops.quantkit_triton
-    for text in ("int8", "int4-g32-asym"):
+    for text, group in (("int8", None), ("int4-g32-asym", 32)):
         weight = _random(text, 20, 96).to(DEVICE)
         prepared = TritonBackend().prepare(weight)
-        x, bias = torch.randn(2, 96, device=DEVICE), torch.randn(20, device=DEVICE)
-        if text == "int8":
-            operands = x, prepared["words"], prepared["scale"], bias, prepared["arrived"]
-            torch.library.opcheck(ops.int8_linear.default, operands)
-        else:
-            operands = x, prepared["words"], prepared["scale"], prepared["zero"], None, 32, prepared["arrived"]
-            torch.library.opcheck(ops.int4_linear.default, operands)
+        x, bias = torch.randn(2, 96, device=DEVICE), torch.randn(20, device=DEVICE) if group is None else None
+        operands = x, prepared["words"], prepared["scale"], prepared.get("zero"), bias, group, prepared["arrived"]
+        torch.library.opcheck(torch.ops.quantkit_triton.linear.default, operands)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -281,12 +272,12 @@ def test_a_model_says_what_the_reference_says(text: str, tmp_path_factory: pytes
     [("gemv", torch.float32), ("skinny", torch.bfloat16), ("gemm", torch.bfloat16), ("floats", torch.bfloat16)],
     ids=str,
 )
-@pytest.mark.parametrize(("text", "module"), [("int8", triton_int8), ("int4-g32", triton_int4)])
+@pytest.mark.parametrize("text", ["int8", "int4-g32"])
 def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
-    text: str, module: ModuleType, path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    text: str, path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = {"skinny": triton_skinny, "gemm": triton_gemm}.get(path, module)
-    wrong = getattr(module, path if path in ("skinny", "gemm") else f"{text[:4]}_{path}")
+    module: ModuleType = {"skinny": triton_skinny, "gemm": triton_gemm}.get(path, triton_linear)
+    wrong = getattr(module, path)
     wrap = module.wrap_triton
     turned = {MAGIC: MAGIC ^ 1 << 22, 0x43004300: 0x43804300}
 
