@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -130,12 +131,8 @@ def bench(
         raise RequestError("--scheme goes with --synthetic", hint="a folder has schemes of its own")
     if head is not None and not quantized:
         raise RequestError("--head goes with --scheme")
-    measures: dict[str, Any] = {
-        "prompt_lengths": _numbers(prompt_lengths), "batches": _numbers(batches),
-        "contexts": () if contexts is None else _numbers(contexts), "price_per_hour": price_per_hour,
-        "threads": threads, "runs": runs, "int8_cache": int8_cache, "backend": backend, "compiled": compiled,
-        "device": device,
-    }  # fmt: skip
+    lengths, sizes = _numbers(prompt_lengths), _numbers(batches)
+    long_contexts = () if contexts is None else _numbers(contexts)
     given = named(models)
     require_models(*(path for _, path in given))
 
@@ -149,10 +146,13 @@ def bench(
     sources = [BenchModel(path, name=name or end) for (name, path), end in zip(given, short, strict=True)]
     if synthetic is not None:
         sources = [BenchModel(shape=synthetic, scheme=scheme, head=head) for scheme in quantized or (None,)]
-    with together({"measures": measures}, device) as group:
+    requested = BenchOptions(
+        lengths, sizes, long_contexts, price_per_hour, threads, runs, int8_cache, backend, compiled, device
+    )
+    with together(asdict(requested), device) as group:
         outputs = Outputs(data, plot=plot)
         with ProgressDisplay(show=group.is_rank0) as progress:
-            found = job(sources, BenchOptions(**measures), group=group, progress=progress)
+            found = job(sources, requested, group=group, progress=progress)
         if group.is_rank0:
             warnings, notes = bench_report.warnings(found), bench_report.notes(found)
             below = [""] if (warnings or notes) and table == "terminal" else []

@@ -10,7 +10,7 @@ from quantkit.evals.contexts import NEW, prefill_rates
 from quantkit.evals.table import NONE, Table
 from quantkit.evals.timing import PROMPT, Rate
 
-_WIDE_SPREAD = 0.3  # of runs: beyond it a median tells little
+_WIDE_SPREAD = 0.3  # of runs: beyond it a median says little
 _FASTER = 1.1  # times as fast: less may be chance
 
 

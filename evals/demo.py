@@ -37,7 +37,7 @@ PROMPT = "My fellow citizens, the state of the Union"
 _SAMPLES, _LENGTH = 32, 128  # few, of a text that a model so small knows little of
 _NEW_TOKENS, _QUICK_NEW_TOKENS = 40, 20
 _SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
-_TOLD = {Verdict.SAME: "the same, bit by bit", Verdict.WITHIN_BOUND: "within its bound"}
+_VERDICTS = {Verdict.SAME: "the same, bit by bit", Verdict.WITHIN_BOUND: "within its bound"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class DemoReport:
     Attributes:
         source: what the model is that ships with quantkit.
         rows: a checkpoint each, the source's own floats first.
-        verdicts: of each, held against the source.
+        verdicts: of each, compared with the source.
         samples: the prompt and how each goes on from it.
         left_out: schemes that a quick demo does not try.
     """
@@ -91,7 +91,7 @@ class DemoReport:
         }
 
     def lines(self, width: int = WIDTH) -> list[str]:
-        """The report for people, in lines of at most so many columns."""
+        """The report for people, in lines of at most `width` columns."""
 
         def wrapped(text: str, indent: str = "") -> list[str]:
             return textwrap.wrap(text, width, subsequent_indent=indent)
@@ -101,7 +101,7 @@ class DemoReport:
             ("model", "MB", "bits per weight", "perplexity", f"KL from {FLOATS}", "verified"),
             [
                 (row.name, f"{row.megabytes:.2f}", f"{row.bits_per_weight:.2f}", f"{row.perplexity:.2f}",
-                 f"{row.kl:.5f}" if row.kl else "0", _TOLD[self.verdicts[row.name]])
+                 f"{row.kl:.5f}" if row.kl else "0", _VERDICTS[self.verdicts[row.name]])
                 for row in self.rows
             ],
         )  # fmt: skip
@@ -111,7 +111,7 @@ class DemoReport:
             "int8 rounds each weight; int4 is solved by GPTQ on a few samples of the text that comes with quantkit",
             "perplexity: how hard it is for the model to guess each token of speeches it has not seen; lower is better",
             f"KL: how far its guesses are from those of {FLOATS}; 0 is the same",
-            "verified: tensors and guesses were held against the source; the bound is what a scheme may cost",
+            "verified: tensors and guesses were compared with the source; the bound is the loss that a scheme may have",
         ]
         indent = " " * (max(map(len, self.samples)) + 2)
         samples = [
@@ -145,9 +145,9 @@ def run_demo(output: Path | None = None, *, quick: bool = False, progress: Progr
         if is_there(output):
             raise DestinationError("exists already; nothing is overwritten", path=output)
         output.parent.mkdir(parents=True, exist_ok=True)
-        beside = tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent, ignore_cleanup_errors=True)
-    with _one_thread(), beside as folder:
-        made = Path(folder) / output.name  # with the permissions of any folder, which temporary ones lack
+        scratch = tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent, ignore_cleanup_errors=True)
+    with _one_thread(), scratch as folder:
+        made = Path(folder) / output.name  # with the usual permissions, unlike temporary folders
         report = _run(made, quick, progress)
         with destination_errors(output):
             rename_new(made, output)

@@ -61,24 +61,24 @@ def evaluate(
     Args:
         paths: a Meta or Hugging Face folder, or several; ``NAME=PATH`` gives one a name in the tables.
         texts: a file of UTF-8, or several. The result calls each by its name without the suffix (``wiki`` for
-            ``data/wiki.txt``) or, if two would be called the same, all by the shortest ends of their paths that tell
-            them apart (``a/wiki.txt`` and ``b/wiki.txt``).
+            ``data/wiki.txt``) or, if two would be called the same, all by the shortest distinct ends of their
+            paths (``a/wiki.txt`` and ``b/wiki.txt``).
         tasks: a name of lm-evaluation-harness, or several.
         task_data: a folder with tasks' data: TASK.jsonl, .json, .parquet or .txt.
         against: the reference's folder, or ``NAME=PATH``.
         window: tokens of a window; by default a model's context, at most 2048 for fixed and 8192 for rolling
             windows.
-        positions: also measure the divergence from the reference by position, in windows of so many tokens, with keys
+        positions: also measure the divergence from the reference by position, in windows of this many tokens, with keys
             and values in a float and in an int8 cache; a text, or context, that is shorter is measured to its end.
         position_windows: how many of each text, at most; by default as many as hold 32768 tokens, and one at least.
-        cache_logits: a folder that keeps what the reference's logits follow from.
+        cache_logits: a folder that keeps the reference's final hidden states, from which its logits are computed.
         speed: also let each model generate.
         details: also keep stretches of the texts with the tokens that models expect there, for `to_html()`; they need
             a reference.
         device: where tasks are answered and speed is measured, as torch spells it; None is a GPU if there is one,
             or the CPU for a group.
-        group: the processes that share the models; all call this alike and get the same.
-        progress: told of every layer and question; None tells nobody.
+        group: the processes that share the models; all make the same call and get the same result.
+        progress: called for every layer and question; None reports nothing.
 
     Returns:
         The figures of each model, in the order of `paths` and after the reference's; `to_json()` has all of them.
@@ -103,11 +103,11 @@ def evaluate(
     progress = deduplicated(progress)
     by_positions = checked_positions(positions, position_windows, against=against is not None)
     if data is not None and not tasks:
-        raise RequestError("data of tasks go with tasks, and none are named")
+        raise RequestError("task data needs tasks, and none are named")
     if kept is not None and against is None:
-        raise RequestError("only a reference's logits are kept, and none is given")
+        raise RequestError("only the logits of a reference are cached, and no reference is given")
     if kept is not None and group.size > 1:
-        raise RequestError("a reference's logits are kept by one process alone")
+        raise RequestError("several processes cannot cache the logits of a reference")
     where = _device(None if device is None else str(device), group, used=bool(tasks) or speed)
     if tasks:
         require_tasks(tasks)
@@ -116,7 +116,7 @@ def evaluate(
     notes += [text.note for text in chosen if text.note is not None]
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = fixed_window(models, window)
-    read = [streams(models, text, length, alike=against is not None) for text in chosen]
+    read = [streams(models, text, length, same=against is not None) for text in chosen]
     hidden = layerwise_hidden if kept is None else StateCache(kept)
     loaded: contextlib.AbstractContextManager[list[Any]] = (
         open_tasks(tasks, data, progress=progress) if tasks else contextlib.nullcontext([])
@@ -129,7 +129,7 @@ def evaluate(
                 found = _alone(models, cut, group, progress)
             else:
                 listeners = {model.name: Predictions() for model in models[1:]} if details else {}
-                found = _held_against(models, cut, hidden, list(listeners.values()), group, progress)
+                found = _compare(models, cut, hidden, list(listeners.values()), group, progress)
                 if listeners:
                     closer[text.name] = text_details(listeners, cut[0].windows, models[0].tokenizer)
             buckets, more = by_position(models, text, by_positions, hidden, group, progress)
@@ -143,12 +143,11 @@ def evaluate(
                     stream.tokens, documents, fixed.perplexity.value, fixed.divergence, fixed.perplexity.error,
                     fixed.ratio_error, own,
                 )  # fmt: skip
-        answers = [_ask(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
-    prompt = chosen[0].raw if chosen else excerpt()
+        answers = [_answers(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
     paces: list[Speed | None] = [None for _ in models]
     for index, model in enumerate(models if speed else []):
         progress("speed", index, len(models), "models")
-        paces[index] = decoding_speed(model.checkpoint, model.tokenizer, prompt, where, group)
+        paces[index] = decoding_speed(model.checkpoint, where, group)
     errors, kind = _layer_errors([model.checkpoint.path for model in models])
     packages = ("quantkit", "torch", *(["lm_eval"] if tasks else []))
     return Evaluation(
@@ -178,7 +177,7 @@ def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.devic
 
 
 def _texts(paths: Sequence[Path], *, use_excerpt: bool) -> tuple[list[Text], list[str]]:
-    """The texts by names that tell them apart, and what to note about them.
+    """The texts by distinct names, and notes about them.
 
     Raises:
         RequestError: if one cannot be read, or is given twice.
@@ -198,7 +197,7 @@ def _texts(paths: Sequence[Path], *, use_excerpt: bool) -> tuple[list[Text], lis
 
 @dataclass(frozen=True)
 class _Fixed:
-    """What fixed windows tell of one model on one text."""
+    """Figures over fixed windows of one model on one text."""
 
     perplexity: Estimate
     divergence: Divergence | None = None
@@ -209,12 +208,12 @@ def _alone(models: Sequence[Model], read: Sequence[Stream], group: ProcessGroup,
     """Each model's token perplexity."""
     found = []
     for model, stream in zip(models, read, strict=True):
-        told = in_phase(progress, f"{model.name}: token perplexity")
-        found += perplexity_estimates(model.checkpoint, [stream.windows], group=group, progress=told)
+        report = in_phase(progress, f"{model.name}: token perplexity")
+        found += perplexity_estimates(model.checkpoint, [stream.windows], group=group, progress=report)
     return [_Fixed(one) for one in found]
 
 
-def _held_against(
+def _compare(
     models: Sequence[Model], read: Sequence[Stream], hidden: Hidden, listeners: Sequence[Listener],
     group: ProcessGroup, progress: Progress,
 ) -> list[_Fixed]:  # fmt: skip
@@ -238,13 +237,13 @@ def _held_against(
 _Answers = tuple[dict[str, TaskScore], list[str]]
 
 
-def _ask(
+def _answers(
     model: Model, questions: Sequence[Any], device: torch.device, group: ProcessGroup, progress: Progress
 ) -> _Answers:
     """A model's scores in the tasks, and the backends of its quantized layers there."""
-    told = in_phase(progress, f"{model.name}: tasks")
-    told("tasks", 0, len(questions), "tasks")
-    lm = as_lm(model.checkpoint, model.tokenizer, model.rolling_window, device=device, group=group, progress=told)
+    report = in_phase(progress, f"{model.name}: tasks")
+    report("tasks", 0, len(questions), "tasks")
+    lm = as_lm(model.checkpoint, model.tokenizer, model.rolling_window, device=device, group=group, progress=report)
     return run_tasks(questions, lm), lm.backends
 
 
@@ -274,9 +273,9 @@ def _facts(text: Text) -> TextFacts:
 
 
 def _layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]:
-    """The errors that each folder's manifest tells of its quantized layers, worst first, and which they are.
+    """Errors of quantized layers from each folder's manifest, worst first, and their kind.
 
-    They are of one kind, so that they can be put side by side: of outputs if every manifest with errors has those.
+    All are of one kind, so that they can be compared: of outputs if every manifest with errors has those.
     """
     listed: list[dict[str, Any]] = [_manifest(folder).get("modules", {}) for folder in folders]
     for kind in ("output_error", "relative_error"):

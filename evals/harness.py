@@ -117,7 +117,7 @@ class Scorer:
         for text, _, answer in requests:
             if not 0 < len(answer) <= self.max_length:
                 raise RequestError(
-                    "an answer has no tokens of its own, or more than the model's context", found=repr(text[1][:40]),
+                    "an answer has no tokens, or more than the model's context", found=repr(text[1][:40]),
                     expected=f"1 to {self.max_length} tokens",
                 )  # fmt: skip
         return self._score([((context + answer)[-self.max_length - 1 : -1], answer) for _, context, answer in requests])
@@ -130,8 +130,8 @@ class Scorer:
         while len(scores) < len(items):
             self._progress("tasks", len(scores), len(items), "requests")
             width = len(items[order[len(scores)]][0])
-            alike = width <= self._model.config.max_unscaled_context  # else rotary positions are those of the longest
-            batch = order[len(scores) : len(scores) + max(1, _TOKENS_AT_ONCE // width if alike else 1)]
+            batched = width <= self._model.config.max_unscaled_context  # else rotary positions are those of the longest
+            batch = order[len(scores) : len(scores) + max(1, _TOKENS_AT_ONCE // width if batched else 1)]
             tokens = torch.tensor([items[index][0] + [0] * (width - len(items[index][0])) for index in batch])
             tokens, positions = tokens.to(self._model.device), torch.arange(width, device=self._model.device)
             hidden = self._model.hidden(tokens, positions)  # causal: what is padded on the right is not seen

@@ -9,7 +9,7 @@ import jinja2
 
 from quantkit.evals.positions import windows_by_position
 from quantkit.evals.results import Evaluation
-from quantkit.evals.timing import NEW_TOKENS, PROMPT_TOKENS, RUNS
+from quantkit.evals.timing import NEW_TOKENS, PROMPT, RUNS
 
 
 def method(evaluation: Evaluation) -> list[str]:
@@ -29,6 +29,6 @@ def method(evaluation: Evaluation) -> list[str]:
     text = template.render(
         evaluation=evaluation, each=each, windows_by_position=windows_by_position(evaluation), runs=RUNS,
         device={"cpu": "the CPU", "cuda": "a GPU"}.get(evaluation.device, evaluation.device),
-        new_tokens=NEW_TOKENS, prompt_tokens=PROMPT_TOKENS,
+        new_tokens=NEW_TOKENS, prompt_tokens=PROMPT,
     )  # fmt: skip
     return [line for line in text.split("\n") if line]

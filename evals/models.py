@@ -38,7 +38,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Stream:
-    """A text as one stream of so many tokens, cut into windows [W, T]; BOS stands where the tokenizer puts it."""
+    """A text as one stream of `tokens` tokens, cut into windows [W, T], with BOS where the tokenizer puts it."""
 
     tokens: int
     windows: Tensor
@@ -47,7 +47,7 @@ class Stream:
 def open_models(
     paths: Sequence[str | Path], against: str | Path | None, window: int | None, group: ProcessGroup = SINGLE
 ) -> list[Model]:
-    """All models, the reference first and once, by the names that they are given or as short as tells them apart.
+    """All models, the reference first and once, by their given names or the shortest distinct ends of their paths.
 
     Args:
         paths, against: folders, also as ``NAME=PATH``.
@@ -104,17 +104,17 @@ def fixed_window(models: Sequence[Model], window: int | None) -> int:
     return window or min(FIXED_WINDOW, *(model.checkpoint.config.max_context for model in models))
 
 
-def streams(models: Sequence[Model], text: Text, length: int, *, alike: bool) -> list[Stream]:
+def streams(models: Sequence[Model], text: Text, length: int, *, same: bool) -> list[Stream]:
     """A text as each model reads it, in windows of `length` tokens.
 
     Args:
-        alike: demand that all read the same tokens.
+        same: require that all read the same tokens.
 
     Raises:
         RequestError: if they do not, or the text has less than two tokens.
     """
     ids = [token_ids(model.tokenizer, text.raw) for model in models]
-    if alike and (odd := [model.name for model, one in zip(models, ids, strict=True) if one != ids[0]]):
+    if same and (odd := [model.name for model, one in zip(models, ids, strict=True) if one != ids[0]]):
         raise RequestError(f"{odd[0]} and {models[0].name} do not read the text '{text.name}' as the same tokens")
     if min(len(one) for one in ids) < 2:
         raise RequestError(f"the text '{text.name}' is too short to measure on")

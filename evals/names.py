@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def short_names(paths: Sequence[str | Path]) -> list[str]:
-    """The shortest ends of paths that tell them apart: ``int4``, or ``a/int4`` where there is a ``b/int4`` too."""
+    """The shortest ends of paths that are distinct: ``int4``, or ``a/int4`` where there is a ``b/int4`` too."""
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     return [_end(own, {other for other in parts if other != own}) for own in parts]
 
@@ -21,7 +21,7 @@ def _end(own: tuple[str, ...], others: set[tuple[str, ...]]) -> str:
 
 
 def named(texts: Sequence[str | Path]) -> list[tuple[str | None, Path]]:
-    """Paths with the names that they are given as ``NAME=PATH``; a path that is there as it stands has none."""
+    """Paths with their names in ``NAME=PATH``; None for a path that exists under the whole string."""
     return [_named(str(text)) for text in texts]
 
 

@@ -18,54 +18,54 @@ from quantkit.quality.position_divergence import divergence_by_position, positio
 from quantkit.quality.positions import CACHES, FLOAT, PositionDivergence, cut_short, rise
 
 _Column = tuple[str, Callable[[Row], str]]
-_LEAST = 2
+_MIN_LENGTH = 2
 
 
 def checked_positions(positions: object, windows: object, *, against: bool) -> tuple[int, int | None] | None:
-    """The tokens of a window and how many windows, checked; None where no positions are asked for.
+    """The tokens of a window and how many windows, checked; None where no positions are requested.
 
     Raises:
-        RequestError: if they are no such numbers, there is no reference, or windows are asked for alone.
+        RequestError: if they are out of range, there is no reference, or windows are requested without positions.
     """
     if positions is None:
         if windows is not None:
             raise RequestError("`position_windows` goes with `positions`")
         return None
     length, count = as_whole("positions", positions), None if windows is None else as_whole("position_windows", windows)
-    for name, value, least in (("positions", length, _LEAST), ("position_windows", count, 1)):
-        if value is not None and value < least:
-            raise RequestError(f"`{name}` must be at least {least}", found=value)
+    for name, value, minimum in (("positions", length, _MIN_LENGTH), ("position_windows", count, 1)):
+        if value is not None and value < minimum:
+            raise RequestError(f"`{name}` must be at least {minimum}", found=value)
     if not against:
         raise RequestError("divergence by position is from a reference, and none is given")
     return length, count
 
 
 def by_position(
-    models: Sequence[Model], text: Text, asked: tuple[int, int | None] | None, hidden: Hidden, group: ProcessGroup,
+    models: Sequence[Model], text: Text, requested: tuple[int, int | None] | None, hidden: Hidden, group: ProcessGroup,
     progress: Progress,
 ) -> tuple[list[dict[str, list[PositionDivergence]]], list[str]]:  # fmt: skip
     """The buckets of each model, none of the reference, which is the first; and notes.
 
     Args:
-        asked: what `checked_positions` gave.
+        requested: from `checked_positions`.
         hidden: gives the reference's hidden states.
 
     Raises:
         RequestError: if the text has less than two tokens.
         NonFiniteError: if a model's logits are NaN or Inf.
     """
-    if asked is None:
+    if requested is None:
         return [{} for _ in models], []
     reference, *others = (model.checkpoint for model in models)
-    tokenizer, (length, count) = models[0].tokenizer, asked
+    tokenizer, (length, count) = models[0].tokenizer, requested
     context = min(model.checkpoint.config.max_positions for model in models)
     ids = token_ids(tokenizer, text.raw)
     windows = position_windows(ids, tokenizer.bos_id, length, context, count)
-    told = in_phase(progress, f"{text.name}: divergence by position")
-    found = divergence_by_position(reference, others, windows, reference_hidden=hidden, group=group, progress=told)
+    report = in_phase(progress, f"{text.name}: divergence by position")
+    found = divergence_by_position(reference, others, windows, reference_hidden=hidden, group=group, progress=report)
     notes = [] if windows.shape[1] == length else [cut_short(text.name, windows.shape[1], length, context)]
     if count is not None and len(windows) < count:
-        notes.append(f"'{text.name}' has {len(windows)} of the {count} windows that were asked for by position")
+        notes.append(f"'{text.name}' has {len(windows)} of the {count} windows that were requested by position")
     return [{}, *found], notes
 
 

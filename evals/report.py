@@ -35,14 +35,14 @@ def markdown(found: Evaluation) -> str:
 def tables(found: Evaluation) -> list[Table]:
     """A table for each text, a row per model, tasks and speed in the first; then those of divergence."""
     size, rest = _size_columns(), [*_task_columns(found), *_speed_columns(found)]
-    asked = [_TASK_ERRORS] if found.rows[0].tasks else []
+    task_note = [_TASK_ERRORS] if found.rows[0].tasks else []
     made = []
     for text in found.texts:
         title = f"On {_counted(found, text)}; token ppl in windows of {found.window}."
-        made.append(_table(" ".join([title, *asked]), found.rows, [*size, *_text_columns(text), *rest]))
-        rest, asked = [], []
+        made.append(_table(" ".join([title, *task_note]), found.rows, [*size, *_text_columns(text), *rest]))
+        rest, task_note = [], []
     if not found.texts:
-        made.append(_table(" ".join(asked) or None, found.rows, [*size, *rest]))
+        made.append(_table(" ".join(task_note) or None, found.rows, [*size, *rest]))
     elif found.reference is not None:
         made += [_divergence_table(found, found.reference), *position_tables(found).values()]
     return made
@@ -135,10 +135,10 @@ def _named_text(found: Evaluation, text: str) -> list[_Column]:
 
 
 def _divergence_columns(found: Evaluation, text: str, *, share: float = 100) -> list[_Column]:
-    """Of rows that are held against the reference; the reference's own cells are empty.
+    """Figures of models compared with the reference; the reference's cells are empty.
 
     Args:
-        share: what all tokens are, in the column of equal ones.
+        share: the value that stands for all tokens in the column of equal ones.
     """
 
     def column(head: str, shown: Callable[[Divergence], str]) -> _Column:

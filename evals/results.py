@@ -17,8 +17,8 @@ from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Divergence
 from quantkit.quality.positions import PositionDivergence
 
-_LEAST_TEXTS = 3
-"""Whose spread tells how far a text may be from another."""
+_MIN_TEXTS = 3
+"""Fewer have no meaningful spread."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TextMeasures:
         token_perplexity_error: its standard error, the text's tokens taken as a sample of it.
         perplexity_ratio_error: likewise of token perplexity over the reference's; None for the reference itself.
         positions: the divergence from the reference by position, with keys and values in a "float" cache and in an
-            "int8" one; the reference has a float cache both times. Empty where not asked, and for the reference.
+            "int8" one; the reference has a float cache both times. Empty if not requested, and for the reference.
     """
 
     tokens: int
@@ -58,7 +58,7 @@ class TextMeasures:
 
 @dataclass(frozen=True)
 class OverTexts:
-    """A model's distance from the reference as the mean of its texts, each counted alike.
+    """A model's distance from the reference as the mean of its texts, with equal weights.
 
     Errors are from the spread between the texts; the ratio is the geometric mean.
     """
@@ -80,8 +80,8 @@ class Row:
         adds_bos: whether the tokenizer begins a text with BOS.
         texts, tasks: measures by name.
         task_backends: what ran the quantized layers in the tasks; none where there are no such.
-        layer_errors: relative errors of its quantized layers by name, worst first, as its manifest tells them; of
-            their outputs, where all models that have any tell these.
+        layer_errors: relative errors of its quantized layers by name, worst first, from its manifest; of their outputs,
+            if all manifests with errors have those.
         method: how it was quantized, ``rtn`` or ``gptq``; empty where its manifest does not say.
     """
 
@@ -112,7 +112,7 @@ class Evaluation:
         device: where tasks were answered and speed was measured.
         versions: of the packages that took part.
         notes: what one should know about the figures.
-        details: of each text what only a page shows; empty where it was not asked for, and never in JSON.
+        details: of each text what only a page shows; empty if not requested, and never in JSON.
     """
 
     rows: list[Row]
@@ -150,7 +150,7 @@ class Evaluation:
     def to_html(self) -> str:
         """A page that needs nothing else: tables, charts, and texts with their tokens coloured by divergence.
 
-        The texts are there only where `evaluate` was asked for `details`, and given a reference.
+        The texts are included only if `evaluate` was called with `details` and a reference.
         """
         from quantkit.evals.html.page import page  # which knows this type
 
@@ -160,7 +160,7 @@ class Evaluation:
         """Means over the texts; None of fewer than three, or of the reference."""
         found = [apart for text in self.texts if (apart := row.texts[text].divergence) is not None]
         ratios = [ratio for text in self.texts if (ratio := self.perplexity_ratio(row, text)) is not None]
-        if len(found) < _LEAST_TEXTS:
+        if len(found) < _MIN_TEXTS:
             return None
         return OverTexts(
             kl=_mean([one.kl for one in found]),

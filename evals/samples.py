@@ -93,14 +93,14 @@ class Predictions:
         return tuple(torch.cat(parts) for parts in zip(*self._found, strict=True))
 
 
-def text_details(heard: dict[str, Predictions], windows: Tensor, tokenizer: Tokenizer) -> TextDetails:
-    """What was heard of the models on one text.
+def text_details(predictions: dict[str, Predictions], windows: Tensor, tokenizer: Tokenizer) -> TextDetails:
+    """Samples and divergence by position from the predictions of the models on one text.
 
     Args:
-        heard: by model.
+        predictions: by model.
         windows: token ids [W, T], one after the other in the text.
     """
-    found = {name: one.gathered() for name, one in heard.items()}
+    found = {name: one.gathered() for name, one in predictions.items()}
     kls = {name: tensors[0].clamp(min=0) for name, tensors in found.items()}
     samples = [
         _sample(found, windows, some, tokenizer) for some in _stretches(kls, windows.flatten().tolist(), tokenizer)
@@ -114,7 +114,7 @@ def text_details(heard: dict[str, Predictions], windows: Tensor, tokenizer: Toke
 
 
 def _stretches(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> list[range]:
-    """The beginning of a text, and behind it where models diverge most, each counted alike; a short text is whole."""
+    """The beginning of a text, and the later part where models, equally weighted, diverge most; a short text whole."""
     count = len(ids)
     if count <= 2 * SAMPLE_TOKENS:
         return [range(count)]

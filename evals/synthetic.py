@@ -42,14 +42,14 @@ _SHAPES = {
 _MIXTURES = {
     "qwen3-moe-2.7b": (2048, 384, 16, 16, 4, 30000, 2048, 128, 64, 8),
 }
-_LEAST_CONTEXT = 4096  # so that all shapes can be timed there, which random weights do as well as in their own
+_MIN_CONTEXT = 4096  # so that all shapes can be timed there, which random weights do as well as in their own
 _SPREAD = 0.02  # of the weights
 _HEAD = QuantScheme(8, None)
 
 
 @dataclass
 class SyntheticCheckpoint:
-    """Random weights, made as they are asked for; the same ones each time.
+    """Random weights, made when they are loaded; the same ones each time.
 
     Attributes:
         path: the shape's name.
@@ -116,7 +116,7 @@ def synthetic(shape: str, scheme: str | None, head: str | None = None) -> Synthe
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
         "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": shared, "vocab_size": vocabulary, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": max(context, _LEAST_CONTEXT), "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+        "max_position_embeddings": max(context, _MIN_CONTEXT), "rope_theta": 10000.0, "torch_dtype": "bfloat16",
         "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None,
     }  # fmt: skip
     if mixture:
@@ -138,7 +138,7 @@ def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
         scheme: of the linears where there are no weights; see `synthetic`. None is what the config says.
 
     Raises:
-        RequestError: if there are weights, which have schemes of their own, or for an unknown shape or scheme.
+        RequestError: if there are weights, which have their schemes, or for an unknown shape or scheme.
         QuantkitError: as opening a folder does.
     """
     folder = Path(source)
@@ -147,7 +147,7 @@ def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
     path = folder / "config.json"
     if HF.present(folder) or not path.is_file():
         if scheme is not None:
-            raise RequestError("a folder of weights has schemes of its own", path=folder, found=f"scheme {scheme}")
+            raise RequestError("a folder of weights defines its schemes", path=folder, found=f"scheme {scheme}")
         return open_checkpoint(folder)
     raw = read_settings(path)
     config = config_from_hf(raw, path)

@@ -16,7 +16,7 @@ Style = Literal["terminal", "markdown", "latex", "csv"]
 NONE = "-"
 """A cell without a figure."""
 WIDTH = 100
-"""The most columns that a table takes up in a terminal."""
+"""The maximum width of a table in a terminal."""
 
 _GAP = "  "
 _NUMBER = re.compile(r"[-+±(]*\d")
@@ -44,8 +44,8 @@ def render(tables: Sequence[Table], style: Style, *, width: int = WIDTH) -> list
 
     Args:
         style: Markdown's source is aligned too; LaTeX is for the package booktabs, a title the caption; CSV has no
-            titles, heads in snake case, and for errors a column of its own.
-        width: of the terminal; where a table is wider, its heads take up several lines, or it is split into several,
+            titles, heads in snake case, and a separate column for errors.
+        width: of the terminal; where a table is wider, its heads are wrapped, or it is split into several,
             each with the first column.
     """
     if style == "terminal":
@@ -78,7 +78,7 @@ def _terminal(table: Table, width: int) -> list[str]:
 
 
 def _side_by_side(widths: Sequence[int], width: int) -> Iterator[list[int]]:
-    """Columns that fit beside each other, the first in all."""
+    """Columns that fit next to each other, the first in all."""
     some, used = [0], widths[0]
     for place, wide in enumerate(widths[1:], 1):
         if len(some) > 1 and used + len(_GAP) + wide > width:
@@ -94,7 +94,7 @@ def _wrapped(column: Sequence[str], width: int) -> list[str]:
 
 
 def _narrow(column: Sequence[str]) -> list[str]:
-    """A column whose head takes up no more than its cells do, or its longest word."""
+    """A column whose head is no wider than its cells or its longest word."""
     head, *cells = column
     return [*_wrapped([head], max([*map(len, head.split()), *([_wide(cells)] if cells else [])])), *cells]
 

@@ -47,7 +47,7 @@ class TaskScore:
         value: that metric's.
         metrics: all of them, under the harness's names (``acc,none``).
         shots: examples shown before each question; None in a group where they differ.
-        documents: how many were asked; None for a group.
+        documents: questions answered; None for a group.
         error: the value's standard error, as the harness gives it; None where it gives none.
         errors: those of all metrics that have one, under the metrics' names.
     """
@@ -69,7 +69,7 @@ class TaskScore:
 def require_tasks(names: Sequence[str]) -> None:
     """
     Raises:
-        RequestError: if the harness is not installed, or does not know a task; names that are near are told.
+        RequestError: if the harness is not installed, or does not know a task; the message suggests similar names.
     """
     optional("lm_eval")
     index = _manager().task_index
@@ -85,12 +85,12 @@ def require_tasks(names: Sequence[str]) -> None:
 def open_tasks(names: Sequence[str], data: Path | None, *, progress: Progress = silent) -> Iterator[list[Any]]:
     """Load tasks by name, with their data; for `run_tasks`, while the context lasts.
 
-    Random numbers are seeded as the harness seeds them, and the caller's given back.
+    Random numbers are seeded as in the harness; the caller's state is restored afterwards.
 
     Args:
         data: a folder with files named for tasks, ``hellaswag.jsonl`` and the like, in
             the fields that the task wants. Others come from the hub, or what is cached of it.
-        progress: told of every task.
+        progress: called for every task.
 
     Raises:
         RequestError: if the harness is not installed, a task is unknown, or its data
@@ -112,7 +112,7 @@ def open_tasks(names: Sequence[str], data: Path | None, *, progress: Progress = 
 
 
 def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
-    """Ask a model (`harness.as_lm`) all questions of the tasks; by task name.
+    """Let a model (`harness.as_lm`) answer all questions of the tasks; scores by task name.
 
     Raises:
         RequestError: if the harness fails, as with fewer documents than it needs examples.
@@ -250,7 +250,7 @@ def _unusable(task: Any) -> tuple[Path, str] | None:
     made_by = (task.config.doc_to_choice, task.doc_to_choice), (task.config.doc_to_target, task.doc_to_target)
     for number, document in enumerate(task.eval_docs, 1):
         try:
-            for make in (task.doc_to_text, *(make for told, make in made_by if told is not None)):
+            for make in (task.doc_to_text, *(make for setting, make in made_by if setting is not None)):
                 make(document)
         except Exception:  # whatever a task's own code raises
             return Path(files[_SPLIT]), f"line {number}"

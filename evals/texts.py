@@ -112,7 +112,7 @@ def measuring_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """A checkpoint's tokenizer; for sentencepiece, what `convert` would write instead of it.
 
     A text may spell special tokens, as WikiText does with ``<unk>``. transformers takes
-    them for the tokens, and so must what is measured beside it; sentencepiece cannot.
+    them for the tokens, and so must what is compared with it; sentencepiece cannot.
 
     Raises:
         CheckpointError: if there is none, it is damaged, or it knows more tokens than the embedding.

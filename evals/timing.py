@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,30 +15,25 @@ from torch import nn
 
 from quantkit.distributed.group import ProcessGroup
 from quantkit.evals.models import backend_names
-from quantkit.evals.texts import token_ids
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Decoder
 from quantkit.model.feed_forward import Experts
 from quantkit.model.load import load_model
 from quantkit.runtime.captured import LateTokens
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.generate import generate
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import finite_logits
-from quantkit.text.tokenizer import Tokenizer
 
 PROMPT = 16  # tokens before decoding
-PROMPT_TOKENS = 16
-NEW_TOKENS = 32
-RUNS = 3
+NEW_TOKENS, RUNS = 32, 3  # of `decoding_speed`
 _PROBE_BYTES = 1 << 29
-_MIN_RUN_SECONDS = 0.1  # of a run, which is repeated until then: a wake-up of another process counts little in it
+_MIN_RUN_SECONDS = 0.1  # calls are repeated for so long that a wake-up of another process counts little
 _PROC_STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Tokens per second over several runs: the median, the least and the most."""
+    """Tokens per second over several runs: the median, the minimum and the maximum."""
 
     median: float
     least: float
@@ -51,41 +46,38 @@ class Rate:
 
     @property
     def spread(self) -> float:
-        """How far the furthest run is from the median, as a share of it."""
+        """The largest distance of a run from the median, as a share of the median."""
         return max(self.most - self.median, self.median - self.least) / self.median
 
 
-def rate(tokens: int, taken: Callable[[], float], runs: int) -> Rate:
+def rate(tokens: int, timed_call: Callable[[], float], runs: int) -> Rate:
     """Time several runs, after a call that warms up.
 
     Args:
         tokens: of a call.
-        taken: calls, and gives the seconds that count.
+        timed_call: makes a call and returns its seconds.
     """
-    taken()
-    rates = []
-    for _ in range(runs):
-        rates.append(tokens / _mean_seconds(taken))
-    return Rate.of(rates)
+    timed_call()
+    return Rate.of([tokens / _mean_seconds(timed_call) for _ in range(runs)])
 
 
-def _mean_seconds(taken: Callable[[], float]) -> float:
-    """That a call takes, which is repeated until a run is long."""
+def _mean_seconds(timed_call: Callable[[], float]) -> float:
+    """Mean seconds of calls that are repeated until a run is long."""
     calls, total = 0, 0.0
     while total < _MIN_RUN_SECONDS:
-        calls, total = calls + 1, total + taken()
+        calls, total = calls + 1, total + timed_call()
     return total / calls
 
 
 class OtherProcesses:
-    """How much of the machine other processes use, from here on."""
+    """Measures the cores that other processes use, from its creation on."""
 
     def __init__(self) -> None:
         self._load = os.getloadavg()[0]
         self._started, self._own, self._all = time.perf_counter(), time.process_time(), _cpu_seconds()
 
     def cores(self) -> float:
-        """Cores that they have kept busy on average; where the system does not count it, its load at the start."""
+        """Busy cores on average; the load at the start if the system does not count CPU time."""
         now = _cpu_seconds()
         if now is None or self._all is None:
             return self._load
@@ -94,7 +86,7 @@ class OtherProcesses:
 
 
 def _cpu_seconds() -> float | None:
-    """That all processes, and a host's other guests, have taken since the machine started; None if not counted."""
+    """CPU time of all processes and of other guests of the host since boot; None if not counted."""
     try:
         user, nice, system, _idle, _iowait, *rest = map(int, _PROC_STAT.read_text().split("\n", 1)[0].split()[1:9])
     except (OSError, ValueError):
@@ -103,7 +95,7 @@ def _cpu_seconds() -> float | None:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """That a call takes."""
+    """Seconds that a call takes."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
@@ -127,7 +119,7 @@ def prefill_once(
 
 
 def _read(engine: Engine, slot: int, prompt: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """Let a slot read a prompt [T] from a position on, a chunk at a time; logits [1, V] of what follows."""
+    """Read a prompt [T] into a slot from a position on, a chunk at a time; logits [1, V] of the next token."""
     length, logits = len(prompt), torch.empty(0)
     for begin in range(start, length, engine.chunk):
         positions = range(begin, min(begin + engine.chunk, length))
@@ -137,9 +129,9 @@ def _read(engine: Engine, slot: int, prompt: torch.Tensor, start: int = 0) -> to
 
 
 class Decoding:
-    """Greedy decoding of several sequences after a random prompt, as often as it is asked for.
+    """Greedy decoding of several sequences after a random prompt, repeatable.
 
-    The sequences' prompts differ in their last `PROMPT` tokens alone: one is read, the others begin with a copy of it.
+    The prompts differ only in their last `PROMPT` tokens: one is read in full, the others begin with a copy of it.
     """
 
     def __init__(
@@ -160,7 +152,7 @@ class Decoding:
         self._first: torch.Tensor | None = None
 
     def fill(self) -> float:
-        """Seconds that the first sequence's prompt took; the slots hold all of them afterwards.
+        """Read all prompts into their slots; the seconds that the first one takes.
 
         Raises:
             NonFiniteError: if the model's logits are NaN or Inf.
@@ -172,7 +164,7 @@ class Decoding:
 
         def read() -> None:
             logits[:] = [_read(self.engine, 0, whole)]
-            logits[0].argmax().item()  # all that was asked of a GPU is done
+            logits[0].argmax().item()  # waits until the GPU is done
 
         taken, shared = _mean_seconds(partial(seconds, read)), len(whole) - PROMPT
         for slot, prompt in enumerate(self._prompts[1:], 1):
@@ -182,7 +174,7 @@ class Decoding:
         return taken
 
     def run(self) -> float:
-        """Seconds that the new tokens took after the prompts, which are read if they have not been."""
+        """Seconds that the new tokens take after the prompts, which are read first if necessary."""
         if self._first is None:
             self.fill()
         assert self._first is not None
@@ -205,8 +197,8 @@ class Decoding:
 
 
 def weight_bytes(model: Decoder) -> int:
-    """Of what is read for each token: all weights but the embedding, unless it is the head as well, and of a mixture's
-    experts as many as take a token."""
+    """Bytes read for each token: all weights except the embedding, unless it is tied to the head, and of a mixture's
+    experts those of one token."""
     left_out = 0 if model.config.tied_embeddings else _bytes(model.model.embed_tokens)
     if model.config.experts is not None:
         unused = 1 - model.config.experts.per_token / model.config.experts.count
@@ -215,7 +207,7 @@ def weight_bytes(model: Decoder) -> int:
 
 
 def loaded_bytes(model: Decoder) -> int:
-    """Of all weights, as the kernels have them."""
+    """Bytes of all weights in the layout of the kernels."""
     return _bytes(model)
 
 
@@ -224,7 +216,7 @@ def _bytes(module: nn.Module) -> int:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second: the best of several sums over a large tensor, or on a GPU of copies of one."""
+    """Bytes a second: the best of several sums over a large tensor, or of several copies on a GPU."""
     probe = torch.ones(_PROBE_BYTES // 4, device=device)
     if device.type != "cuda":
         return probe.nbytes / min(seconds(probe.sum) for _ in range(5))
@@ -255,26 +247,16 @@ class Speed:
     threads: int
 
 
-def decoding_speed(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, text: str, device: torch.device, group: ProcessGroup
-) -> Speed:
-    """Let a model continue the first tokens of a text, past any end token.
+def decoding_speed(checkpoint: Checkpoint, device: torch.device, group: ProcessGroup) -> Speed:
+    """Measure a model as `bench` does, with one sequence.
 
     Raises:
         RequestError: if the model's context is too short.
         NonFiniteError: if its logits are NaN or Inf.
     """
     model = load_model(checkpoint, device=device, group=group)
-    model.config = replace(model.config, eos_token_ids=())
-    prompt = token_ids(tokenizer, text)[:PROMPT_TOKENS]
-    rates = []
-    for _ in range(RUNS):
-        tokens = generate(model, prompt, max_new_tokens=NEW_TOKENS + 1)
-        next(tokens)
-        started = time.perf_counter()
-        count = sum(1 for _ in tokens)
-        rates.append(count / (time.perf_counter() - started))
+    with torch.inference_mode():
+        found = rate(NEW_TOKENS, Decoding(model, 1, NEW_TOKENS, None).run, RUNS)
     return Speed(
-        statistics.median(rates), DType.of(model.dtype), backend_names(model), str(model.device),
-        torch.get_num_threads(),
+        found.median, DType.of(model.dtype), backend_names(model), str(model.device), torch.get_num_threads()
     )  # fmt: skip

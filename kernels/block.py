@@ -113,7 +113,7 @@ class BlockSettings:
 
 @dataclass(frozen=True)
 class BlockStep:
-    """What blocks are told of a step.
+    """A step, as blocks receive it.
 
     Attributes:
         positions: rising in each sequence, [T] or [B, T].

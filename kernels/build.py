@@ -102,51 +102,26 @@ def _load_functions(variant: str, name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(_compiled(name, f"quantkit_{name}_{variant}", variant)))
 
 
-def _linear_shape(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], rows)
-
-
-def _rows_shape(packed: Tensor, index: Tensor, columns: int) -> Tensor:
-    return packed.new_empty(*index.shape, columns, dtype=torch.float32)
-
-
-def _cached_attention_shape(
-    queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
-    positions: Tensor, slots: Tensor | None, window: int, scale: float, softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    batch, heads, tokens, size = queries.shape
-    return queries.new_empty(batch, tokens, heads * size)
-
-
-def _in_place(*operands: Any) -> None:
-    """Updates its first operand and gives nothing."""
-
-
-def _float_linear_shape(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
 def cache_folder() -> Path:
     """Where compiled kernels are kept: ``QUANTKIT_CACHE``, or ``quantkit`` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("QUANTKIT_CACHE") or Path(base) / "quantkit")
 
 
-def _as_first(first: Tensor, *operands: Any) -> Tensor:
-    """Gives what is like its first operand."""
-    return torch.empty_like(first)
+def _cached_attention_shape(queries: Tensor, *_: Any) -> Tensor:
+    batch, heads, tokens, size = queries.shape
+    return queries.new_empty(batch, tokens, heads * size)
 
 
 _SHAPES: dict[str, Callable[..., Any]] = {
-    "linear": _linear_shape,
-    "rows": _rows_shape,
+    "linear": lambda x, packed, bias, rows: x.new_empty(*x.shape[:-1], rows),
+    "rows": lambda packed, index, columns: packed.new_empty(*index.shape, columns, dtype=torch.float32),
     "cached_attention": _cached_attention_shape,
-    "float_linear": _float_linear_shape,
-    "block": _in_place,
-    "experts": _as_first,
+    "float_linear": lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    "block": lambda *operands: None,  # updates its first operand
+    "experts": lambda rows, *operands: torch.empty_like(rows),
 }
-"""The shapes that operators return, for tracing."""
+"""What operators return, for tracing."""
 
 
 def _compiled(
@@ -155,8 +130,8 @@ def _compiled(
     """The file of a library that is made of ``csrc/SOURCE.cpp``.
 
     Args:
-        more: compiler flags besides the usual ones.
-        linked: those that come after the source.
+        more: additional compiler flags.
+        linked: flags that follow the source.
     """
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:

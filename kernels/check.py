@@ -25,7 +25,7 @@ _SPAN = 64  # columns that some tokens are confined to where rows have no groups
 @dataclass(frozen=True)
 class _Size:
     """How large an example is: rows and (about) columns of the weight; numbers of tokens, each of which may have a
-    kernel of its own; a limit on the number of activations, where groups are very large; whether something is left
+    separate kernel; a limit on the number of activations, where groups are very large; whether something is left
     over of all that kernels count columns in."""
 
     rows: int
@@ -51,7 +51,7 @@ def self_test(
     for size in _ON_GPUS if device.type == "cuda" else (_SMALL,):
         try:
             wrong = _wrong_tokens(backend, scheme, device, dtype, scale_dtype, size)
-        except Exception as error:  # of a driver or a compiler, which have kinds of their own
+        except Exception as error:  # of a driver or a compiler, which raise types that are unknown here
             return f"it fails on this machine: {' '.join(str(error).split()) or type(error).__name__}"[:300]
         if wrong is not None:
             return f"its products of {wrong} tokens are wrong on this machine"
@@ -81,10 +81,10 @@ def _wrong_tokens(
 
 
 def within(found: Tensor, right: Tensor, slack: Tensor, steps: float = 0.5) -> bool:
-    """Whether each number is right, but for its slack and so many steps of its dtype; false if one is not finite."""
+    """Whether each number is right, up to its slack and `steps` steps of its dtype; false if one is not finite."""
     own = torch.finfo(found.dtype)
-    least = own.smallest_normal * own.eps  # a step of the smallest numbers
-    rounding = steps * own.eps * (right.abs() + slack) + least
+    smallest = own.smallest_normal * own.eps  # a step of the smallest numbers
+    rounding = steps * own.eps * (right.abs() + slack) + smallest
     return found.shape == right.shape and bool(((found.double() - right).abs() <= slack + rounding).all())
 
 
@@ -110,8 +110,8 @@ def _activations(wide: Tensor, scheme: QuantScheme, tokens: int) -> Iterator[tup
     """Even activations [T, I], see `Rounding`, and then others, for weights [O, I].
 
     The first leans towards all rows and each of the others towards one, every second of them in one group only: so
-    products are as large as they can be, and each row's and each group's mistakes are seen beside what may be
-    rounded.
+    products are as large as they can be, and each row's and each group's mistakes are visible among permitted
+    rounding errors.
     """
     rows, columns = wide.shape
     index = torch.arange(tokens, device=wide.device)

@@ -21,13 +21,13 @@ def search_scales(
     coarse: Sequence[float], fine: Sequence[float],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Scale [G, O] in `scale_dtype`, and zero point [G, O] uint8 where codes are not symmetric, of groups of `size`
-    inputs: the best of some steps, in units of what spans the group, then of those beside it.
+    inputs: the best of some steps, in units of what spans the group, then of those next to it.
 
     Args:
         weight: [I, O] float32.
         importance: [I] float32, not negative: the error's weights.
         levels: number of codes.
-        coarse, fine: the steps, and how far those beside the best of them are from it.
+        coarse, fine: the steps, and how far those next to the best of them are from it.
 
     Raises:
         UnsupportedError: if the kernels cannot be compiled.

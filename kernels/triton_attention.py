@@ -1,7 +1,7 @@
 """Attention of a few queries over the live part of a static cache, in Triton.
 
 The live part, from the first position that a query sees to the last, is cut into spans. Programs take one each,
-with a softmax of its own, and a second kernel joins them by their maxima and sums (2112.05682), in a fixed order.
+with a separate softmax, and a second kernel joins them by their maxima and sums (2112.05682), in a fixed order.
 Where the live part ends is read from the positions on the device: the grid depends on shapes alone, so a step can
 be recorded, and programs whose span lies beyond it end at once.
 
@@ -148,7 +148,7 @@ def join_line(
     """The spans of one query, and its head's sink if there are any, as one; to [B, T, H, Dh]."""
     positions += line // (heads * tokens) * stride
     first, last, each = live(positions, tokens, length, window, TOKENS, SPANS, BLOCK_N)
-    COLUMNS: tl.constexpr = min(BLOCK_D, 64)  # at a time: no more fit beside what attention holds
+    COLUMNS: tl.constexpr = min(BLOCK_D, 64)  # at a time: no more fit in registers next to attention's
     span = tl.arange(0, BLOCK_S)
     there = first + span * each < last  # nothing was written for the others
     part = line * SPANS + span
@@ -263,17 +263,17 @@ def _(queries: Tensor, *_: object) -> Tensor:
     return queries.new_empty(batch, tokens, heads * size)
 
 
-def tile_for(rows: int, size: int, dtype: torch.dtype, card: GpuSpec) -> Tile:
+def tile_for(rows: int, size: int, dtype: torch.dtype, gpu: GpuSpec) -> Tile:
     """The tile for queries [rows, size] of a dtype that share keys."""
     block_d = max(16, triton.next_power_of_2(size))
     block_n = _TILE_BYTES // (block_d * dtype.itemsize)
-    stages = min(3, max(1, (card.shared_memory - _TILE_BYTES) // (2 * _TILE_BYTES)))
+    stages = min(3, max(1, (gpu.shared_memory - _TILE_BYTES) // (2 * _TILE_BYTES)))
     return Tile(min(_MAX_ROWS, max(16, triton.next_power_of_2(rows))), min(128, max(16, block_n)), block_d, stages)
 
 
-def spans_for(pairs: int, rows: int, length: int, tile: Tile, card: GpuSpec) -> int:
-    """How many programs share a cache of so many positions: as many as fit on the processors."""
-    wanted = triton.cdiv(_WAVES * card.processors, pairs * triton.cdiv(rows, tile.block_m))
+def spans_for(pairs: int, rows: int, length: int, tile: Tile, gpu: GpuSpec) -> int:
+    """How many programs share a cache of `length` positions: as many as fit on the processors."""
+    wanted = triton.cdiv(_WAVES * gpu.processors, pairs * triton.cdiv(rows, tile.block_m))
     return int(min(wanted, triton.cdiv(length, tile.block_n), _MAX_SPANS))
 
 
@@ -282,16 +282,16 @@ def attended(
     spans: int | None = None, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     arrived: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `cached_attention`, with the live part in up to `spans` spans; None is as many as suit the card.
+    """As `cached_attention`, with the live part in up to `spans` spans; None is as many as suit the GPU.
 
     Args:
         arrived: from `attention_counters`, where the program that is last joins the spans; None is another launch.
     """
     batch, heads, tokens, size = queries.shape
     kv_heads, length = keys.rows.shape[1:3]
-    pairs, rows, card = batch * kv_heads, heads // kv_heads * tokens, gpu_spec(queries.device)
-    tile = tile_for(rows, size, queries.dtype, card)
-    spans = spans or spans_for(pairs, rows, length, tile, card)
+    pairs, rows, gpu = batch * kv_heads, heads // kv_heads * tokens, gpu_spec(queries.device)
+    tile = tile_for(rows, size, queries.dtype, gpu)
+    spans = spans or spans_for(pairs, rows, length, tile, gpu)
     mixed = queries.new_empty(pairs * rows, spans, size, dtype=torch.float32)
     parts = mixed, mixed.new_empty(pairs * rows, spans), mixed.new_empty(pairs * rows, spans)
     out = queries.new_empty(batch, tokens, heads * size)
@@ -328,10 +328,10 @@ def attended(
 
 
 def attention_counters(tokens: int, heads: int, kv_heads: int, device: torch.device) -> Tensor:
-    """How many programs have arrived of those that share queries, for up to so many tokens: int32 zeros, as each launch
-    finds and leaves them."""
-    most = kv_heads * (tokens + heads // kv_heads * tokens // _MAX_ROWS)
-    return torch.zeros(most, dtype=torch.int32, device=device)
+    """How many programs have arrived of those that share queries, for up to `tokens` tokens: int32 zeros, as before
+    and after each launch."""
+    count = kv_heads * (tokens + heads // kv_heads * tokens // _MAX_ROWS)
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _operands(stored: CachedRows) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The GPU backend: Triton kernels, for NVIDIA and AMD cards."""
+"""The GPU backend: Triton kernels, for NVIDIA and AMD GPUs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TritonBackend:
             found = torch.cuda.get_device_capability(device)
             if found < _MIN_CAPABILITY[dtype]:
                 needed = ".".join(map(str, _MIN_CAPABILITY[dtype]))
-                return f"{dtype} needs compute capability {needed}, this card has {'.'.join(map(str, found))}"
+                return f"{dtype} needs compute capability {needed}, this GPU has {'.'.join(map(str, found))}"
         return None
 
     def rounding(self, dtype: torch.dtype) -> Rounding:
@@ -145,18 +145,18 @@ def _padded(values: Tensor, weight: QuantTensor) -> Tensor:
 
 
 def _tune_shape(prepared: dict[str, Tensor], weight: QuantTensor) -> None:
-    """Measure tile configs for a shape that has none on this card, and keep them in the cache folder."""
+    """Measure tile configs for a shape that has none on this GPU, and keep them in the cache folder."""
     from quantkit.kernels.triton_tune import tune
 
     rows, columns = weight.shape
     scheme = "int8" if weight.scheme.group_size is None else f"int4-g{weight.scheme.group_size}"
-    card = gpu_spec(weight.codes.device)
-    if f"{rows}x{columns}" not in measured_configs().get(card.name, {}).get(scheme, {}):
-        save_configs(cache_folder() / CACHED_FILE, card, scheme, rows, columns, tune(prepared, scheme, columns, TOKENS))
+    gpu = gpu_spec(weight.codes.device)
+    if f"{rows}x{columns}" not in measured_configs().get(gpu.name, {}).get(scheme, {}):
+        save_configs(cache_folder() / CACHED_FILE, gpu, scheme, rows, columns, tune(prepared, scheme, columns, TOKENS))
 
 
 def _interpreted(device: torch.device) -> bool:
-    """Triton was told to run its kernels on the CPU."""
+    """Whether Triton interprets kernels on the CPU."""
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 

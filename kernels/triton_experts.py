@@ -109,15 +109,15 @@ def blocks_of(chosen: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
     return places, torch.searchsorted(ends, starts, right=True).to(torch.int32)
 
 
-def config_for(bits: int, places: int, count: int, rows: int, columns: int, wide: bool, card: GpuSpec) -> TileConfig:
-    """The tiles for so many places of `count` experts with weights [rows, columns]; `wide`: see `default_config`."""
+def config_for(bits: int, places: int, count: int, rows: int, columns: int, wide: bool, gpu: GpuSpec) -> TileConfig:
+    """The tiles for `places` places of `count` experts with weights [rows, columns]; `wide`: see `default_config`."""
     if places <= count:  # most experts that are chosen are chosen once
-        config = gemv_config(bits, 1, rows, columns, card)
+        config = gemv_config(bits, 1, rows, columns, gpu)
     else:
         each = min(max(bits, places // count), _MAX_TOKENS)
         tokens = next(size for size in TOKENS if each <= size)
-        config = gemm_config(bits, tokens, rows, columns, card, wide)
-    return replace(config, split=1, block_n=512 if card is INTERPRETER else config.block_n)
+        config = gemm_config(bits, tokens, rows, columns, gpu, wide)
+    return replace(config, split=1, block_n=512 if gpu is INTERPRETER else config.block_n)
 
 
 @operator("grouped_linear")
@@ -127,7 +127,7 @@ def grouped_linear(
     """The product of each token with each of its experts, [N, K, O] in the dtype of x.
 
     Args:
-        x: [N, I], or [N, K, I] where each expert of a token has a row of its own.
+        x: [N, I], or [N, K, I] with a row for each expert of a token.
         words: int32 [E, O, W], from `pack`.
         scale: [E, O, G].
         zero: uint8 [E, O, G], or None.

@@ -48,7 +48,7 @@ def under(dtype):
 def pair(codes, base, ADD: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr):
     """The codes in the lower and upper halves of words as floats: what lies under them plus the codes.
 
-    ADD tells that `base` has bits where codes have some.
+    ADD: `base` has bits where codes have some.
     """
     if DTYPE.is_fp32():
         low, high = codes & MASK, (codes >> 16) & MASK

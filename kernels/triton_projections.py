@@ -37,7 +37,7 @@ _SUMS = tl.constexpr(1024)  # sums of squares that a program adds up at a time
 
 @triton.jit
 def complete(arrived, PROGRAMS: tl.constexpr):
-    """Whether all of the programs that share an output have stored their sums: what one of them is told, at its end."""
+    """Whether all of the programs that share an output have stored their sums; called at the end of a program."""
     if PROGRAMS == 1:
         tl.debug_barrier()
         last = True
@@ -170,17 +170,17 @@ def gate_product(
 
 
 def config_for(x: Tensor, rows: int, group: int, block_n: int | None = None) -> TileConfig:
-    """The tiles for a product of x [M, K] with so many rows: as `skinny` has them.
+    """The tiles for a product of x [M, K] with a weight of `rows` rows, as for `skinny`.
 
     Args:
         group: columns that share a scale, 0 for all of 8 bits.
         block_n: rows of a tile that must not be exceeded.
     """
-    (tokens, columns), card = x.shape, gpu_spec(x.device)
+    (tokens, columns), gpu = x.shape, gpu_spec(x.device)
     name, bits = (f"int4-g{group}", 4) if group else ("int8", 8)
-    config = tile_config_for(name, tokens, rows, columns, x.dtype, card)
+    config = tile_config_for(name, tokens, rows, columns, x.dtype, gpu)
     if config.path != "skinny":
-        config = skinny_config(bits, tokens, rows, columns, card)
+        config = skinny_config(bits, tokens, rows, columns, gpu)
     return replace(config, block_n=min(config.block_n, block_n or config.block_n))
 
 

@@ -82,8 +82,8 @@ def present(unit, units, WHOLE: tl.constexpr):
 
 @triton.jit
 def last_to_arrive(arrived, programs):
-    """Whether this program is the last of so many to arrive at a counter, which it sets back to zero: it sees what the
-    others have stored, where it reads past the processor's own cache."""
+    """Whether this program is the last of `programs` to arrive at a counter, which it resets to zero. It sees what the
+    others have stored if it reads past the processor's cache."""
     tl.debug_barrier()  # all threads have stored before one of them says so
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1
     if last:

@@ -1,6 +1,6 @@
 """Tile configs: which kernel multiplies a weight of some shape on a GPU, in tiles of which size.
 
-Measured configs lie in ``triton_configs.json``, by card, scheme, shape [O, I] and number of tokens;
+Measured configs lie in ``triton_configs.json``, by GPU, scheme, shape [O, I] and number of tokens;
 `scripts/tune_triton.py` writes them. For all else there is `default_config`.
 """
 
@@ -89,7 +89,7 @@ INTERPRETER = GpuSpec("interpreter", 1, 1 << 16)
 
 @functools.cache
 def gpu_spec(device: torch.device) -> GpuSpec:
-    """The card behind a device."""
+    """The GPU behind a device."""
     if device.type == "cpu":
         return INTERPRETER
     found = torch.cuda.get_device_properties(device)
@@ -97,40 +97,40 @@ def gpu_spec(device: torch.device) -> GpuSpec:
     return GpuSpec(found.name, found.multi_processor_count, shared_memory)
 
 
-def tile_config_for(scheme: str, tokens: int, rows: int, columns: int, dtype: torch.dtype, card: GpuSpec) -> TileConfig:
-    """The config for `tokens` and a weight [rows, columns]: measured for such a shape on this card, or the default.
+def tile_config_for(scheme: str, tokens: int, rows: int, columns: int, dtype: torch.dtype, gpu: GpuSpec) -> TileConfig:
+    """The config for `tokens` and a weight [rows, columns]: measured for such a shape on this GPU, or the default.
 
     Args:
         scheme: ``int8``, ``int4-g128`` and so on.
         dtype: of the activations; configs are measured for those that tensor cores take.
     """
     bucket = next((size for size in TOKENS if tokens <= size), TOKENS[-1])
-    return _tile_config(scheme, bucket, rows, columns, dtype == torch.float32, card)
+    return _tile_config(scheme, bucket, rows, columns, dtype == torch.float32, gpu)
 
 
 @functools.cache
-def _tile_config(scheme: str, bucket: int, rows: int, columns: int, wide: bool, card: GpuSpec) -> TileConfig:
-    shapes = measured_configs().get(card.name, {}).get(scheme, {})
+def _tile_config(scheme: str, bucket: int, rows: int, columns: int, wide: bool, gpu: GpuSpec) -> TileConfig:
+    shapes = measured_configs().get(gpu.name, {}).get(scheme, {})
     near = min(shapes, key=lambda shape: _distance(shape, rows, columns), default=None)
     if not wide and near is not None and _distance(near, rows, columns) <= _NEAR and str(bucket) in shapes[near]:
         return TileConfig(**shapes[near][str(bucket)])
-    config = default_config(4 if scheme.startswith("int4") else 8, bucket, rows, columns, wide, card)
-    return replace(config, block_n=512) if card is INTERPRETER else config  # its time goes by programs
+    config = default_config(4 if scheme.startswith("int4") else 8, bucket, rows, columns, wide, gpu)
+    return replace(config, block_n=512) if gpu is INTERPRETER else config  # its time goes by programs
 
 
 @functools.cache
 def measured_configs() -> dict[str, Any]:
-    """Measured configs as fields, by card, scheme, ``ROWSxCOLUMNS`` and tokens."""
+    """Measured configs as fields, by GPU, scheme, ``ROWSxCOLUMNS`` and tokens."""
     configs = _read(SHIPPED_FILE)
     return _merged(configs, _read(cache_folder() / CACHED_FILE))
 
 
 def save_configs(
-    path: Path, card: GpuSpec, scheme: str, rows: int, columns: int, configs: Mapping[int, TileConfig]
+    path: Path, gpu: GpuSpec, scheme: str, rows: int, columns: int, configs: Mapping[int, TileConfig]
 ) -> None:
     """Put configs by number of tokens into a file of measured ones, and use them from now on."""
     fields = {str(tokens): asdict(config) for tokens, config in configs.items()}
-    merged = _merged(_read(path), {card.name: {scheme: {f"{rows}x{columns}": fields}}})
+    merged = _merged(_read(path), {gpu.name: {scheme: {f"{rows}x{columns}": fields}}})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(_one_config_a_line(merged))
@@ -154,50 +154,50 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_config_a_line(configs: dict[str, Any]) -> str:
-    """JSON with each config on a line of its own."""
+    """JSON with one config a line."""
     return re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), json.dumps(configs, indent=1)) + "\n"
 
 
-def default_config(bits: int, tokens: int, rows: int, columns: int, wide: bool, card: GpuSpec) -> TileConfig:
+def default_config(bits: int, tokens: int, rows: int, columns: int, wide: bool, gpu: GpuSpec) -> TileConfig:
     """The config for what nobody measured. When a weight is converted to floats in memory is decided here only.
 
     Args:
         wide: activations are float32, for which there are no tensor cores.
     """
     if tokens <= _SKINNY_TOKENS and not wide:
-        return skinny_config(bits, tokens, rows, columns, card)
+        return skinny_config(bits, tokens, rows, columns, gpu)
     if tokens <= bits // 2:  # what the multipliers do while the weights come
-        return gemv_config(bits, tokens, rows, columns, card)
+        return gemv_config(bits, tokens, rows, columns, gpu)
     if wide or tokens > _LARGE:
         return TileConfig("matmul", 1, 16, _power_below(min(math.ceil(columns / UNIT), 4)))
-    return gemm_config(bits, tokens, rows, columns, card)
+    return gemm_config(bits, tokens, rows, columns, gpu)
 
 
-def skinny_config(bits: int, tokens: int, rows: int, columns: int, card: GpuSpec) -> TileConfig:
+def skinny_config(bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec) -> TileConfig:
     """The default config of ``skinny`` for up to 16 tokens; of its instructions a weight takes fewer in 32 rows."""
-    block_n = 2 * SKINNY_ROWS if rows >= 4 * _SKINNY_WAVES * card.processors * SKINNY_ROWS else SKINNY_ROWS
+    block_n = 2 * SKINNY_ROWS if rows >= 4 * _SKINNY_WAVES * gpu.processors * SKINNY_ROWS else SKINNY_ROWS
     config = TileConfig("skinny", 8 if tokens <= 8 else 16, block_n, 1, warps=1)
-    return _split(config, bits, tokens, rows, columns, card, _SKINNY_WAVES)
+    return _split(config, bits, tokens, rows, columns, gpu, _SKINNY_WAVES)
 
 
-def gemv_config(bits: int, tokens: int, rows: int, columns: int, card: GpuSpec) -> TileConfig:
+def gemv_config(bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec) -> TileConfig:
     """The default config of ``gemv`` for up to 4 tokens."""
     block_n = {1: 8, 2: 4, 4: 4}[tokens]  # as many as the registers hold
     tile = _power_below(min(math.ceil(columns / UNIT), 128 // bits))  # 16 bytes for each of 128 threads
-    return _split(TileConfig("gemv", tokens, block_n, tile, stages=1), bits, tokens, rows, columns, card)
+    return _split(TileConfig("gemv", tokens, block_n, tile, stages=1), bits, tokens, rows, columns, gpu)
 
 
 def gemm_config(
-    bits: int, tokens: int, rows: int, columns: int, card: GpuSpec, wide: bool = False
+    bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec, wide: bool = False
 ) -> TileConfig:  # fmt: skip
     """The default config of ``gemm``; for `wide` see `default_config`."""
     block_m, block_n = min(max(tokens, 16), 128), 128 if tokens >= 128 else 64
-    room = card.shared_memory - (16 << 10)
+    room = gpu.shared_memory - (16 << 10)
     while 2 * staged_bytes(bits, block_m, block_n, wide) > room and block_m > 16:
         block_m //= 2
     stages = 2 if wide else max(2, min(4, room // staged_bytes(bits, block_m, block_n)))
     config = TileConfig("gemm", block_m, block_n, 1, warps=gemm_warps(block_n), stages=stages)
-    return _split(config, bits, tokens, rows, columns, card)
+    return _split(config, bits, tokens, rows, columns, gpu)
 
 
 def gemm_warps(block_n: int) -> int:
@@ -217,11 +217,11 @@ def max_split(bits: int, tokens: int, columns: int) -> int:
 
 
 def _split(
-    config: TileConfig, bits: int, tokens: int, rows: int, columns: int, card: GpuSpec, waves: int = _WAVES
+    config: TileConfig, bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec, waves: int = _WAVES
 ) -> TileConfig:
     """The config with rows split until every processor has work, or nothing is left to split."""
     programs = math.ceil(rows / config.block_n) * math.ceil(tokens / config.block_m)
-    wanted = max(1, math.ceil(waves * card.processors / programs))
+    wanted = max(1, math.ceil(waves * gpu.processors / programs))
     units = math.ceil(columns / UNIT)
     limits = wanted, math.ceil(units / config.units), max_split(bits, tokens, columns), 16
     return replace(config, split=min(_power_below(limit) for limit in limits))

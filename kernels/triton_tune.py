@@ -1,4 +1,4 @@
-"""Find the fastest tile config for a weight on the card at hand, by trying; times are those of graphs of calls."""
+"""Find the fastest tile config for a weight on the GPU at hand, by trying; times are those of graphs of calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from quantkit.kernels.triton_tiles import (
 )  # fmt: skip
 from quantkit.kernels.triton_words import INTERPRETED
 
-_LEAST_SECONDS = 1e-3  # of a graph that is timed
+_MIN_SECONDS = 1e-3  # of a graph that is timed
 _log = logging.getLogger(__name__)
 
 
@@ -51,19 +51,19 @@ def multiply(x: Tensor, prepared: dict[str, Tensor], group: int | None, config: 
 
 
 def fastest(prepared: dict[str, Tensor], group: int | None, columns: int, tokens: int) -> TileConfig:
-    """The fastest of the candidates for so many bfloat16 tokens, with a cold cache.
+    """The fastest of the candidates for a number of bfloat16 tokens, with a cold cache.
 
-    A candidate that does not fit the card is left out, and so is one whose product is not that of the default
+    A candidate that does not fit the GPU is left out, and so is one whose product is not that of the default
     config.
     """
     words = prepared["words"]
-    card, rows = gpu_spec(words.device), len(words)
-    default = default_config(8 if group is None else 4, tokens, rows, columns, False, card)
+    gpu, rows = gpu_spec(words.device), len(words)
+    default = default_config(8 if group is None else 4, tokens, rows, columns, False, gpu)
     x = torch.randn(tokens, columns, device=words.device, dtype=torch.bfloat16)
     count = copies_beyond_cache(words.nbytes, words.device)
     copies = [{name: tensor.clone() for name, tensor in prepared.items()} for _ in range(count)]
     expected = multiply(x, prepared, group, default).float()
-    best, least = default, float("inf")
+    best, shortest = default, float("inf")
     configs = list(dict.fromkeys((default, *candidates(8 if group is None else 4, tokens, rows, columns))))
     with ThreadPoolExecutor() as pool:  # to compile; what fails will fail again
         list(pool.map(lambda config: _attempt(lambda: multiply(x, prepared, group, config)), configs))
@@ -76,9 +76,9 @@ def fastest(prepared: dict[str, Tensor], group: int | None, columns: int, tokens
         except Exception as error:  # what a compiler or a driver says to a tile that does not fit
             _log.debug("%s: %s", config, error)
             continue
-        if seconds < least:
-            best, least = config, seconds
-    _log.info("%dx%d, %d tokens: %s, %.1f us", rows, columns, tokens, best, least * 1e6)
+        if seconds < shortest:
+            best, shortest = config, seconds
+    _log.info("%dx%d, %d tokens: %s, %.1f us", rows, columns, tokens, best, shortest * 1e6)
     return best
 
 
@@ -89,20 +89,20 @@ def _attempt(call: Callable[[], object]) -> None:
 
 def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[TileConfig]:
     """Tile configs worth trying."""
-    units, most = -(-columns // UNIT), max_split(bits, tokens, columns)
+    units, largest_split = -(-columns // UNIT), max_split(bits, tokens, columns)
     if tokens <= 8:
         tiles = [size for size in (32 // bits, 64 // bits, 128 // bits, 256 // bits) if size <= units]
         kinds = itertools.product(tiles, (2, 4, 8, 16), (1, 2, 4), (1, 2, 4), (1, 3))
         for tile, block_n, warps, split, stages in kinds:
             words_per_thread = tile * 4 * bits // (32 * warps)  # words of a row
             fits = words_per_thread in (4, 8) and 4 <= block_n * tokens <= 16
-            if fits and split * tile <= units and split <= most:
+            if fits and split * tile <= units and split <= largest_split:
                 yield TileConfig("gemv", 1 << (tokens - 1).bit_length(), block_n, tile, split, warps, stages)
     if tokens <= 16:
         for block_n, tile, stages in itertools.product((SKINNY_ROWS, 2 * SKINNY_ROWS), (1, 2), (1, 2, 3, 4)):
             for split in (1, 2, 4, 8, 16):
                 programs = -(-rows // block_n) * split
-                if split <= most and split * tile <= units and (split == 1 or programs <= 1 << 14):
+                if split <= largest_split and split * tile <= units and (split == 1 or programs <= 1 << 14):
                     yield TileConfig("skinny", 8 if tokens <= 8 else 16, block_n, tile, split, 1, stages)
     if 16 <= tokens <= 1024:
         sizes = sorted({max(min(tokens, 256) // part, 16) for part in (1, 2, 4)})
@@ -111,7 +111,7 @@ def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[Tile
             ahead = stages * tile * staged_bytes(bits, block_m, block_n)
             for split in (1, 2, 4, 8):
                 programs = -(-rows // block_n) * -(-tokens // block_m) * split
-                fits = held and ahead <= 200 << 10 and tile * split <= units and split <= most
+                fits = held and ahead <= 200 << 10 and tile * split <= units and split <= largest_split
                 if fits and (split == 1 or programs <= 1024) and (tile == 1 or block_m <= 32):
                     yield TileConfig("gemm", block_m, block_n, tile, split, gemm_warps(block_n), stages)
     if tokens >= 128:
@@ -122,7 +122,7 @@ def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[Tile
 def seconds_each(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
     """Median seconds of one of the calls, which are captured into a CUDA graph so that launching costs nothing.
 
-    Give them operands of their own, together larger than the L2 cache (`copies_beyond_cache`), and each call
+    Give each its operands, together larger than the L2 cache (`copies_beyond_cache`), and each call
     finds it cold. The graph takes a millisecond or more, and is launched behind another replay: neither the clock's
     steps nor the host's time is in the figure.
 
@@ -141,7 +141,7 @@ def seconds_each(calls: Sequence[Callable[[], object]], repeats: int = 7) -> flo
         calls[0]()  # compiles, and lets libraries allocate what they need
     torch.cuda.current_stream().wait_stream(stream)
     graph = _captured(calls, 1)
-    rounds = math.ceil(_LEAST_SECONDS / max(min(_replays(graph, 3)), 1e-7))
+    rounds = math.ceil(_MIN_SECONDS / max(min(_replays(graph, 3)), 1e-7))
     if rounds > 1:
         graph = _captured(calls, rounds)
     return statistics.median(_replays(graph, repeats)) / (rounds * len(calls))
@@ -160,7 +160,7 @@ def _replays(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
     times = []
     for _ in range(count):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        graph.replay()  # the card is busy with it while the next one is launched
+        graph.replay()  # the GPU is busy with it while the next one is launched
         start.record()
         graph.replay()
         end.record()
@@ -170,7 +170,7 @@ def _replays(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
 
 
 def copies_beyond_cache(size: int, device: torch.device) -> int:
-    """How many operands of so many bytes it takes to be twice the card's L2 cache; at least 4."""
+    """How many operands of `size` bytes are twice the GPU's L2 cache; at least 4."""
     if device.type == "cpu":
         return 2
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20

@@ -42,16 +42,16 @@ _ROWS = 128  # that are converted at a time, at least
 def operator(name: str, mutates: tuple[str, ...] = ()) -> Any:
     """Register an operator whose kernels torch.compile can see; while Triton interprets, one that it cannot.
 
-    Kernels are launched on the card of the first tensor that the operator is given, whichever is the current one.
+    Kernels are launched on the GPU of the first tensor that the operator is given, whichever is the current one.
     """
 
     def register(function: Callable[..., Tensor]) -> Any:
         @functools.wraps(function)
-        def on_its_card(x: Tensor, /, *arguments: Any, **options: Any) -> Tensor:
+        def on_its_gpu(x: Tensor, /, *arguments: Any, **options: Any) -> Tensor:
             with torch.cuda.device_of(x):
                 return function(x, *arguments, **options)
 
-        return (custom_op if INTERPRETED else triton_op)(f"quantkit_triton::{name}", on_its_card, mutates_args=mutates)
+        return (custom_op if INTERPRETED else triton_op)(f"quantkit_triton::{name}", on_its_gpu, mutates_args=mutates)
 
     return register
 

@@ -56,7 +56,7 @@ class Emulated:
         if found != expected:
             sys.exit(f"{target}: expected the kernels for {expected}, found {found or 'none'}")
 
-    def _ask(self, request: str, operands: list[Tensor], reply: Tensor) -> Tensor:
+    def _call(self, request: str, operands: list[Tensor], reply: Tensor) -> Tensor:
         """Send a request with its operands; `reply` with what comes back in it."""
         name, _, numbers = request.partition(" ")
         self._to.write(f"{name} {torch.get_num_threads()} {numbers}\n".encode())
@@ -79,7 +79,7 @@ class Emulated:
     def linear(self, x: Tensor, packed: tuple[str, list[Tensor]], bias: None, rows: int) -> Tensor:
         layout, operands = packed
         request = f"linear {layout} {_TYPES[x.dtype]} {len(x)}"
-        return self._ask(request, [*operands, x], x.new_empty(len(x), rows))
+        return self._call(request, [*operands, x], x.new_empty(len(x), rows))
 
     def cached_attention(
         self, queries: Tensor, keys: Tensor, key_scales: None, values: Tensor, value_scales: None, positions: Tensor,
@@ -94,12 +94,12 @@ class Emulated:
         positions = positions.expand(batch, tokens)
         reply = queries.new_empty(batch, tokens, heads * size)
         operands = [queries, keys, values, positions, slots, *([] if sinks is None else [sinks])]
-        return self._ask(request, operands, reply)
+        return self._call(request, operands, reply)
 
     def float_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         tokens = x.numel() // x.shape[-1]
         request = f"float_linear {len(weight)} {x.shape[-1]} {tokens} {_TYPES[weight.dtype]} {_TYPES[x.dtype]}"
-        return self._ask(request, [weight, x], x.new_empty(*x.shape[:-1], len(weight)))
+        return self._call(request, [weight, x], x.new_empty(*x.shape[:-1], len(weight)))
 
 
 def _bytes(tensor: Tensor) -> bytes:

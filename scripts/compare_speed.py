@@ -56,7 +56,7 @@ def main() -> None:
             ratios = []
             for index in range(options.rounds):
                 order = workers if index % 2 else workers[::-1]
-                seconds = {id(worker): _asked(worker, kind) for worker in order}
+                seconds = {id(worker): _request(worker, kind) for worker in order}
                 ratios.append(seconds[id(workers[1])] / seconds[id(workers[0])])
             low, middle, high = statistics.quantiles(ratios, n=4)
             print(f"{kind}: new over old {middle:.3f}, quartiles {low:.3f} to {high:.3f}, {len(ratios)} pairs")
@@ -64,7 +64,7 @@ def main() -> None:
             worker.kill()
 
 
-def _asked(worker: subprocess.Popen[str], kind: str) -> float:
+def _request(worker: subprocess.Popen[str], kind: str) -> float:
     """Seconds of one measure."""
     assert worker.stdin is not None
     assert worker.stdout is not None

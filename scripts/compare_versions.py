@@ -70,7 +70,7 @@ def differences(old: Path, new: Path, *, words: bool) -> list[str]:
 
 
 def _manifest(path: Path, *, words: bool) -> dict[str, Any]:
-    """A manifest under its newest keys, without what tells versions apart."""
+    """A manifest under its newest keys, without what differs between versions."""
     text = path.read_text()
     for old, new in _REWORDED.items():
         text = text.replace(old, new)

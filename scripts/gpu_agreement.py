@@ -1,8 +1,8 @@
-"""Stage 2 of `gpu_day.sh`: one small quantized model says the same on the CPU and on the card.
+"""Stage 2 of `gpu_day.sh`: one small quantized model says the same on the CPU and on the GPU.
 
     python scripts/gpu_agreement.py [--out FILE.json] [--tokens 48]
 
-The packaged model, rounded to each scheme, continues a prompt greedily on the CPU and on the card, in float32, eager
+The packaged model, rounded to each scheme, continues a prompt greedily on the CPU and on the GPU, in float32, eager
 and compiled: the same text, and logits within a thousandth. In bfloat16, whose rounding may turn a close choice, the
 logits are to agree within 3 %. Ends with exit code 1 if any does not.
 """
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import gpu_card as card
+import gpu_setup as gpu
 import torch
 
 import quantkit
@@ -35,21 +35,21 @@ def logits(model: quantkit.model.decoder.Decoder, tokens: list[int]) -> torch.Te
 
 
 def main() -> int:
-    given = card.options(__doc__.splitlines()[0], tokens=1 if card.DRY else 48, schemes="int8,int4-g32,int4-g128")
-    results = card.Results(given.out)
+    given = gpu.options(__doc__.splitlines()[0], tokens=1 if gpu.DRY else 48, schemes="int8,int4-g32,int4-g128")
+    results = gpu.Results(given.out)
     kinds = list(itertools.product((torch.float32, torch.bfloat16), (False, True)))
-    kinds = [(torch.bfloat16, False)] if card.DRY else kinds
+    kinds = [(torch.bfloat16, False)] if gpu.DRY else kinds
     wrong = 0
-    for scheme in given.schemes.split(",")[: 1 if card.DRY else None]:
+    for scheme in given.schemes.split(",")[: 1 if gpu.DRY else None]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / scheme
             quantkit.quantize(DEMO_MODEL, path, scheme, method="rtn", accept_quality_loss=True)
             model, tokenizer = quantkit.load(path, device="cpu", dtype=torch.float32, backend="reference")
-            prompt = tokenizer.encode(PROMPT)[: 3 if card.DRY else None]
+            prompt = tokenizer.encode(PROMPT)[: 3 if gpu.DRY else None]
             said = list(quantkit.generate(model, prompt, max_new_tokens=given.tokens))
             right = logits(model, prompt + said)
             for dtype, compiled in kinds:
-                model, _ = quantkit.load(path, device=card.DEVICE, dtype=dtype, backend="triton")
+                model, _ = quantkit.load(path, device=gpu.DEVICE, dtype=dtype, backend="triton")
                 engine = Engine(model, len(prompt) + given.tokens, compiled=compiled)
                 found = list(quantkit.generate(engine, prompt, max_new_tokens=given.tokens))
                 off = ((logits(model, prompt + said) - right).norm() / right.norm()).item()

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# What to run on a GPU that is lent for a while. Each stage stands alone, prints as it goes, and ends well within ten
+# What to run on a GPU that is available for a while. Each stage stands alone, prints as it goes, and ends well within ten
 # minutes; all of them take some thirty.
 #
 #   scripts/gpu_day.sh STAGE [--dry-run]
 #
-#   1  the machine and its ceilings, two layers through inductor with the code that it makes, the tests that need a card
+#   1  the machine and its ceilings, two layers through inductor with the code that it makes, the tests that need a GPU
 #   2  a small model says the same as on the CPU; whole models decode, profiled, with tile configs as they are
 #   3  kernels and tiles side by side: few tokens, many, attention over either cache
 #   4  tile configs for the shapes of Llama-2-7B and Llama-3.1-8B, the most used first
-#   5  every shape at 1 to 4096 tokens and whole models, beside bfloat16 and peers
-#   6  GPTQ on the card against the CPU
+#   5  every shape at 1 to 4096 tokens and whole models, next to bfloat16 and peers
+#   6  GPTQ on the GPU against the CPU
 #
 # Results go to $OUT or ./gpu-day: a log and at most two files a stage. Stage 5 takes the tile configs that stage 4 left
 # in ./gpu-day/triton_configs.json, so copy them there, and decodes as QUANTKIT_DECODE says: set it to what was fastest

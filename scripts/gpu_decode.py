@@ -1,4 +1,4 @@
-"""Stages 1, 2 and 5 of `gpu_day.sh`: how fast whole models decode and read prompts on the card.
+"""Stages 1, 2 and 5 of `gpu_day.sh`: how fast whole models decode and read prompts on the GPU.
 
     python scripts/gpu_decode.py [--out FILE.json] [--shapes llama-2-7b] [--schemes bf16,int8,int8+modules]
         [--contexts 128,1024,4096] [--layers 4,12] [--prefill 0] [--decoding eager,compiled,steps] [--profile 0]
@@ -11,8 +11,8 @@ of the layers between: the figures of the whole model follow. Weights are random
 long. Each way of decoding is measured (`quantkit.runtime.captured.DECODE_SETTING`): a CUDA graph of our own of an eager
 step, one of a compiled step, and steps as inductor records them, with the host between. Prints ms a token, the bytes of
 weights a second, as a share of what a copy moves too, and with ``--prefill`` tokens of a prompt, the seconds of reading
-it, the first token, compiling included, and memory. ``--profile 1`` tells which kernels a token takes with the more
-layers, how often and how long, and what the host takes beside them.
+it, the first token, compiling included, and memory. ``--profile 1`` lists which kernels a token takes with the more
+layers, how often and how long, and what the host takes in addition.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-import gpu_card as card
+import gpu_setup as gpu
 import torch
 
 from quantkit.evals.timing import bandwidth, weight_bytes
@@ -32,14 +32,14 @@ from quantkit.model.load import load_model
 from quantkit.runtime.captured import DECODE_SETTING
 from quantkit.runtime.engine import Engine
 
-STEPS = 1 if card.DRY else 64
-BEHIND = 2  # steps that the host reads tokens after they were asked for
+STEPS = 1 if gpu.DRY else 64
+BEHIND = 2  # steps by which the host reads tokens late
 
 
 def decode_seconds(engine: Engine, kind: str, context: int) -> float:
-    """Of a step of one token behind so many, each drawn greedily from the logits of the last."""
+    """A step of one token after a context, each drawn greedily from the logits of the last."""
     positions = range(context - STEPS, context)
-    token = torch.zeros(1, dtype=torch.long, device=card.DEVICE)
+    token = torch.zeros(1, dtype=torch.long, device=gpu.DEVICE)
 
     def steps() -> None:
         nonlocal token
@@ -52,19 +52,19 @@ def decode_seconds(engine: Engine, kind: str, context: int) -> float:
             late.append(engine.decode([0], [position]))
             late.popleft().read()
 
-    return card.wall_seconds(steps if kind == "steps" else recorded, 1 if card.DRY else 3) / STEPS
+    return gpu.wall_seconds(steps if kind == "steps" else recorded, 1 if gpu.DRY else 3) / STEPS
 
 
 def read(engine: Engine, prompt: torch.Tensor) -> None:
-    """Take up a prompt, a chunk at a time."""
+    """Read a prompt, a chunk at a time."""
     for start in range(0, len(prompt), engine.chunk):
         rows = range(start, min(start + engine.chunk, len(prompt)))
         engine.step(prompt[rows.start : rows.stop], [0] * len(rows), rows, [len(rows) - 1])
 
 
-def profile(engine: Engine, decoding: str, context: int, results: card.Results) -> None:
+def profile(engine: Engine, decoding: str, context: int, results: gpu.Results) -> None:
     """What a token is made of: the kernels by their time, most first."""
-    cuda = card.DEVICE.type == "cuda"
+    cuda = gpu.DEVICE.type == "cuda"
     kind = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind]) as profiler:
         seconds = decode_seconds(engine, decoding, context)
@@ -72,41 +72,41 @@ def profile(engine: Engine, decoding: str, context: int, results: card.Results) 
         event.key: (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count)
         for event in profiler.key_averages()
     }
-    steps = STEPS * (1 if card.DRY else 4)  # one round warms up
-    most = sorted(times.items(), key=lambda one: -one[1][0])[:12]
+    steps = STEPS * (1 if gpu.DRY else 4)  # one round warms up
+    longest = sorted(times.items(), key=lambda one: -one[1][0])[:12]
     results.add(
         decoding=decoding, us_a_token=1e6 * seconds, us_in_kernels=sum(us for us, _ in times.values()) / steps,
         kernels_a_token=sum(count for _, count in times.values()) / steps,
-        most={name[:60]: [round(us / steps, 2), round(count / steps, 2)] for name, (us, count) in most},
+        most={name[:60]: [round(us / steps, 2), round(count / steps, 2)] for name, (us, count) in longest},
     )  # fmt: skip
 
 
 def measure(
-    shape: str, text: str, layers: int, contexts: list[int], prefill: int, kinds: list[str], results: card.Results,
+    shape: str, text: str, layers: int, contexts: list[int], prefill: int, kinds: list[str], results: gpu.Results,
     profiled: bool,
 ) -> dict[str, float]:  # fmt: skip
-    """Seconds and bytes of a model with so many layers, by name."""
+    """Seconds and bytes of a model with a number of layers, by name."""
     scheme, *others = text.split("+")
     head = next((other.removeprefix("head-") for other in others if other.startswith("head-")), None)
     os.environ[BLOCKS_SETTING] = "0" if "modules" in others else "1"
-    card.reset_memory()
+    gpu.reset_memory()
     model = load_model(
-        card.checkpoint(shape, None if scheme == "bf16" else scheme, head, layers),
-        device=card.DEVICE, dtype=torch.bfloat16, backend=None if scheme == "bf16" else "triton",
+        gpu.checkpoint(shape, None if scheme == "bf16" else scheme, head, layers),
+        device=gpu.DEVICE, dtype=torch.bfloat16, backend=None if scheme == "bf16" else "triton",
     )  # fmt: skip
     found = {"bytes": float(weight_bytes(model)), "blocks in five launches": float(model.ops.blocks is not None)}
     for kind in kinds:
 
         def measure_kind(kind: str = kind) -> None:
             os.environ[DECODE_SETTING] = kind
-            engine = Engine(model, max(*contexts, prefill), compiled=False if card.DRY else None)
+            engine = Engine(model, max(*contexts, prefill), compiled=False if gpu.DRY else None)
             if prefill and kind == kinds[0]:
-                prompt = torch.zeros(prefill, dtype=torch.long, device=card.DEVICE)
+                prompt = torch.zeros(prefill, dtype=torch.long, device=gpu.DEVICE)
                 started = time.perf_counter()
                 read(engine, prompt)
-                card.synchronize()
+                gpu.synchronize()
                 found["first token, compiling included"] = time.perf_counter() - started
-                found[f"prefill {prefill}"] = card.wall_seconds(partial(read, engine, prompt), 1 if card.DRY else 5)
+                found[f"prefill {prefill}"] = gpu.wall_seconds(partial(read, engine, prompt), 1 if gpu.DRY else 5)
             if kind != "steps" and engine.decode([0], [0]) is None:
                 raise RuntimeError("no step can be recorded")
             for context in contexts:
@@ -116,12 +116,12 @@ def measure(
 
         results.attempt(f"{shape} {text}, {layers} layers, {kind}", measure_kind)
         torch._dynamo.reset()
-    found["peak bytes"] = card.peak_memory()
+    found["peak bytes"] = gpu.peak_memory()
     return found
 
 
 def in_both(
-    results: card.Results, found: list[dict[str, float]], shape: str, scheme: str, counts: list[int], profiled: bool,
+    results: gpu.Results, found: list[dict[str, float]], shape: str, scheme: str, counts: list[int], profiled: bool,
     *what: Any,
 ) -> None:  # fmt: skip
     """What `measure` finds with each number of layers."""
@@ -131,25 +131,25 @@ def in_both(
 
 
 def main() -> None:
-    given = card.options(
+    given = gpu.options(
         __doc__.splitlines()[0], shapes="llama-2-7b", schemes="bf16,int4-g128+modules,int4-g128,int8+modules,int8",
-        contexts="128,1024,4096", layers="1,2" if card.DRY else "4,12", prefill=0, decoding="eager,compiled,steps",
+        contexts="128,1024,4096", layers="1,2" if gpu.DRY else "4,12", prefill=0, decoding="eager,compiled,steps",
         profile=0,
     )  # fmt: skip
-    contexts = [16] if card.DRY else [int(context) for context in given.contexts.split(",")]
-    counts, prefill = [int(count) for count in given.layers.split(",")], min(given.prefill, 16 if card.DRY else 4096)
+    contexts = [16] if gpu.DRY else [int(context) for context in given.contexts.split(",")]
+    counts, prefill = [int(count) for count in given.layers.split(",")], min(given.prefill, 16 if gpu.DRY else 4096)
     # Compiling takes long, and in a dry run nothing of it can be seen.
-    kinds = [*dict.fromkeys("eager" if card.DRY and kind == "compiled" else kind for kind in given.decoding.split(","))]
-    results = card.Results(given.out)
-    copied = 1e9 if card.DRY else bandwidth(card.DEVICE)
+    kinds = [*dict.fromkeys("eager" if gpu.DRY and kind == "compiled" else kind for kind in given.decoding.split(","))]
+    results = gpu.Results(given.out)
+    copied = 1e9 if gpu.DRY else bandwidth(gpu.DEVICE)
     results.add(copy_bytes_a_second=copied)
     shapes, schemes = given.shapes.split(","), given.schemes.split(",")
-    if card.DRY:
+    if gpu.DRY:
         shapes, schemes = shapes[:1], [schemes[0], schemes[-1]]
     for shape in shapes:
-        whole, base = card.synthetic(shape, None).config.num_layers, {}
+        whole, base = gpu.synthetic(shape, None).config.num_layers, {}
         for scheme in schemes:
-            if card.spent(given.seconds):
+            if gpu.spent(given.seconds):
                 results.add(left_out=f"{shape} {scheme}: time is up")
                 continue
             found: list[dict[str, float]] = []
@@ -167,7 +167,7 @@ def main() -> None:
                 if name.startswith("decode"):
                     row["of copy"] = model["bytes"] / model[name] / copied
                 results.add(whole=shape, scheme=scheme, what=name, **row)
-    card.end(results)
+    gpu.end(results)
 
 
 if __name__ == "__main__":

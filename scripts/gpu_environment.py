@@ -1,4 +1,4 @@
-"""Stage 1 of `gpu_day.sh`: what the card and its machine are, and the ceilings that everything else is held against.
+"""Stage 1 of `gpu_day.sh`: what the GPU and its machine are, and the ceilings that everything else is compared with.
 
     python scripts/gpu_environment.py [--out FILE.json]
 
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 from functools import partial
 
-import gpu_card as card
+import gpu_setup as gpu
 import torch
 import torch.nn.functional as F
 
@@ -29,45 +29,45 @@ def version(name: str) -> str:
 
 
 def main() -> None:
-    given = card.options(__doc__.splitlines()[0])
-    results = card.Results(given.out)
+    given = gpu.options(__doc__.splitlines()[0])
+    results = gpu.Results(given.out)
     results.add(python=platform.python_version(), **{name: version(name) for name in PACKAGES})
     if shutil.which("nvidia-smi"):
         query = "name,driver_version,memory.total,clocks.sm,clocks.mem,power.draw"
-        asked = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        results.add(smi=subprocess.run(asked, capture_output=True, text=True).stdout.strip())
-    if card.DEVICE.type == "cuda":
-        found = torch.cuda.get_device_properties(card.DEVICE)
-        results.add(card=found.name, processors=found.multi_processor_count, memory=found.total_memory,
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+        results.add(smi=subprocess.run(command, capture_output=True, text=True).stdout.strip())
+    if gpu.DEVICE.type == "cuda":
+        found = torch.cuda.get_device_properties(gpu.DEVICE)
+        results.add(gpu=found.name, processors=found.multi_processor_count, memory=found.total_memory,
                     capability=f"{found.major}.{found.minor}", cuda=torch.version.cuda)  # fmt: skip
-    size = 1 << (16 if card.DRY else 30)
-    source = torch.ones(size // 4, device=card.DEVICE)
+    size = 1 << (16 if gpu.DRY else 30)
+    source = torch.ones(size // 4, device=gpu.DEVICE)
     target = torch.empty_like(source)
     results.attempt("copy", lambda: results.add(
-        copy_bytes_a_second=2 * size / card.wall_seconds(lambda: target.copy_(source), 20)))  # fmt: skip
+        copy_bytes_a_second=2 * size / gpu.wall_seconds(lambda: target.copy_(source), 20)))  # fmt: skip
     results.attempt("sum", lambda: results.add(
-        sum_bytes_a_second=size / card.wall_seconds(lambda: source.sum(), 20)))  # fmt: skip
-    if card.DEVICE.type == "cuda":
+        sum_bytes_a_second=size / gpu.wall_seconds(lambda: source.sum(), 20)))  # fmt: skip
+    if gpu.DEVICE.type == "cuda":
         results.attempt("empty kernels", lambda: results.add(us_between_empty_kernels=1e6 * empty_kernel_seconds()))
-    rows, columns = (64, 64) if card.DRY else (12288, 4096)
-    weights = [torch.randn(rows, columns, device=card.DEVICE).bfloat16() for _ in range(1 if card.DRY else 4)]
-    for tokens in (1, 16) if card.DRY else (1, 16, 4096):
-        x = torch.randn(tokens, columns, device=card.DEVICE).bfloat16()
+    rows, columns = (64, 64) if gpu.DRY else (12288, 4096)
+    weights = [torch.randn(rows, columns, device=gpu.DEVICE).bfloat16() for _ in range(1 if gpu.DRY else 4)]
+    for tokens in (1, 16) if gpu.DRY else (1, 16, 4096):
+        x = torch.randn(tokens, columns, device=gpu.DEVICE).bfloat16()
 
         def products(x: torch.Tensor = x) -> None:
             for weight in weights:
                 F.linear(x, weight)
 
-        seconds = card.wall_seconds(products, 2 if card.DRY else 20) / len(weights)
+        seconds = gpu.wall_seconds(products, 2 if gpu.DRY else 20) / len(weights)
         results.add(tokens=tokens, product=f"{rows} x {columns}", us=seconds * 1e6,
                     bytes_a_second=weights[0].nbytes / seconds,
                     tflops=2 * tokens * rows * columns / seconds / 1e12)  # fmt: skip
-    if card.DEVICE.type == "cuda":
+    if gpu.DEVICE.type == "cuda":
         for descent in (False, True):
             results.attempt(
                 f"coordinate descent {descent}", lambda descent=descent: compiled(results, descent, weights)
             )
-    card.end(results)
+    gpu.end(results)
 
 
 def empty_kernel_seconds(count: int = 200) -> float:
@@ -78,7 +78,7 @@ def empty_kernel_seconds(count: int = 200) -> float:
     return seconds_each([lambda: one.add_(1)] * count)
 
 
-def compiled(results: card.Results, descent: bool, weights: list[torch.Tensor]) -> None:
+def compiled(results: gpu.Results, descent: bool, weights: list[torch.Tensor]) -> None:
     """bfloat16 at one token, as inductor multiplies it."""
     from quantkit.kernels.triton_tune import seconds_each
 

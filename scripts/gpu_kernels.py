@@ -1,10 +1,10 @@
-"""Stage 3 of `gpu_day.sh`: kernels and tiles side by side, where only a card can say which is faster.
+"""Stage 3 of `gpu_day.sh`: kernels and tiles side by side, where only a GPU can say which is faster.
 
     python scripts/gpu_kernels.py [--out FILE.json] [--seconds 300] [--what few,gemv,many,attention]
 
 few: tensor cores for 1, 4 and 16 tokens, 16 or 32 rows a program, rows split 8 and 16 times, loads ahead or not. gemv:
 the kernel for single products, some tiles, loads ahead or not. many: tiles of 64 to 256 rows and 64 or 128 tokens for
-32 to 1024 tokens, beside the weight made floats first and beside bfloat16. attention: of one token over 256 to 8192
+32 to 1024 tokens, next to the weight made floats first and to bfloat16. attention: of one token over 256 to 8192
 positions of either cache. Prints microseconds and bytes a second as a share of a copy's, and at the end the fastest of
 each kind.
 """
@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import gpu_card as card
+import gpu_setup as gpu
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,15 +32,15 @@ from quantkit.model.cache import KVCache
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
-SHAPES = ((48, 256),) if card.DRY else ((12288, 4096), (4096, 4096), (4096, 11008))
+SHAPES = ((48, 256),) if gpu.DRY else ((12288, 4096), (4096, 4096), (4096, 11008))
 SCHEMES = ("int4-g128", "int8")
 _SHARED = 200 << 10  # bytes of it that tiles may take
 
 
 def few(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
     for tokens, rows, split, stages in itertools.product((1, 4, 16), (16, 32), (8, 16), (1, 3)):
-        most = min(split, max_split(bits, tokens, columns), columns // 128)
-        yield tokens, TileConfig("skinny", 8 if tokens <= 8 else 16, rows, 1, most, 1, stages)
+        allowed = min(split, max_split(bits, tokens, columns), columns // 128)
+        yield tokens, TileConfig("skinny", 8 if tokens <= 8 else 16, rows, 1, allowed, 1, stages)
 
 
 def gemv(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
@@ -64,7 +64,7 @@ def many(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
 class Products:
     """Products of one kind, over all shapes and schemes."""
 
-    def __init__(self, results: card.Results, copied: float, seconds: float) -> None:
+    def __init__(self, results: gpu.Results, copied: float, seconds: float) -> None:
         self.results, self.copied, self.seconds = results, copied, seconds
         self.best: dict[tuple[Any, ...], tuple[float, str]] = {}
 
@@ -77,25 +77,25 @@ class Products:
     def _shape(self, what: str, text: str, rows: int, columns: int, kinds: list[tuple[int, TileConfig]]) -> None:
         scheme = QuantScheme.parse(text)
         group = scheme.group_size
-        codes = torch.randint(scheme.levels, (rows, columns), dtype=torch.uint8, device=card.DEVICE)
-        scale = torch.full((rows, scheme.groups(columns)), 0.01, dtype=torch.bfloat16, device=card.DEVICE)
+        codes = torch.randint(scheme.levels, (rows, columns), dtype=torch.uint8, device=gpu.DEVICE)
+        scale = torch.full((rows, scheme.groups(columns)), 0.01, dtype=torch.bfloat16, device=gpu.DEVICE)
         weight = QuantTensor(codes, scale, None, scheme)
         prepared = TritonBackend().prepare(weight)
         size = prepared["words"].nbytes + prepared["scale"].nbytes
-        count = copies_beyond_cache(size, card.DEVICE)
+        count = copies_beyond_cache(size, gpu.DEVICE)
         copies = [prepared, *({name: one.clone() for name, one in prepared.items()} for _ in range(count - 1))]
         floats = weight.dequantize().bfloat16()
-        plain = [floats.clone() for _ in range(copies_beyond_cache(floats.nbytes, card.DEVICE))]
-        if card.DRY:
+        plain = [floats.clone() for _ in range(copies_beyond_cache(floats.nbytes, gpu.DEVICE))]
+        if gpu.DRY:
             kinds = [next(one for one in kinds if one[1].path == path) for path in {config.path for _, config in kinds}]
-        x = {tokens: torch.randn(tokens, columns, device=card.DEVICE).bfloat16() for tokens, _ in kinds}
+        x = {tokens: torch.randn(tokens, columns, device=gpu.DEVICE).bfloat16() for tokens, _ in kinds}
         with ThreadPoolExecutor() as pool:  # to compile; what fails will fail again
             list(pool.map(lambda kind: self._once(x[kind[0]], prepared, group, kind[1]), kinds))
         for tokens in x:
             calls = [partial(F.linear, x[tokens], one) for one in plain]
             self._time(what, text, rows, columns, tokens, "bf16", calls, floats.nbytes)
         for tokens, config in kinds:
-            if card.spent(self.seconds):
+            if gpu.spent(self.seconds):
                 self.results.add(left_out=f"{what} {text} {rows}x{columns}: time is up")
                 return
             calls = [partial(multiply, x[tokens], one, group, config) for one in copies]
@@ -122,8 +122,8 @@ class Products:
         lines: dict[tuple[Any, ...], list[str]] = {}
         for (*shape, _), (seconds, kind) in self.best.items():
             lines.setdefault(tuple(shape), []).append(f"{kind}: {1e6 * seconds:.1f} us")
-        for shape, told in lines.items():
-            print(*shape, "|", "; ".join(told), flush=True)
+        for shape, figures in lines.items():
+            print(*shape, "|", "; ".join(figures), flush=True)
 
 
 def _named(config: TileConfig) -> str:
@@ -131,32 +131,32 @@ def _named(config: TileConfig) -> str:
             f"warps {config.warps} stages {config.stages}")  # fmt: skip
 
 
-def attention(results: card.Results, copied: float) -> None:
-    """Of one token of Llama-3.1-8B's and Llama-2-7B's heads, beside torch's own over the bfloat16 cache."""
+def attention(results: gpu.Results, copied: float) -> None:
+    """Of one token of Llama-3.1-8B's and Llama-2-7B's heads, next to torch's own over the bfloat16 cache."""
     attend = TritonBackend().operations().cached_attention
     assert attend is not None
-    config = card.checkpoint("llama-2-7b", None, None, 1).config
-    for kv_heads, length in itertools.product((2,) if card.DRY else (8, 32), (32,) if card.DRY else (256, 2048, 8192)):
-        heads, size = (4, 32) if card.DRY else (32, 128)
+    config = gpu.checkpoint("llama-2-7b", None, None, 1).config
+    for kv_heads, length in itertools.product((2,) if gpu.DRY else (8, 32), (32,) if gpu.DRY else (256, 2048, 8192)):
+        heads, size = (4, 32) if gpu.DRY else (32, 128)
         shaped = replace(config, num_heads=heads, num_kv_heads=kv_heads, head_dim=size)
-        queries = torch.randn(1, heads, 1, size, device=card.DEVICE).bfloat16()
-        new = torch.zeros(1, kv_heads, 1, size, device=card.DEVICE, dtype=torch.bfloat16)
-        at = torch.tensor([length - 1], device=card.DEVICE)
+        queries = torch.randn(1, heads, 1, size, device=gpu.DEVICE).bfloat16()
+        new = torch.zeros(1, kv_heads, 1, size, device=gpu.DEVICE, dtype=torch.bfloat16)
+        at = torch.tensor([length - 1], device=gpu.DEVICE)
         for dtype in (torch.bfloat16, torch.int8):
             held = 2 * kv_heads * length * size * dtype.itemsize
-            count = copies_beyond_cache(held, card.DEVICE)
-            caches = [KVCache(shaped, 1, length, dtype, card.DEVICE).update(0, at, new, new) for _ in range(count)]
+            count = copies_beyond_cache(held, gpu.DEVICE)
+            caches = [KVCache(shaped, 1, length, dtype, gpu.DEVICE).update(0, at, new, new) for _ in range(count)]
             calls = [partial(attend, queries, *cache, at, None, None) for cache in caches]
             _attended(results, copied, f"triton {dtype}", kv_heads, length, calls, held)
             if dtype == torch.bfloat16:
                 shape = 1, kv_heads, length, size
-                rows = [torch.zeros(shape, device=card.DEVICE, dtype=dtype) for _ in range(count)]
+                rows = [torch.zeros(shape, device=gpu.DEVICE, dtype=dtype) for _ in range(count)]
                 own = partial(F.scaled_dot_product_attention, enable_gqa=True)
                 _attended(results, copied, "torch", kv_heads, length, [partial(own, queries, r, r) for r in rows], held)
 
 
 def _attended(
-    results: card.Results, copied: float, kind: str, kv_heads: int, length: int, calls: list[Any], held: int
+    results: gpu.Results, copied: float, kind: str, kv_heads: int, length: int, calls: list[Any], held: int
 ) -> None:
     def timed() -> None:
         seconds = seconds_each(calls, repeats=3)
@@ -167,9 +167,9 @@ def _attended(
 
 
 def main() -> None:
-    given = card.options(__doc__.splitlines()[0], what="few,gemv,attention,many")
-    results = card.Results(given.out)
-    copied = 1e9 if card.DRY else bandwidth(card.DEVICE)
+    given = gpu.options(__doc__.splitlines()[0], what="few,gemv,attention,many")
+    results = gpu.Results(given.out)
+    copied = 1e9 if gpu.DRY else bandwidth(gpu.DEVICE)
     results.add(copy_bytes_a_second=copied)
     products = Products(results, copied, given.seconds)
     for what in given.what.split(","):
@@ -178,7 +178,7 @@ def main() -> None:
         else:
             products.run(what, {"few": few, "gemv": gemv, "many": many}[what])
     products.summary()
-    card.end(results)
+    gpu.end(results)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
                                        [--peer PYTHON] [--autoround PYTHON [--iterations 200,1000]]
 
 Prints a table in Markdown: KL(source || quantized) per token in units of 1e-4, over 60 windows of
-256 tokens of each text, for rounding and for GPTQ with 128 samples of 256 tokens. The model is held
+256 tokens of every text, for rounding and for GPTQ with 128 samples of 256 tokens. The model is held
 in float32, scales included. PYTHON is an interpreter that has llm-compressor; its GPTQ is then run
 on the same tokens in between. Seconds are of the whole of `quantize`, with the share of the solver
 (streams and GPTQ) in parentheses; of llm-compressor's `oneshot`, without loading and saving. The other PYTHON has
@@ -40,7 +40,7 @@ AUTOROUND = Path(__file__).with_name("peer_autoround.py")
 
 
 def windows(model: Path, text: Path) -> Tensor:
-    """The first windows of a text."""
+    """The first windows of the text."""
     tokenizer = load_tokenizer(model)
     return text_windows(tokenizer.encode(text.read_text()), tokenizer.bos_id, WINDOW)[:WINDOWS]
 
@@ -95,12 +95,12 @@ class Runs:
     def _peer(self, scheme: str, seed: int, recipe: str) -> tuple[Path, str]:
         dst = self._dst(recipe, scheme, seed)
         command = [self.peer, PEER, self.source, self._tokens(seed), dst, "--scheme", scheme, "--recipe", recipe]
-        return dst, _told_seconds(command)
+        return dst, _reported_seconds(command)
 
     def autoround(self, python: str, iterations: int, scheme: str, seed: int) -> tuple[Path, str]:
         dst, size = self._dst(f"autoround{iterations}", scheme, seed), QuantScheme.parse(scheme).group_size
         command = [python, AUTOROUND, "tune", self.source, dst, self._tokens(seed), "--iterations", iterations]
-        return dst, _told_seconds([*command, "--group-size", size])
+        return dst, _reported_seconds([*command, "--group-size", size])
 
     def _tokens(self, seed: int) -> Path:
         """A file of the samples that quantkit draws."""
@@ -116,8 +116,8 @@ class Runs:
         return self.folder / f"{scheme}-{name}-{seed}"
 
 
-def _told_seconds(command: list[object]) -> str:
-    """The seconds that the last line of a peer's script tells."""
+def _reported_seconds(command: list[object]) -> str:
+    """The seconds in the last line of a peer's script."""
     done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     return f"{json.loads(done.stdout.splitlines()[-1])['seconds']:.1f}"
 

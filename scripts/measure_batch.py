@@ -5,7 +5,7 @@
 
 Random weights in TinyLlama's shape, made in FOLDER and kept; the head is of bfloat16 unless `--head` names a scheme.
 PYTHON has llama-cpp-python and gguf, or vLLM, which reads the same int4 folder as ours and compiles it first unless
-told not to. All candidates are loaded, each in a process of its own, and take the same prompts, continued greedily.
+`--eager` is given. All candidates are loaded, each in a separate process, and continue the same prompts greedily.
 In each round each of ours is measured right after its peers; a figure is new tokens a second of all sequences, after
 their prompts, the median over the rounds, and in parentheses the medians of the ratios to the peers, in their order.
 """
@@ -25,7 +25,7 @@ from measure_cpu import SHAPE, Candidate, row
 
 MODES = ("exact", "fast")
 PEERS = {"int8": "Q8_0", "int4-g32": "Q4_0", "int4-g128": "Q4_0"}
-TOGETHER = 8  # tokens of a step that is held against a step of one
+TOGETHER = 8  # tokens of a step that is compared with a step of one
 ROWS = "rows"  # the measurement of tokens that are of one sequence, as drafts are verified
 
 
@@ -91,15 +91,15 @@ def serve(folder: str, mode: str) -> None:
     model = load_model(open_checkpoint(folder), device="cpu", backend=f"cpu-{mode}")
     print(weight_bytes(model), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        if ROWS in asked:
-            print(of_one(model, asked["prompts"][0], asked[ROWS]), flush=True)
+        request = json.loads(line)
+        if ROWS in request:
+            print(of_one(model, request["prompts"][0], request[ROWS]), flush=True)
         else:
-            print(together(model, asked["prompts"], asked["new"]), flush=True)
+            print(together(model, request["prompts"], request["new"]), flush=True)
 
 
-def asked(sequences: int, prompt: int, new: int) -> str:
-    """What a candidate is asked for: prompts of random tokens, the same for all."""
+def request(sequences: int, prompt: int, new: int) -> str:
+    """A request to a candidate: prompts of random tokens, the same for all."""
     prompts = [[1, *((67 * place + 1009 * number) % 31000 + 900 for place in range(1, prompt))]
                for number in range(sequences)]  # fmt: skip
     return json.dumps({"prompts": prompts, "new": new})
@@ -124,12 +124,12 @@ def measure(options: argparse.Namespace, scheme: str) -> tuple[list[str], dict[s
     for number in range(options.rounds + 1):  # the first warms up
         for count in options.sequences:
             for label, candidate in candidates.items():
-                rate = candidate(asked(count, options.prompt, options.new))
+                rate = candidate(request(count, options.prompt, options.new))
                 if number:
                     found[label][str(count)].append(rate)
         for label in candidates:
             if label not in peers:
-                line = json.loads(asked(1, options.prompt, options.new)) | {ROWS: options.new}
+                line = json.loads(request(1, options.prompt, options.new)) | {ROWS: options.new}
                 rate = candidates[label](json.dumps(line))
                 if number:
                     found[label][ROWS].append(rate)

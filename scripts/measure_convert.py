@@ -3,7 +3,7 @@
     python scripts/synthetic_checkpoint.py /tmp/synthetic
     python scripts/measure_convert.py /tmp/synthetic [--pairs 5]
 
-Writes beside the source and removes what it wrote. Prints a table in Markdown. The weights are random, so the
+Writes next to the source and removes what it wrote. Prints a table in Markdown. The weights are random, so the
 check of the source is left out, and timed apart: it ends the command as it should.
 """
 

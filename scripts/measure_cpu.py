@@ -4,8 +4,8 @@
         [--modes exact fast] [--rounds 7] [--measures decode] [--head SCHEME] [--plot OUT.png]
 
 Random weights in TinyLlama's shape, or another that `peer_llamacpp.py` knows. PYTHON has llama-cpp-python and gguf;
-its models are made in FOLDER and kept. All candidates are loaded, each in a process of its own (12 GB together). In
-each round each of ours is measured right after the llama.cpp type beside it, for a second or so, with the bandwidth of
+its models are made in FOLDER and kept. All candidates are loaded, each in a separate process (12 GB together). In
+each round each of ours is measured right after the llama.cpp type next to it, for a second or so, with the bandwidth of
 a plain sum before and after: what a shared machine gives changes within seconds. Figures are medians over the rounds,
 tokens a second.
 """
@@ -26,11 +26,11 @@ from typing import Any
 SCHEMES, MODES = ("int8", "int4-g32", "int4-g128"), ("exact", "fast")
 PEERS = {"int8": "Q8_0", "int4-g32": "Q4_0", "int4-g128": "Q4_0"}
 MEASURES = ("decode", "decode batch 8", "prefill 128", "prefill 512")
-QUIET = 0.85  # of the most that memory gave to a plain sum: at least so much when nothing else used it
+QUIET = 0.85  # of the most that a plain sum reads from memory: at least this when nothing else used it
 
 
 class Candidate:
-    """A process that has loaded a model and measures what it is asked for."""
+    """A process that has loaded a model and measures on request."""
 
     def __init__(self, *command: str) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -149,11 +149,11 @@ def tables(candidates: dict[str, Candidate], found: dict[str, dict[str, list[Pai
         lines.append(row(f"llama.cpp {kind}", [f"{rows[name]:.1f}" for name in measures]))
     lines += [row(label, [rates(by[name]) for name in measures]) for label, by in found.items()]
     decodes = {label: by["decode"] for label, by in found.items() if "decode" in by}
-    most = max((pair.bandwidth for pairs in decodes.values() for pair in pairs), default=0)
+    peak = max((pair.bandwidth for pairs in decodes.values() for pair in pairs), default=0)
     for title, wanted in (("at its best", True), ("shared", False)):
         lines += ["", row(f"decode, memory {title}", ["GB/s", "tok/s", "of the bandwidth", "rounds"]), "|---" * 5 + "|"]
         for label, pairs in decodes.items():
-            some = [pair for pair in pairs if (pair.bandwidth >= QUIET * most) == wanted]
+            some = [pair for pair in pairs if (pair.bandwidth >= QUIET * peak) == wanted]
             if some:
                 width = statistics.median(pair.bandwidth for pair in some)
                 shares = [pair.ours * candidates[label].weight_bytes / pair.bandwidth for pair in some]
@@ -166,8 +166,8 @@ def peers(found: dict[str, dict[str, list[Pair]]]) -> dict[str, dict[str, float]
     """Medians of what llama.cpp did, by its type and the measure."""
     rows: dict[str, dict[str, float]] = {}
     for kind in dict.fromkeys(PEERS[label.split(",")[0]] for label in found):
-        beside = [by for label, by in found.items() if PEERS[label.split(",")[0]] == kind]
-        rows[kind] = {name: statistics.median(pair.theirs for by in beside for pair in by[name]) for name in beside[0]}
+        peers = [by for label, by in found.items() if PEERS[label.split(",")[0]] == kind]
+        rows[kind] = {name: statistics.median(pair.theirs for by in peers for pair in by[name]) for name in peers[0]}
     return rows
 
 

@@ -2,7 +2,7 @@
 
     python scripts/measure_doctor.py [DST] [--layers 80] [--runs 3] [--floats]
 
-int4 in groups of 128 unless floats are asked for. Each run is a process of its own, imports included, and must import
+int4 in groups of 128 unless floats are requested. Each run is a separate process, imports included, and must import
 no torch. Prints one line of JSON: the seconds of each run, tensors, bytes, and what was found.
 """
 

@@ -3,7 +3,7 @@
     python scripts/measure_drift.py MODEL CALIBRATION TEXT... [--strides 1,4,8,16,32] [--seeds 3] [--fixed-damping 0.1]
 
 Prints a table in Markdown: KL(source || quantized) per token in units of 1e-4, the mean over the seeds, for int4-g128
-with 128 samples of 256 tokens; the float model takes every so many samples, last of all none. `--fixed-damping`: the
+with 128 samples of 256 tokens; the float model takes every n-th sample, finally none. `--fixed-damping`: the
 Hessian that drift is divided by is damped by that, however many tokens show the drift. Everything is in float32.
 """
 

@@ -110,9 +110,13 @@ def main() -> None:
             f" {statistics.median(rates[name]):.1f} tokens a second", flush=True,
         )  # fmt: skip
     ratios = [after / before for before, after in zip(*rates.values(), strict=True)]
-    print(f"int8 beside bfloat16: {statistics.median(ratios):.2f} x the tokens a second", flush=True)
+    print(f"int8 next to bfloat16: {statistics.median(ratios):.2f} x the tokens a second", flush=True)
     right, base, found = (logits(one) for one in (source, *made.values()))
-    off = {"bfloat16 embedding": (base, right), "int8 embedding": (found, right), "int8 beside bfloat16": (found, base)}
+    off = {
+        "bfloat16 embedding": (base, right),
+        "int8 embedding": (found, right),
+        "int8 next to bfloat16": (found, base),
+    }
     for name, (one, other) in off.items():
         print(f"{name}: logits off by {((one - other).norm() / other.norm()).item():.4f}")
 

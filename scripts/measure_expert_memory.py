@@ -53,13 +53,13 @@ def watch():
     while not done.wait(0.02):
         peaks[phase] = max(peaks.get(phase, 0), held())
 
-def told(name, *rest):
+def report(name, *rest):
     global phase
     phase = name
 
 threading.Thread(target=watch, daemon=True).start()
 began = time.monotonic()
-quantkit.quantize(src, dst, "int4-g128", **options, progress=told)
+quantkit.quantize(src, dst, "int4-g128", **options, progress=report)
 done.set()
 print(json.dumps([peaks, planned.memory_bytes, planned.seconds, time.monotonic() - began]))
 """

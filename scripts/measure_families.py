@@ -2,7 +2,7 @@
 
     python scripts/measure_families.py [--families gemma2 olmo2] [--scheme int4-g128] [--layers 8] [--rounds 15]
 
-Random weights in a family's sizes, some layers of them, and beside them the same tensors in blocks as Llama's: as many
+Random weights in a family's sizes, some layers of them, and next to them the same tensors in blocks as Llama's: as many
 bytes are read for a token. Both are loaded, and take turns. Figures are medians over the rounds: tokens a second, the
 ratio of each turn's to Llama's in it, and the same of tokens for a second of processor time, which other processes
 disturb less.

@@ -4,7 +4,7 @@
                                   [--estimates]
 
 Prints a table in Markdown: bits a weight of the linears, KL(source || quantized) per token in units of 1e-4 over 60
-windows of 256 tokens of each text, the KL that was estimated, and the bytes of the files of weights, foretold and on
+windows of 256 tokens of every text, the KL that was estimated, and the bytes of the files of weights, predicted and on
 disk; GPTQ with 128 samples of 256 tokens. The source's own float type is kept, and scales are stored in it. With
 `--estimates` it holds what each unit of linears is estimated to lose in each scheme against what it loses on the texts
 when nothing else is quantized, as rank correlation and ratio.
@@ -88,7 +88,7 @@ def main() -> None:
             estimates(measured)
             return
         texts = [f"KL {text.stem}" for text in options.texts]
-        head = ["schemes", "seed", "bits", "s", *texts, "estimated", "foretold", "on disk"]
+        head = ["schemes", "seed", "bits", "s", *texts, "estimated", "predicted", "on disk"]
         print("|", " | ".join(head), "|\n" + "|---" * len(head) + "|")
         sizes = [float(bits) for bits in options.bits.split(",") if bits]
         for seed in range(options.seeds):
@@ -99,12 +99,12 @@ def main() -> None:
                 else:
                     made = measured.quantized(scheme, seed)
                 seconds, chosen = time.monotonic() - began, made.allocation
-                told = ("", "", "")
+                predicted = ("", "", "")
                 if chosen is not None:
-                    told = f"{chosen.bits:.4g}", f"{1e4 * chosen.kl:.2f}", str(chosen.weight_bytes)
+                    predicted = f"{chosen.bits:.4g}", f"{1e4 * chosen.kl:.2f}", str(chosen.weight_bytes)
                 kl = " | ".join(f"{one:.2f}" for one in measured.kl(made))
                 size = sum(file.stat().st_size for file in made.path.glob("*.safetensors"))
-                row = (scheme, seed, told[0], f"{seconds:.1f}", kl, *told[1:], size)
+                row = (scheme, seed, predicted[0], f"{seconds:.1f}", kl, *predicted[1:], size)
                 print("|", " | ".join(map(str, row)), "|", flush=True)
 
 

@@ -6,7 +6,7 @@
 Both start from the same float32 folder and the same samples, by default 128 of 256 tokens, and end with a folder on
 disk; ours reads and tokenizes the text and passes the gate besides. PYTHON is an interpreter that has llm-compressor.
 Without MODEL, models of random weights are made in the shapes given, each the hidden size and the number of layers:
-such a model predicts no text, so they are not asked whether they do. `--avx2` keeps both to AVX2.
+such a model cannot predict text, so their predictions are not checked. `--avx2` keeps both to AVX2.
 
 Prints for each model a table in Markdown: seconds of the clock, those of all processors together, which other
 processes change less, and the peak of memory, each with its ratio; and the median of the ratios.
@@ -63,15 +63,17 @@ def cost(command: list[object], environment: dict[str, str]) -> Cost:
     Raises:
         SystemExit: if it fails, with its last words.
     """
-    with tempfile.TemporaryFile("w+") as told:
+    with tempfile.TemporaryFile("w+") as output:
         started = time.monotonic()
-        process = subprocess.Popen(list(map(str, command)), stdout=told, stderr=told, env={**os.environ, **environment})
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=output, stderr=output, env={**os.environ, **environment}
+        )
         _, status, used = os.wait4(process.pid, 0)
         seconds = time.monotonic() - started
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            told.seek(0)
-            sys.exit("".join(told.readlines()[-5:]))
+            output.seek(0)
+            sys.exit("".join(output.readlines()[-5:]))
     return Cost(seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
 
 

@@ -1,4 +1,4 @@
-"""Measure the quantized products on the card at hand against bfloat16 and against peers.
+"""Measure the quantized products on the GPU at hand against bfloat16 and against peers.
 
     python scripts/measure_gpu.py [--schemes int8,int4-g128] [--models llama-2-7b,llama-3.1-8b] [--tokens 1,16]
                                   [--json FILE] [--plot FILE.png] [--seconds 500] [--dry-run]
@@ -178,8 +178,8 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 1024
     copied = copy_bandwidth()
     name = "Triton's interpreter" if INTERPRETED else torch.cuda.get_device_name()
-    card = f"{name}, torch {torch.__version__}, copies {copied / 1e9:.0f} GB/s"
-    print(f"{card}\n")
+    gpu = f"{name}, torch {torch.__version__}, copies {copied / 1e9:.0f} GB/s"
+    print(f"{gpu}\n")
     peers = {} if options.dry_run else PEERS
     makers = {"bf16": bfloat16, **{text: partial(ours, text=text) for text in schemes}, **peers}
     found = []
@@ -188,7 +188,7 @@ def main() -> None:
             found.append(one)
             print(f"{one['shape']}, {one['weight']}, {one['tokens']} tokens: {one['us']:.1f} us", flush=True)
             if options.json:
-                options.json.write_text(json.dumps({"card": card, "copied": copied, "products": found}, indent=1))
+                options.json.write_text(json.dumps({"gpu": gpu, "copied": copied, "products": found}, indent=1))
     print("\n" + "\n".join(table(found, [name for name in makers if name != "bf16"])))
     if options.plot:
         plot(found, options.plot)

@@ -3,8 +3,8 @@
     python scripts/measure_modes.py MODEL TEXT... [--schemes int8,int4-g128,int4-g32]
 
 MODEL is rounded to each scheme; then the same quantized model runs through each backend, 60 windows of
-256 tokens a text, and the reference once more over an int8 cache. Prints a table in Markdown:
-KL(reference || other) per token in units of 1e-6 nats, and beside it, for the size of things,
+256 tokens per text, and the reference once more over an int8 cache. Prints a table in Markdown:
+KL(reference || other) per token in units of 1e-6 nats, and next to it, for comparison,
 KL(source || quantized) of the reference in the same units.
 """
 

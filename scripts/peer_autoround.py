@@ -1,4 +1,4 @@
-"""Folders that AutoRound quantizes and writes, and the weights it takes them for, to be held against quantkit's.
+"""Folders that AutoRound quantizes and writes, and the weights it takes them for, to be compared with quantkit's.
 
     PEER scripts/peer_autoround.py make MODEL OUT ROUNDED --format auto_gptq --group-size 32 [--asym] [--positive]
     PEER scripts/peer_autoround.py weights OUT READ
@@ -10,7 +10,7 @@ PEER has auto-round and not quantkit. `make` quantizes MODEL, a Hugging Face fol
 into OUT, and writes the float32 weights that AutoRound rounded to, before it packed them; `weights` writes those that
 its own linears make of what is packed. With `--positive` no weight in the first group of a row is negative, so that its
 zero point is 0, which GPTQ's version 1 does not hold as AutoRound packs it: there ROUNDED differs, and READ does not.
-What gptqmodel makes of OUT is told by `scripts/peer_gptqmodel.py`.
+`scripts/peer_gptqmodel.py` prints what gptqmodel makes of OUT.
 
 `tune` quantizes MODEL on samples, a safetensors file whose `tokens` are [N, T] int64, into OUT, a folder of the floats
 that it rounded to, and prints one line of JSON with the `seconds` of that alone; `scripts/measure_accuracy.py` runs it.

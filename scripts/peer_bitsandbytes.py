@@ -2,7 +2,7 @@
 
     python scripts/peer_bitsandbytes.py MODEL OUT [--kind nf4-double]
 
-Runs in an environment of its own, with `bitsandbytes`, `transformers` and `accelerate`, on a CPU and without quantkit.
+Runs in a separate environment, with `bitsandbytes`, `transformers` and `accelerate`, on a CPU and without quantkit.
 MODEL is a Hugging Face folder. OUT becomes a folder as transformers saves it, OUT.floats.safetensors the weights that
 bitsandbytes dequantizes from it, by their names: what `compare_with_owner.py` holds quantkit's reading against.
 """

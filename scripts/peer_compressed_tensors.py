@@ -2,7 +2,7 @@
 
     python scripts/peer_compressed_tensors.py MODEL OUT [--kinds W4A16 W8A8]
 
-Runs in an environment of its own, with `llmcompressor` and without quantkit. MODEL is a Hugging Face folder. OUT/KIND
+Runs in a separate environment, with `llmcompressor` and without quantkit. MODEL is a Hugging Face folder. OUT/KIND
 becomes a folder of each kind, OUT/KIND.floats.safetensors the weights that compressed-tensors decompresses from it, by
 their names: what `compare_with_owner.py` holds quantkit's reading against. Its log goes to stderr.
 """

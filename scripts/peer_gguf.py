@@ -74,7 +74,7 @@ class Ours:
 
 
 class Theirs:
-    """llama.cpp in a process of its own, with one file."""
+    """llama.cpp in a separate process, with one file."""
 
     def __init__(self, python: Path, file: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -83,7 +83,7 @@ class Theirs:
             env=environment,
         )  # fmt: skip
 
-    def ask(self, **question: Any) -> Any:
+    def request(self, **question: Any) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(question) + "\n")
@@ -94,7 +94,7 @@ class Theirs:
         return json.loads(line)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
-        return np.load(self.ask(logits=list(tokens)))
+        return np.load(self.request(logits=list(tokens)))
 
     def close(self) -> None:
         self._process.communicate("")
@@ -137,17 +137,17 @@ def compare(python: Path, name: str, kind: str, source: Path, file: Path) -> boo
     best = np.sort(followed, -1)
     clear = best[:, -1] - best[:, -2] > TIE
     same = theirs.logits([*prompt, *text_ids])[PROMPT - 1 : -1].argmax(-1) == np.asarray(text_ids)
-    alike = theirs.ask(tokens=words) == own
-    talk, their_talk = ours.talk(), theirs.ask(talk=TALK)
+    same_tokens = theirs.request(tokens=words) == own
+    talk, their_talk = ours.talk(), theirs.request(talk=TALK)
     codes = "" if kind == "F32" else str(equal_codes(source, file))
     theirs.close()
-    told = "none" if talk is None and their_talk is None else str(talk == their_talk)
+    template = "none" if talk is None and their_talk is None else str(talk == their_talk)
     print(
         f"| {name} | {kind} | {difference:.2g} | {mean:.2g} | {largest:.2g} | {same.sum()} of {len(same)},"
-        f" {(~same & clear).sum()} clear ones missed | {codes} | {alike} | {told} |", flush=True,
+        f" {(~same & clear).sum()} clear ones missed | {codes} | {same_tokens} | {template} |", flush=True,
     )  # fmt: skip
     close = difference <= LOGITS if kind == "F32" else mean <= KL
-    return bool(close and not (~same & clear).any() and alike and told != "False" and codes != "False")
+    return bool(close and not (~same & clear).any() and same_tokens and template != "False" and codes != "False")
 
 
 def divergence(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float, float]:

@@ -4,8 +4,8 @@
 
 Each folder's model is written as a float16 file in OUT, which PYTHON, with llama-cpp-python, quantizes. Every tensor
 must be what the gguf package dequantizes it to: to the bit in float32, rounded once where it is read in another type;
-with the codes counted that were read as such. Logits of 200 tokens are held against llama.cpp's, which rounds what goes
-into its products to 8 bits. Prints a table in Markdown, and exits with 1 if a tensor differs or KL is out of its bound.
+with the codes counted that were read as such. Logits of 200 tokens are compared with llama.cpp's, which rounds
+activations to 8 bits. Prints a table in Markdown, and exits with 1 if a tensor differs or KL is out of its bound.
 `scripts/peer_gguf.py make` makes folders.
 """
 
@@ -39,10 +39,10 @@ def check(python: Path, out: Path, folder: Path, kind: str) -> bool:
     a, b = ours.logits(tokens), theirs.logits(tokens)
     theirs.close()
     mean, largest = divergence(a, b)
-    alike = float((a.argmax(-1) == b.argmax(-1)).mean())
-    most = np.abs(a - b).max()
-    print(f"| {folder.name} | {kind} | {tensors} | {coded} | {len(differing)} | {most:.2g} | {mean:.2g} |"
-          f" {largest:.2g} | {alike:.1%} |", flush=True)  # fmt: skip
+    agreement = float((a.argmax(-1) == b.argmax(-1)).mean())
+    largest_difference = np.abs(a - b).max()
+    print(f"| {folder.name} | {kind} | {tensors} | {coded} | {len(differing)} | {largest_difference:.2g} | {mean:.2g} |"
+          f" {largest:.2g} | {agreement:.1%} |", flush=True)  # fmt: skip
     for name in differing[:3]:
         print(f"differs: {name}", file=sys.stderr)
     return not differing and mean <= KL

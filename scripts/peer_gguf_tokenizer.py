@@ -26,7 +26,7 @@ VOCABULARY = 6000
 MARKS = ("<s>", "<|im_end|>", "<|im_start|>")
 TEXTS = "texts.json"
 SPECIALS = (False, True)
-CONTEXT = {  # what llama.cpp asks for before it looks at the vocabulary
+CONTEXT = {  # what llama.cpp requires before it looks at the vocabulary
     "context_length": 128, "embedding_length": 64, "block_count": 1, "feed_forward_length": 64,
     "attention.head_count": 2, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""GPTQ and AWQ folders made and read by gptqmodel, to be held against what quantkit reads of them.
+"""GPTQ and AWQ folders made and read by gptqmodel, to be compared with what quantkit reads of them.
 
     PEER scripts/peer_gptqmodel.py make MODEL OUT --bits 4 --group-size 32 --layout gptq [--asym] [--act-order]
     PEER scripts/peer_gptqmodel.py weights FOLDER FILE

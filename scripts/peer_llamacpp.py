@@ -1,4 +1,4 @@
-"""llama.cpp on random weights of a shape, to be held against ours by `measure_cpu.py` and `measure_batch.py`.
+"""llama.cpp on random weights of a shape, to be compared with ours by `measure_cpu.py` and `measure_batch.py`.
 
     PYTHON scripts/peer_llamacpp.py FOLDER --serve Q4_0 [--shape SHAPE] [--threads 2] [--context 2048] [--sequences 8]
 
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--shape", default="tinyllama-1.1b", choices=SHAPES)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--split", action="store_true", help="each sequence has a cache of its own")
+    parser.add_argument("--split", action="store_true", help="each sequence has a separate cache")
     options = parser.parse_args()
     folder = options.folder / options.shape
     folder.mkdir(parents=True, exist_ok=True)

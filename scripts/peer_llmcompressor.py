@@ -2,7 +2,7 @@
 
     python scripts/peer_llmcompressor.py MODEL TOKENS OUT [--scheme int4-g128] [--recipe imatrix_mse]
 
-Runs in an environment of its own, with `llmcompressor` and without quantkit. MODEL is a Hugging Face
+Runs in a separate environment, with `llmcompressor` and without quantkit. MODEL is a Hugging Face
 folder in float32, such as `quantkit convert --dtype fp32` writes; TOKENS a safetensors file whose
 `tokens` [N, T], int64, are the calibration samples, BOS included. OUT becomes a compressed-tensors
 folder: int4 symmetric in groups, decoder linears only, float32 scales.

@@ -1,4 +1,4 @@
-"""vLLM on a CPU, to be held against ours by `measure_batch.py`.
+"""vLLM on a CPU, to be compared with ours by `measure_batch.py`.
 
     PYTHON scripts/peer_vllm.py FOLDER --length 32 --sequences 16
 
@@ -36,10 +36,10 @@ def main() -> None:
     )  # fmt: skip
     print(0, file=answers, flush=True)
     for number, line in enumerate(sys.stdin):
-        asked = json.loads(line)
-        params = SamplingParams(temperature=0, max_tokens=asked["new"], ignore_eos=True, detokenize=False)
-        tokens = dict.fromkeys((f"{number}-{place}" for place in range(len(asked["prompts"]))), 0)
-        for name, prompt in zip(tokens, asked["prompts"], strict=True):
+        request = json.loads(line)
+        params = SamplingParams(temperature=0, max_tokens=request["new"], ignore_eos=True, detokenize=False)
+        tokens = dict.fromkeys((f"{number}-{place}" for place in range(len(request["prompts"]))), 0)
+        for name, prompt in zip(tokens, request["prompts"], strict=True):
             llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
         def step(tokens: dict[str, int] = tokens) -> None:

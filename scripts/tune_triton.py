@@ -1,11 +1,11 @@
-"""Find the fastest tile configs of the Triton kernels on the card at hand and write them into the package.
+"""Find the fastest tile configs of the Triton kernels on the GPU at hand and write them into the package.
 
     python scripts/tune_triton.py [--schemes int8,int4-g128] [--models llama-2-7b,llama-3.1-8b] [--tokens 1,16]
                                   [--output FILE.json] [--seconds 500] [--dry-run]
 
 Every candidate is timed with a cold cache for every linear shape of the models, q/k/v and gate/up joined, and
 every number of tokens: the fewest tokens first, of all schemes and shapes. What is found replaces what
-kernels/triton_configs.json, or the file named, has for this card, these schemes, shapes and numbers of tokens; the
+kernels/triton_configs.json, or the file named, has for this GPU, these schemes, shapes and numbers of tokens; the
 rest of the file stays. Each is written as it is found, and nothing new is begun after --seconds. A dry run takes a tiny
 shape through Triton's interpreter.
 """

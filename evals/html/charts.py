@@ -190,6 +190,6 @@ def _draw_lines(drawing: Drawing, lines: Sequence[Line], kls: Sequence[float]) -
 
 
 def _model_mark(model: int, x: float, y: float, title: str | None = None) -> Shape:
-    """A mark that tells a model's line from others without colors too."""
+    """A mark that distinguishes a model's line without colors too."""
     attributes = {"d": _MODEL_MARKS[model % 6], "transform": f"translate({x:.1f} {y:.1f})"}
     return Shape("path", {**attributes, "style": f"fill:{model_color(model)}"}, title=title)

@@ -173,7 +173,7 @@ inline void attend_span(const AttentionShape& at, const float* queries, const Ca
 
 // Grouped-query attention of some rows; the query of each sees the positions cached in its slot up to its own. out [B, T, H, Dh].
 //
-// Work is cut into spans of the cache, each with a softmax of its own; these are then joined
+// Work is cut into spans of the cache, each with a separate softmax; these are then joined
 // by their maxima and sums (2112.05682).
 inline void attention(const AttentionShape& at, const void* queries, const Cache& cache, const int64_t* positions,
                       const std::vector<Run>& runs, int threads, void* out) {

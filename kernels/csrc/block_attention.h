@@ -38,7 +38,7 @@ struct Rows {
   const int64_t* slots;        // [B], the sequences' places in the cache; null is 0, 1, 2, ...
 };
 
-// Norms of the parts of a row, each of so many values, in place.
+// Norms of the parts of a row, each of `size` values, in place.
 inline void norm_parts(float* row, int64_t count, const float* weight, int64_t size, float eps) {
   for (int64_t i = 0; i < count; i += size) rms_norm(row + i, weight, size, eps, row + i);
 }

@@ -18,7 +18,7 @@ struct Branch {
   float multiplier;  // of the output
 };
 
-// Scratch memory for so many floats.
+// Scratch memory for a number of floats.
 inline std::unique_ptr<float[]> uninitialized(int64_t count) { return std::unique_ptr<float[]>(new float[count]); }
 
 // Call work(r) for all rows, on several threads where they are many.

@@ -1,4 +1,4 @@
-// Rows of a key/value cache: floats, or bytes with a scale of their own.
+// Rows of a key/value cache: floats, or bytes with a scale for each row.
 #pragma once
 
 #include <algorithm>

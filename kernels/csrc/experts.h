@@ -1,7 +1,7 @@
 // A mixture of experts: a router chooses some of many gated feed-forwards for each token.
 //
 // Rows are grouped by expert, so that the weights of each chosen one are read once for all its rows, and no others. The
-// experts' bands go to the threads in one loop. What a row gives has the same bits whichever rows are beside it: its
+// experts' bands go to the threads in one loop. The result for a row has the same bits whatever the other rows: its
 // experts are added up in the order of their numbers.
 #pragma once
 
@@ -109,7 +109,7 @@ inline std::vector<ExpertRows> grouped(const ExpertBank& bank, const Choice* cho
 
 constexpr int64_t kChosen = 2048;  // rows of experts' outputs in memory at a time
 
-// So many tokens at a time.
+// Tokens at a time.
 inline int64_t max_rows(int64_t per_token) { return std::clamp<int64_t>(kChosen / per_token, 1, kInnerRows); }
 
 // What the pieces of several groups are counted by: the first of each group, and the end.

@@ -112,7 +112,7 @@ class ScaleSearch {
 };
 
 // Scale [G, O] and, where there is a zero point, that [G, O], for weights [I, O]: the best of the steps of `coarse`
-// times what spans the group, then of those that are `fine` beside it.
+// times what spans the group, then of those that are `fine` away from it.
 inline void search_scales(const CodeGrid& grid, const float* weight, const float* importance,
                           const std::vector<float>& coarse, const std::vector<float>& fine, int threads, void* scale,
                           uint8_t* zero) {

@@ -48,7 +48,7 @@ struct Linear {
   const void* bias;  // [O] in the type of x, or null
 };
 
-// y[m, n] = sum over k of x[m, k] w[n, k] + bias[n], all of one type, on so many threads.
+// y[m, n] = sum over k of x[m, k] w[n, k] + bias[n], all of one type, on a number of threads.
 // With `add` the result is added to y, which is float32 then.
 inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t tokens, int threads, void* y,
                    bool add = false) {

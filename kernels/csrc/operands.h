@@ -82,7 +82,7 @@ inline std::vector<int64_t> checked_positions(const at::Tensor& positions, int64
   return all;
 }
 
-// The sequences' places in a cache that has so many; null where none are given.
+// The sequences' slots in a cache; null for the default order.
 inline const int64_t* checked_slots(const Optional& slots, int64_t batch, int64_t places) {
   if (!slots) {
     TORCH_CHECK(batch <= places, "the cache has ", places, " slots, and there are ", batch, " sequences");
@@ -146,7 +146,7 @@ inline AttentionHalf checked_attention(const Optionals& tensors, int64_t hidden,
   const int64_t size = out.at.columns / heads;
   TORCH_CHECK(qkv.at.columns == hidden && qkv.at.rows == (heads + 2 * kv_heads) * size && out.at.rows == hidden,
               "weights that do not go together");
-  // Norms of each head, or of all together: their weights tell.
+  // Norms of each head, or of all together, by the size of their weights.
   const auto normed = [size](const Optional& norm, int64_t count) {
     return norm && norm->numel() == count * size ? count * size : size;
   };
@@ -199,7 +199,7 @@ inline ExpertBank checked_bank(const at::Tensor& gate_up, const Optional& gate_u
   return {{wide, narrow}, gate_up.size(0), wide_bytes, narrow_bytes};
 }
 
-// Which of so many experts each row goes to [N, K], and what their outputs are multiplied by [N, K].
+// Which experts each row is routed to [N, K], and what their outputs are multiplied by [N, K].
 inline std::vector<Choice> checked_choices(const at::Tensor& shares, const at::Tensor& chosen, int64_t experts) {
   TORCH_CHECK(chosen.scalar_type() == at::kLong && chosen.is_contiguous(), "chosen: int64 [N, K]");
   const float* share = floats(shares, chosen.numel(), "shares");

@@ -196,7 +196,7 @@ at::Tensor float_linear(const at::Tensor& x, const at::Tensor& weight) {
 }
 
 // Set how many threads torch's own operations use from the calling thread; returns the number before, or 0 if it
-// cannot be told.
+// are unknown.
 int64_t torch_threads(int64_t count) {
   static const auto get = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
   static const auto set = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));

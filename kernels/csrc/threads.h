@@ -37,7 +37,7 @@ class Pool {
     return *pool;
   }
 
-  // Call work(i) for all i below count, at least `chunk` of them at a time, on at most so many threads. A thread
+  // Call work(i) for all i below count, at least `chunk` of them at a time, on at most `threads` threads. A thread
   // takes half of its share of what is left: long stretches of memory first, short ones so that all end together.
   template <class Work>
   void parallel_for(int64_t count, int64_t chunk, int threads, const Work& work) {

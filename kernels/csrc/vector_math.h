@@ -21,7 +21,7 @@ typedef float Vector __attribute__((vector_size(4 * kLanes)));
 // Memory for floats that begins with a cache line: vectors that lie across two take twice as long to load.
 class AlignedFloats {
  public:
-  // Make room for so many; what they are is not said.
+  // Resize; the values are unspecified.
   float* resize(int64_t count) {
     lines_.resize((count + kFloats - 1) / kFloats);
     return lines_.data()->values;

@@ -40,7 +40,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "hi
 
 @dataclass(frozen=True)
 class Base:
-    """One sound folder, or one with the interrupted run beside it.
+    """One sound folder, or one with the interrupted run next to it.
 
     Attributes:
         files: contents by path, ``src/...`` or ``dst.partial/...``.

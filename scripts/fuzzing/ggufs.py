@@ -20,7 +20,7 @@ class _Field:
     """A part of the header.
 
     Attributes:
-        form: of a number, as struct has it; empty for a text.
+        form: of a number, as struct has it; empty for a string.
         at, size: its bytes.
     """
 
@@ -70,7 +70,7 @@ class _Header:
             kind, count = self._number("kind of items", "<I"), self._number("items", "<Q")
         if kind == _STRING:
             for _ in range(count):
-                self._text("a text")
+                self._text("a string")
         else:
             forms = {1: "<B", 2: "<H", 4: "<f" if kind == 6 else "<I", 8: "<Q"}
             self.fields.append(_Field("a value", forms[_SIZES[kind]], self.at, _SIZES[kind]))
@@ -95,7 +95,7 @@ def mutate_gguf(rng: Random, data: bytes, others: list[bytes]) -> tuple[bytes, s
         return mutate_bytes(rng, data, others)
     kind = rng.choice(("field", "field", "field", "field", "text", "whole", "bytes", "data", "file"))
     if kind == "field":
-        field = rng.choice([one for one in header.fields if one.form and one.what != "length of a text"])
+        field = rng.choice([one for one in header.fields if one.form and one.what != "length of a string"])
         return _changed(rng, data, field)
     if kind == "text":
         return _retold(rng, data, rng.choice([one for one in header.fields if not one.form]))
@@ -124,7 +124,7 @@ def _changed(rng: Random, data: bytes, field: _Field) -> tuple[bytes, str]:
 
 
 def _retold(rng: Random, data: bytes, field: _Field) -> tuple[bytes, str]:
-    """Another text, of its own length."""
+    """Another string, with its length."""
     text = rng.choice(_TEXTS)
     start, stop = field.at - 8, field.at + field.size
     return data[:start] + struct.pack("<Q", len(text)) + text + data[stop:], f"{field.what} at {start} is {text[:20]!r}"

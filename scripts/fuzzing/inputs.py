@@ -13,7 +13,7 @@ from fuzzing.raw import HTML, LFS_POINTER, mutate_bytes, mutate_safetensors
 from fuzzing.zips import mutate_zip
 
 WHOLE_EVERY = 40
-"""Of so many inputs one goes through a whole convert, quantize, verify or resumed run."""
+"""One of this many inputs goes through a whole convert, quantize, verify or resumed run."""
 # How often a kind of file is mutated for a light trial, which hardly looks at the last two.
 _WEIGHTS = {"zip": 6, "safetensors": 4, "gguf": 4, "config.json": 4, "params.json": 3, "generation_config.json": 0.3,
             "quantkit.json": 0.7}  # fmt: skip

@@ -72,7 +72,7 @@ class Bench:
         Path("victim").write_bytes(_VICTIM)
 
     def run(self, trial: Input, phase: Callable[[bytes], None]) -> Outcome:
-        """Carry out one input; `phase` is told what is under way."""
+        """Carry out one input; `phase` is called with what begins."""
         phase(b"making")
         _make(trial)
         before = _listing(Path("src"))
@@ -138,7 +138,7 @@ class Bench:
         return code
 
     def _open(self, base: str, findings: list[str], phase: Callable[[bytes], None]) -> tuple[int, str | None]:
-        """Open the source, load all of it and tokenize a text; the code of the error, and why the readers refused."""
+        """Open the source, load all of it and tokenize a string; the code of the error, and why the readers refused."""
         phase(b"open")
         loaded: dict[str, Tensor] = {}
         try:

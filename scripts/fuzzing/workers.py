@@ -86,7 +86,7 @@ class Workers:
         waiting.register(worker.pipe, selectors.EVENT_READ, worker)
 
     def _replace(self, worker: _Worker, problem: str | None, waiting: selectors.BaseSelector) -> Iterator[Outcome]:
-        """Bury a worker; where it had inputs left, tell of the one it died of and start another."""
+        """Remove a dead worker; if it had inputs left, report the one it died of and start another."""
         self._running.remove(worker)
         status = os.waitpid(worker.process, 0)[1]
         os.close(worker.pipe)
@@ -103,7 +103,7 @@ class Workers:
 
 
 class _Worker:
-    """One forked process, and the inputs it has not yet told of."""
+    """One forked process, and the inputs that it has not reported yet."""
 
     def __init__(self, inputs: Inputs, numbers: range, folder: Path, bases: Path) -> None:
         self.left = numbers

@@ -343,8 +343,8 @@ def test_models_are_called_as_one_likes(folders: dict[str, Path]) -> None:
     [
         ({"window": 1}, r"windows do not fit the model \(found 1, expected 2 to \d+ tokens\)"),
         ({"window": 10**6}, "windows do not fit the model"),
-        ({"cache_logits": Path("cache")}, "only a reference's logits are kept"),
-        ({"task_data": Path("data")}, "data of tasks go with tasks"),
+        ({"cache_logits": Path("cache")}, "only the logits of a reference are cached"),
+        ({"task_data": Path("data")}, "task data needs tasks"),
         ({"texts": [Path("absent.txt")]}, "absent.txt: the text cannot be read"),
     ],
 )

@@ -151,7 +151,7 @@ def test_what_is_broken_far_on_is_seen_there(demo_model: Path, tmp_path: Path, c
     oracle.edit_json(tmp_path / "late" / "config.json", rope_scaling=rope, rope_parameters=rope)
     given = {"texts": text, "against": demo_model, "window": 128, "positions": 1000, "position_windows": 9}
     found = evaluate(tmp_path / "late", **given)
-    assert found.notes == ["'speech' has 2 of the 9 windows that were asked for by position"]
+    assert found.notes == ["'speech' has 2 of the 9 windows that were requested by position"]
     buckets = found.rows[1].texts["speech"].positions["float"]
     assert found.rows[0].texts["speech"].positions == {}
     ids = load_tokenizer(demo_model).encode(text.read_text())

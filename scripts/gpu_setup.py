@@ -1,4 +1,4 @@
-"""What the scripts of `gpu_day.sh` share: the card or, in a dry run, the CPU that stands for it; sizes; results."""
+"""What the scripts of `gpu_day.sh` share: the GPU or, in a dry run, the CPU that stands for it; sizes; results."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _STARTED = time.monotonic()
 
 
 @dataclass
-class CardCheckpoint(SyntheticCheckpoint):
-    """Random weights that are made on the card; the same ones each time there."""
+class GpuCheckpoint(SyntheticCheckpoint):
+    """Random weights that are made on the GPU; the same ones each time there."""
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         parameter = self._entries[name]
@@ -50,8 +50,8 @@ class CardCheckpoint(SyntheticCheckpoint):
         return whole if part is None else part.of_weight(whole)
 
 
-def checkpoint(shape: str, scheme: str | None, head: str | None, layers: int) -> CardCheckpoint:
-    """Random weights in a named shape, with so many of its layers; the head stays floats where it has no scheme."""
+def checkpoint(shape: str, scheme: str | None, head: str | None, layers: int) -> GpuCheckpoint:
+    """Random weights in a named shape, with some of its layers; the head stays floats if it has no scheme."""
     whole = synthetic(shape, scheme, head or ("int8" if scheme else None))
     config = replace(whole.config, layers=whole.config.layers[:layers])
     if DRY:
@@ -61,7 +61,7 @@ def checkpoint(shape: str, scheme: str | None, head: str | None, layers: int) ->
     kept = {module: one for module, one in whole.schemes.items() if module in linear_columns(config)}
     if head is None:
         kept.pop("lm_head", None)
-    return CardCheckpoint(whole.path, config, kept)
+    return GpuCheckpoint(whole.path, config, kept)
 
 
 def options(description: str, **defaults: Any) -> argparse.Namespace:
@@ -75,7 +75,7 @@ def options(description: str, **defaults: Any) -> argparse.Namespace:
 
 
 def spent(seconds: float) -> bool:
-    """Whether so many seconds have passed since the script began."""
+    """Whether `seconds` have passed since the script began."""
     return time.monotonic() - _STARTED > seconds
 
 
@@ -122,7 +122,7 @@ def reset_memory() -> None:
 
 
 def peak_memory() -> float:
-    """Bytes at the peak, of the card or in a dry run of the process."""
+    """Bytes at the peak, of the GPU or in a dry run of the process."""
     return float(torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else peak_bytes())
 
 
