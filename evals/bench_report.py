@@ -1,4 +1,4 @@
-"""Timings for people: tables, what to beware of."""
+"""The figures of `bench` as tables, with warnings and notes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from quantkit.evals.table import NONE, Table
 from quantkit.evals.timing import PROMPT, Rate
 
 _WIDE_SPREAD = 0.3  # of runs: beyond it a median says little
-_FASTER = 1.1  # times as fast: less may be chance
+_FASTER = 1.1  # times as fast: smaller factors may be chance
 
 
 def tables(found: Sequence[Bench]) -> list[Table]:
-    """What was measured: speed, start and memory, what decoding draws from memory; with long contexts decoding and
-    prefill; with a price what tokens cost."""
+    """Speed, start and memory, and the use of memory bandwidth; decoding and prefill with long contexts; with a price
+    the cost of tokens."""
     return [*_of_models(found), *([_decoding(found), _prefill(found)] if _with_contexts(found) else [])]
 
 
 def sheet(found: Sequence[Bench]) -> Table:
-    """All tables as one, for those who compute with it: a row for each model, or with contexts for each of these and
-    each number of sequences."""
+    """All tables as one, for programs: a row for each model, or with contexts for each context and number of
+    sequences."""
     first, *others = _of_models(found)
     head, rows = first.head, first.rows
     for table in others:
@@ -132,12 +132,12 @@ def _priced(found: Sequence[Bench]) -> bool:
 
 
 def warnings(found: Sequence[Bench]) -> list[str]:
-    """Why figures are not to be trusted, and which models quantization made slower."""
+    """Reasons to doubt figures, and models that quantization made slower."""
     return [*_busy(found), *_unsteady(found), *_slower_than_floats(found)]
 
 
 def notes(found: Sequence[Bench]) -> list[str]:
-    """A line for each model that one thread decodes faster than several, and for what was left out."""
+    """A line for each model that one thread decodes faster than several, and for each omitted measurement."""
     return [
         f"one thread decodes {one.name} faster ({_digits(one.one_thread.median)} tokens a second, not"
         f" {_digits(one.decode[1].median)}): try `threads=1`"
@@ -153,7 +153,7 @@ def _rates(one: Bench) -> dict[str, Rate]:
 
 
 def _all_rates(one: Bench) -> dict[str, Rate]:
-    """All rates, by what they are of."""
+    """All rates by description."""
     at_contexts = {f"context {at.context}, decode {at.batch}": at.together for at in one.at_contexts}
     prefill = {f"context {context}, prefill": rate for context, rate in prefill_rates(one.at_contexts).items()}
     return _rates(one) | at_contexts | prefill
@@ -168,11 +168,11 @@ def _rate(rate: Rate) -> str:
 def _cost(one: Bench, rate: Rate) -> str:
     if (cost := one.cost(rate.median)) is None:
         return NONE
-    return f"{cost:.{max(0, 2 - math.floor(math.log10(cost)))}f}"  # three digits that count, and no exponent
+    return f"{cost:.{max(0, 2 - math.floor(math.log10(cost)))}f}"  # three significant digits, no exponent
 
 
 def _digits(value: float) -> str:
-    """The three that count."""
+    """Three significant digits."""
     return f"{float(f'{value:.3g}'):.12g}"
 
 

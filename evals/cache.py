@@ -1,7 +1,7 @@
-"""A reference's hidden states kept on disk, for one evaluation after another.
+"""Caches a reference's hidden states on disk, for later evaluations.
 
-Logits follow from the final hidden states by the head alone, and are larger by the ratio of
-vocabulary to width; so the states are what is kept.
+The head computes logits from the final hidden states, which are smaller by the ratio of
+width to vocabulary; so the states are cached.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from quantkit.version import __version__
 
 
 class StateCache:
-    """`layerwise_hidden` with a memory: one file per checkpoint and tokens, in a folder.
+    """`layerwise_hidden` with a cache on disk: one file for each checkpoint and tokens.
 
-    A file is found only by what its states follow from: the checkpoint's files (path, name,
+    The key of a file consists of everything its states depend on: the checkpoint's files (path, name,
     size, time), the tokens and their positions, and the versions of quantkit and torch.
     """
 
@@ -50,10 +50,10 @@ class StateCache:
         self, checkpoint: Checkpoint, batches: Sequence[Batch], *, group: ProcessGroup = SINGLE,
         progress: Progress = silent,
     ) -> list[Tensor]:  # fmt: skip
-        """Final hidden states [B, T, D] of every batch, float32; read where they were kept.
+        """Final hidden states [B, T, D] of every batch, float32, from the cache if it has them.
 
         Raises:
-            DestinationError: if they cannot be kept.
+            DestinationError: if they cannot be written.
         """
         key = _key(checkpoint, batches)
         path = self._folder / f"{key}.safetensors"
@@ -93,7 +93,7 @@ def _key(checkpoint: Checkpoint, batches: Sequence[Batch]) -> str:
 
 
 def _holds(path: Path, tensors: Sequence[StoredTensor]) -> bool:
-    """Whether a whole file with exactly these tensors is there."""
+    """Whether a complete file with exactly these tensors exists."""
     try:
         return path.is_file() and list(open_file(path).tensors.values()) == list(tensors)
     except CheckpointError:

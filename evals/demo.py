@@ -1,4 +1,4 @@
-"""The whole job on the small model that ships with quantkit."""
+"""Converts, quantizes, verifies, measures and runs the small model that ships with quantkit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FLOATS = "bf16"
 SCHEMES = ("int8", "int4-g32", "int4-g64", "int4-g128")
 QUICK_SCHEMES = ("int4-g64",)
 PROMPT = "My fellow citizens, the state of the Union"
-_SAMPLES, _LENGTH = 32, 128  # few, of a text that a model so small knows little of
+_SAMPLES, _LENGTH = 32, 128  # few, since so small a model gains little from more
 _NEW_TOKENS, _QUICK_NEW_TOKENS = 40, 20
 _SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
 _VERDICTS = {Verdict.SAME: "the same, bit by bit", Verdict.WITHIN_BOUND: "within its bound"}
@@ -64,14 +64,14 @@ class Row:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What the demo made and measured.
+    """The results of the demo.
 
     Attributes:
-        source: what the model is that ships with quantkit.
-        rows: a checkpoint each, the source's own floats first.
+        source: a description of the model that ships with quantkit.
+        rows: one per checkpoint, the source's floats first.
         verdicts: of each, compared with the source.
-        samples: the prompt and how each goes on from it.
-        left_out: schemes that a quick demo does not try.
+        samples: the prompt and each model's continuation.
+        left_out: schemes that a quick demo omits.
     """
 
     source: list[str]
@@ -81,7 +81,7 @@ class DemoReport:
     left_out: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything found; verdicts in lower case."""
+        """All results; verdicts in lower case."""
         return {
             "source": self.source,
             "rows": [asdict(row) for row in self.rows],
@@ -192,7 +192,7 @@ def _run(folder: Path, quick: bool, progress: Progress) -> DemoReport:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread: for so small a model several take longer, on a busy machine many times so."""
+    """Compute on one thread: several are slower for a model this small, much slower on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""A quantkit model as lm-evaluation-harness wants it."""
+"""A quantkit model with the interface of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def as_lm(
 
 
 class Scorer:
-    """The methods that the harness's ``TemplateLM`` leaves open; a request's arguments are in its ``args``."""
+    """Implements the abstract methods of the harness's ``TemplateLM``; a request's arguments are in its ``args``."""
 
     def __init__(
         self, checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, device: str | torch.device,
@@ -88,7 +88,7 @@ class Scorer:
         return [sum(next(scores)[0] for _ in one) for one in windows]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continuations, each cut before the first of its stop texts."""
+        """Continuations, each cut before the first of its stop strings."""
         texts = []
         for index, request in enumerate(requests):
             self._progress("tasks", index, len(requests), "texts")
@@ -113,7 +113,7 @@ class Scorer:
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """The log probability of continuations given contexts, and whether greedy decoding gives them."""
+        """The log probability of continuations given contexts, and whether greedy decoding generates them."""
         for text, _, answer in requests:
             if not 0 < len(answer) <= self.max_length:
                 raise RequestError(

@@ -95,7 +95,7 @@ def _named_once(
 
 
 def backend_names(model: Decoder) -> list[str]:
-    """What runs a model's quantized layers; none where there are no such."""
+    """Backends of a model's quantized layers; empty without quantized layers."""
     return sorted({module.backend_name for module in model.modules() if isinstance(module, QuantLinear)})
 
 

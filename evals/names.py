@@ -1,4 +1,4 @@
-"""What tables call models."""
+"""Names of models in tables."""
 
 from __future__ import annotations
 

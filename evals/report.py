@@ -13,7 +13,7 @@ from quantkit.quality.measures import Divergence
 
 _Column = tuple[str, Callable[[Row], str]]
 _DIGITS = 4
-"""Of perplexities, as papers have them: they are those of this very text, and have no error as such."""
+"""Of perplexities, as in papers: they are exact for this text, and have no error."""
 _QUANTILE_DIGITS = 2
 _ERRORS = (
     "± is one standard error for these tokens as a sample of their text; another text may differ by several times that."
@@ -23,7 +23,7 @@ _KEYS = {
     "MB": "size_mb", "bits/weight": "bits_per_weight", "bits/byte": "bits_per_byte", "KL, nats/token": "kl",
     "KL median": "kl_median", "KL 99 %": "kl_p99", "top-1, %": "top1", "tok/s": "tokens_per_second",
 }  # fmt: skip
-"""Heads of columns for programs, where those for people have units or signs."""
+"""Heads of columns for programs, where the usual ones have units or signs."""
 
 
 def markdown(found: Evaluation) -> str:
@@ -49,7 +49,7 @@ def tables(found: Evaluation) -> list[Table]:
 
 
 def side_by_side(found: Evaluation) -> list[Table]:
-    """A table for each text with all that is known of the models there; then one of means over the texts."""
+    """A table for each text with all figures of the models; then one of means over the texts."""
     size, rest = _size_columns(), [*_task_columns(found), *_speed_columns(found)]
     made = []
     for text in found.texts:
@@ -64,7 +64,7 @@ def side_by_side(found: Evaluation) -> list[Table]:
 
 
 def sheet(found: Evaluation) -> Table:
-    """Everything in one table, a row per text and model: what a program reads best, shares as fractions."""
+    """Everything in one table for programs, a row per text and model, with shares as fractions."""
     texts: list[str | None] = [*found.texts] or [None]
     whole = [_table(None, found.rows, _all_columns(found, text)) for text in texts]
     return Table(None, whole[0].head, [row for one in whole for row in one.rows])
@@ -84,7 +84,7 @@ def _keyed(columns: Sequence[_Column]) -> list[_Column]:
 
 
 def _counted(found: Evaluation, text: str) -> str:
-    """A text and its length, which is the models' own where their tokenizers differ."""
+    """A text and its length, as a range where tokenizers differ."""
     counts = {row.texts[text].tokens for row in found.rows}
     return f"{text} ({' to '.join(str(count) for count in sorted({min(counts), max(counts)}))} tokens)"
 

@@ -1,4 +1,4 @@
-"""What an evaluation found, as data."""
+"""The results of an evaluation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MIN_TEXTS = 3
 
 @dataclass(frozen=True)
 class TextFacts:
-    """A text that was measured on; `kind` says how it was read, counts are of the raw text."""
+    """A text that was measured on; `kind` says how it was read, and counts are those of the raw text."""
 
     sha256: str
     kind: str
@@ -34,15 +34,15 @@ class TextFacts:
 
 @dataclass(frozen=True)
 class TextMeasures:
-    """How a model did on one text.
+    """A model's figures on one text.
 
     Attributes:
         tokens: of the whole text.
-        documents: over its documents, in rolling windows.
+        documents: perplexity of its documents, in rolling windows.
         token_perplexity: over fixed windows.
         divergence: from the reference, over the same windows; None for the reference itself.
-        token_perplexity_error: its standard error, the text's tokens taken as a sample of it.
-        perplexity_ratio_error: likewise of token perplexity over the reference's; None for the reference itself.
+        token_perplexity_error: its standard error, with the text's tokens as a sample.
+        perplexity_ratio_error: the same for the ratio of token perplexities; None for the reference itself.
         positions: the divergence from the reference by position, with keys and values in a "float" cache and in an
             "int8" one; the reference has a float cache both times. Empty if not requested, and for the reference.
     """
@@ -79,10 +79,10 @@ class Row:
         prefix: the token that a document's first is predicted from.
         adds_bos: whether the tokenizer begins a text with BOS.
         texts, tasks: measures by name.
-        task_backends: what ran the quantized layers in the tasks; none where there are no such.
+        task_backends: backends of the quantized layers in the tasks; empty without quantized layers.
         layer_errors: relative errors of its quantized layers by name, worst first, from its manifest; of their outputs,
             if all manifests with errors have those.
-        method: how it was quantized, ``rtn`` or ``gptq``; empty where its manifest does not say.
+        method: how it was quantized, ``rtn`` or ``gptq``; empty if its manifest does not say.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Models side by side, the reference first where there is one.
+    """The figures of all models, the reference first if there is one.
 
     Attributes:
         rows: the models, in order.
@@ -109,9 +109,9 @@ class Evaluation:
         texts: what was measured on, by name.
         window: the fixed windows' length in tokens; None where no text was measured on.
         layer_error: which errors of layers the rows have: ``output_error`` or ``relative_error``; empty where none.
-        device: where tasks were answered and speed was measured.
-        versions: of the packages that took part.
-        notes: what one should know about the figures.
+        device: on which tasks ran and speed was measured.
+        versions: of the packages used.
+        notes: remarks on the figures.
         details: of each text what only a page shows; empty if not requested, and never in JSON.
     """
 
@@ -157,7 +157,7 @@ class Evaluation:
         return page(self)
 
     def over_texts(self, row: Row) -> OverTexts | None:
-        """Means over the texts; None of fewer than three, or of the reference."""
+        """Means over the texts; None for fewer than three texts, and for the reference."""
         found = [apart for text in self.texts if (apart := row.texts[text].divergence) is not None]
         ratios = [ratio for text in self.texts if (ratio := self.perplexity_ratio(row, text)) is not None]
         if len(found) < _MIN_TEXTS:
@@ -169,7 +169,7 @@ class Evaluation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; what is infinite is None. The last model's ``layer_errors`` stand at the top as well."""
+        """Plain values, with None for infinite ones. The last model's ``layer_errors`` are at the top level too."""
         value = {**asdict(replace(self, details={})), "layer_errors": self.rows[-1].layer_errors}
         del value["details"]
         for row, plain in zip(self.rows, value["rows"], strict=True):
@@ -182,6 +182,6 @@ class Evaluation:
 
 
 def _mean(values: Sequence[float]) -> Estimate:
-    """Of figures that are independent of each other."""
+    """The mean of independent figures."""
     count, mean = len(values), sum(values) / len(values)
     return Estimate(mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count))

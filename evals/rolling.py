@@ -43,10 +43,10 @@ def score_documents(
 
 
 def rolling(ids: Sequence[int], prefix: int, length: int) -> list[tuple[list[int], list[int]]]:
-    """Windows over a document, in which every token is predicted once: ids, and targets at the same places.
+    """Windows over a document that predict every token once: ids, and targets at the same positions.
 
-    They follow on each other; the last one reaches back to be as long as the others,
-    and scores only what is left (lm-evaluation-harness, one token of context).
+    Windows are adjacent; the last one reaches back to full length and scores only the
+    remaining tokens (lm-evaluation-harness, one token of context).
     """
     source = [prefix, *ids]
     pairs = []
@@ -62,7 +62,7 @@ def rolling(ids: Sequence[int], prefix: int, length: int) -> list[tuple[list[int
 
 
 def grouped(pairs: Iterable[tuple[list[int], list[int]]]) -> list[Windows]:
-    """Windows of equal length together, so that they run as batches."""
+    """Windows grouped by length, so that they run as batches."""
     by_length: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
     for pair in pairs:
         by_length[len(pair[0])].append(pair)

@@ -1,4 +1,4 @@
-"""Stretches of a text, with what two models expect at each of their tokens."""
+"""Parts of a text with the predictions of models at each token."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from quantkit.quality.positions import PositionDivergence
 from quantkit.text.tokenizer import Tokenizer
 
 LIKELIEST = 5
-"""Tokens that are kept of what a model expects."""
+"""Number of likeliest tokens that are kept of a prediction."""
 SAMPLE_TOKENS = 192
-"""Of one stretch."""
+"""Of one part."""
 _FIRST_POSITIONS = 16
-_BACK_TO_A_WORD = 16  # tokens that a stretch may begin earlier
+_MAX_SHIFT = 16  # tokens by which a part may begin earlier, at a word
 
 
 @dataclass(frozen=True)
 class Guess:
-    """What a model expects at one place of a text.
+    """A model's prediction at one position of a text.
 
     Attributes:
-        tokens, probabilities: the likeliest, from the first.
-        right: the probability of the token that stands there.
+        tokens, probabilities: the likeliest first.
+        right: the probability of the token in the text.
     """
 
     tokens: tuple[int, ...]
@@ -40,7 +40,7 @@ class TokenDivergence:
 
     Attributes:
         kl: KL(reference || model), in nats.
-        guess: what the model expects.
+        guess: the model's prediction.
     """
 
     kl: float
@@ -49,14 +49,14 @@ class TokenDivergence:
 
 @dataclass(frozen=True)
 class TextSample:
-    """A stretch of a text as models read it.
+    """A part of a text as models read it.
 
     Attributes:
-        start: the place of its first token in the text.
+        start: the position of its first token in the text.
         tokens: their ids.
-        pieces: what each token that is named here adds to a text, in bytes; special tokens by their names.
-        reference: what the reference expects in the place of each token; None where nothing comes before it.
-        models: by name, how each model differs from that.
+        pieces: the bytes of each token that occurs here; special tokens by their names.
+        reference: the reference's prediction of each token; None where nothing precedes it.
+        models: by name, each model's divergence from it.
     """
 
     start: int
@@ -68,14 +68,14 @@ class TextSample:
 
 @dataclass(frozen=True)
 class TextDetails:
-    """What a page shows of a text beyond its figures: stretches of it, and by model divergence by position."""
+    """What a page shows of a text beyond its figures: parts of it, and divergence by position for each model."""
 
     samples: list[TextSample]
     positions: dict[str, list[PositionDivergence]]
 
 
 class Predictions:
-    """A `Listener` that keeps the likeliest tokens of every position, some hundred bytes of each."""
+    """A `Listener` that keeps the likeliest tokens of every position, some hundred bytes each."""
 
     def __init__(self) -> None:
         self._found: list[tuple[Tensor, ...]] = []
@@ -89,7 +89,7 @@ class Predictions:
         self._found.append(tuple(parts))
 
     def gathered(self) -> tuple[Tensor, ...]:
-        """KL [N]; of the reference, then of the model: tokens [N, K], probabilities [N, K], the right one's [N]."""
+        """KL [N]; then for reference and model: tokens [N, K], probabilities [N, K], that of the text's token [N]."""
         return tuple(torch.cat(parts) for parts in zip(*self._found, strict=True))
 
 
@@ -102,9 +102,7 @@ def text_details(predictions: dict[str, Predictions], windows: Tensor, tokenizer
     """
     found = {name: one.gathered() for name, one in predictions.items()}
     kls = {name: tensors[0].clamp(min=0) for name, tensors in found.items()}
-    samples = [
-        _sample(found, windows, some, tokenizer) for some in _stretches(kls, windows.flatten().tolist(), tokenizer)
-    ]
+    samples = [_sample(found, windows, some, tokenizer) for some in _parts(kls, windows.flatten().tolist(), tokenizer)]
     agreed = {name: tensors[1][:, 0] == tensors[4][:, 0] for name, tensors in found.items()}
     shape = windows.shape
     buckets = {
@@ -113,7 +111,7 @@ def text_details(predictions: dict[str, Predictions], windows: Tensor, tokenizer
     return TextDetails(samples, buckets)
 
 
-def _stretches(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> list[range]:
+def _parts(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer) -> list[range]:
     """The beginning of a text, and the later part where models, equally weighted, diverge most; a short text whole."""
     count = len(ids)
     if count <= 2 * SAMPLE_TOKENS:
@@ -122,7 +120,7 @@ def _stretches(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer)
     before = torch.cat([torch.zeros(1, dtype=torch.float64), total.cumsum(0)])
     sums = before[SAMPLE_TOKENS:] - before[:-SAMPLE_TOKENS]
     worst = SAMPLE_TOKENS + int(sums[SAMPLE_TOKENS:].argmax())
-    for start in range(worst, max(worst - _BACK_TO_A_WORD, SAMPLE_TOKENS) - 1, -1):
+    for start in range(worst, max(worst - _MAX_SHIFT, SAMPLE_TOKENS) - 1, -1):
         begins = _pieces(tokenizer, [ids[start]])[ids[start]]
         if isinstance(begins, bytes) and begins[:1].isspace():
             worst = start
@@ -131,7 +129,7 @@ def _stretches(kls: dict[str, Tensor], ids: Sequence[int], tokenizer: Tokenizer)
 
 
 def _sample(found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range, tokenizer: Tokenizer) -> TextSample:
-    """One stretch; what stands in a place is predicted one before it, but for the first of a window."""
+    """One part; a token is predicted one position before it, except the first of a window."""
     length, ids = windows.shape[1], windows.flatten()
     rows = [place - 1 if place % length else None for place in places]
 
@@ -156,7 +154,7 @@ def _sample(found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range
 
 
 def _pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> dict[int, bytes | str]:
-    """What tokens add to a text; the names of those that add nothing."""
+    """The bytes of tokens; names for those without."""
     names = {number: name for name, number in (tokenizer.special_tokens or {}).items()}
     names |= dict.fromkeys(tokenizer.eos_ids, "EOS") | ({} if tokenizer.bos_id is None else {tokenizer.bos_id: "BOS"})
 

@@ -1,4 +1,4 @@
-"""Checkpoints of random weights in the shape of a named model: to time, not to read."""
+"""Checkpoints of random weights in the shape of a named model, for timing."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def synthetic(shape: str, scheme: str | None, head: str | None = None) -> Synthe
 
 
 def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
-    """A checkpoint whose shapes are looked at: a folder, one with nothing but a ``config.json``, or a named shape.
+    """A checkpoint for its shapes: a folder, a folder with only a ``config.json``, or a named shape.
 
     Args:
         scheme: of the linears where there are no weights; see `synthetic`. None is what the config says.

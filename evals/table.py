@@ -30,7 +30,7 @@ _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textas
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under heads; a figure with its error is spelled ``0.0123 ± 0.0004``, one that is not there `NONE`."""
+    """Rows under heads; a figure with its error is written ``0.0123 ± 0.0004``, a missing one as `NONE`."""
 
     title: str | None
     head: tuple[str, ...]
@@ -40,7 +40,7 @@ class Table:
 def render(tables: Sequence[Table], style: Style, *, width: int = WIDTH) -> list[str]:
     """Tables as lines, a blank one between two.
 
-    The first column stands to the left, and others that do not hold numbers.
+    The first column and those without numbers are left-aligned.
 
     Args:
         style: Markdown's source is aligned too; LaTeX is for the package booktabs, a title the caption; CSV has no
@@ -183,7 +183,7 @@ def _columns(table: Table) -> list[list[str]]:
 
 
 def columns_to_right(table: Table) -> list[bool]:
-    """Which columns stand to the right: those of numbers, but never the first."""
+    """Which columns are right-aligned: those of numbers, except the first."""
     columns = list(zip(*table.rows, strict=True)) or [()] * len(table.head)
     numbers = [all(cell in ("", NONE) or _NUMBER.match(cell) for cell in column) for column in columns]
     return [False, *numbers[1:]]

@@ -40,7 +40,7 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class TaskScore:
-    """What a model reached in one task.
+    """A model's scores in one task.
 
     Attributes:
         metric: the one for tables: ``acc_norm`` where the task has it, else its first.
@@ -83,13 +83,13 @@ def require_tasks(names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def open_tasks(names: Sequence[str], data: Path | None, *, progress: Progress = silent) -> Iterator[list[Any]]:
-    """Load tasks by name, with their data; for `run_tasks`, while the context lasts.
+    """Load tasks by name, with their data, for `run_tasks` within the context.
 
     Random numbers are seeded as in the harness; the caller's state is restored afterwards.
 
     Args:
         data: a folder with files named for tasks, ``hellaswag.jsonl`` and the like, in
-            the fields that the task wants. Others come from the hub, or what is cached of it.
+            the fields that the task expects. Others come from the hub or its cache.
         progress: called for every task.
 
     Raises:
@@ -153,7 +153,7 @@ def _score(values: Mapping[str, Any], shots: Any, samples: Mapping[str, int] | N
 
 
 def _error_of(metric: str) -> str:
-    """What the harness calls a metric's standard error."""
+    """The harness's name of a metric's standard error."""
     name, comma, kind = metric.partition(",")
     return f"{name}_stderr{comma}{kind}"
 
@@ -220,7 +220,7 @@ def _local_task(name: str, file: Path, scratch: str) -> dict[str, Any]:
 
 
 def _first_bad_line(name: str, file: Path, scratch: str) -> str | None:
-    """The first line of a file that its task cannot load, by halving what comes before it; None where it is no line."""
+    """The first line of a file that its task cannot load, by bisection; None if no single line is the cause."""
     if file.suffix != ".jsonl":
         return None
     lines = file.read_bytes().split(b"\n")
@@ -243,7 +243,7 @@ def _first_bad_line(name: str, file: Path, scratch: str) -> str | None:
 
 
 def _unusable(task: Any) -> tuple[Path, str] | None:
-    """The first line of a task's own file that makes no question of it."""
+    """The first line of a task's file that does not form a question."""
     files = (task.config.dataset_kwargs or {}).get("data_files", {})
     if not str(files.get(_SPLIT, "")).endswith(".jsonl"):
         return None
@@ -264,7 +264,7 @@ def _pages(data: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings and the progress bars of the harness and of `datasets`, and its word on bad files."""
+    """Suppress warnings and progress bars of the harness and of `datasets`, and its errors about bad files."""
     levels = {"lm_eval": logging.ERROR, "datasets": logging.CRITICAL}
     before = {name: logging.getLogger(name).level for name in levels}
     try:
@@ -279,7 +279,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_process() -> Iterator[None]:
-    """Where the harness draws samples anew for an error, it does so here, and does not say so on stdout."""
+    """Let the harness compute bootstrap errors in this process, without output on stdout."""
     before = os.environ.get(_NO_POOL)
     os.environ[_NO_POOL] = "1"
     try:

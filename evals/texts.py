@@ -1,4 +1,4 @@
-"""Texts to measure on, as lm-evaluation-harness counts and reads them, and their tokens."""
+"""Texts to measure on, counted and read as in lm-evaluation-harness, and their tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONG_WORDS = 40  # bytes; in languages with spaces a word has some 5 to 20
 
 @dataclass(frozen=True)
 class Text:
-    """A text as it lies in its file, and what it is cut into.
+    """A text as it is in its file, and its documents.
 
     WikiText's raw form, known by its title lines (`` = Title = ``), is one document per
     article, as in the data set of lm-evaluation-harness's task; any other text is one
@@ -43,12 +43,12 @@ class Text:
 
     @cached_property
     def documents(self) -> list[str]:
-        """The documents as they lie in the file."""
+        """The documents as they are in the file."""
         return articles(self.raw) if self.is_wikitext else [self.raw]
 
     @property
     def readings(self) -> list[str]:
-        """The documents as a model is to predict them: WikiText detokenized, others as they are."""
+        """The documents that a model predicts: WikiText detokenized, others unchanged."""
         return [detokenize(one) for one in self.documents] if self.is_wikitext else self.documents
 
     @property
@@ -62,7 +62,7 @@ class Text:
 
     @property
     def note(self) -> str | None:
-        """What to know of figures per word where there are hardly words, as in Chinese or Thai."""
+        """A note on figures per word for texts with few spaces, as in Chinese or Thai."""
         if self.bytes <= _LONG_WORDS * self.words:
             return None
         return f"the text '{self.name}' has few spaces, so that word ppl says little of it; see bits/byte"
@@ -109,7 +109,7 @@ def detokenize(text: str) -> str:
 
 
 def measuring_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """A checkpoint's tokenizer; for sentencepiece, what `convert` would write instead of it.
+    """A checkpoint's tokenizer; for sentencepiece, the one that `convert` would write.
 
     A text may spell special tokens, as WikiText does with ``<unk>``. transformers takes
     them for the tokens, and so must what is compared with it; sentencepiece cannot.
@@ -131,7 +131,7 @@ def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def prefix_token(tokenizer: Tokenizer, checkpoint: Checkpoint) -> int:
-    """What the first token of a text is predicted from: BOS, or EOS in a model without.
+    """The token that the first token of a text is predicted from: BOS, or EOS in a model without BOS.
 
     Raises:
         CheckpointError: if the tokenizer has neither.

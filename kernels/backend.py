@@ -1,4 +1,4 @@
-"""What a kernel backend is, and what it may offer."""
+"""The interface of kernel backends."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ EVEN, EVEN_COLUMNS = 127, 32
 
 @dataclass(frozen=True)
 class Rounding:
-    """The error that a product of activations x and a row w may have, as a share of the norms' product ``|x| |w|``.
+    """The allowed error of a product of activations x and a row w, relative to the product of norms ``|x| |w|``.
 
-    Errors of float32 sums, and of rounding the result to its dtype, come on top.
+    Errors of float32 sums and of rounding the result to its dtype are added.
 
     Attributes:
         activations: from rounding activations, except *even* ones, which are taken exactly: of each `EVEN_COLUMNS`
@@ -48,11 +48,11 @@ for 1 over the root of Dh, the soft cap or None, and the heads' sinks [H] or Non
 
 @dataclass(frozen=True)
 class ExpertKernel:
-    """A kernel for the experts of a layer. It reads the weights of those that are chosen only, and nothing that it is
-    given on the host: it can be captured.
+    """A kernel for the experts of a layer. It reads the weights of the selected experts only, and no tensor on the
+    host, so it can be captured.
 
     Attributes:
-        stack: one of the tensors that `prepare` gave for each expert, as one tensor [E, ...].
+        stack: stacks one of the tensors that `prepare` returned for each expert to [E, ...].
         run: for rows [N, D], weights [N, K] in float32 and numbers [N, K] of the chosen experts, each one's gate and up
             side by side, and down, the activation and its limit as in `ModelConfig`: the weighted sums [N, D] in the
             dtype of the rows.
@@ -64,7 +64,7 @@ class ExpertKernel:
 
 @dataclass(frozen=True)
 class Operations:
-    """What a backend offers for the rest of a model, besides its linears; None where it offers nothing.
+    """What a backend provides for the rest of a model, in addition to linears; None where it provides nothing.
 
     Attributes:
         cached_attention: see `ScoredAttention`.
@@ -72,8 +72,8 @@ class Operations:
         float_linear: ``x @ weight.T`` with a weight of floats, in the dtype of x, whatever the weight's.
         block: for whole decoder blocks.
         experts: for mixtures of experts.
-        single_threaded: keeps torch's own operations, while in it, to the calling thread. Threads that torch wakes
-            up look for more work for milliseconds, on processors that the kernels then lack.
+        single_threaded: a context in which torch's operations run on the calling thread. Threads that torch wakes
+            up spin for milliseconds on processors that the kernels need.
     """
 
     cached_attention: ScoredAttention | None = None
@@ -87,7 +87,7 @@ class Operations:
 class Backend(Protocol):
     """One way to multiply activations by a quantized weight.
 
-    A backend lays the weight out as it likes in `prepare`, once, at load; that layout is never saved.
+    `prepare` converts the weight to the backend's layout, once, at load; that layout is never saved.
     """
 
     name: str
@@ -95,11 +95,11 @@ class Backend(Protocol):
     def __hash__(self) -> int: ...
 
     def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why it can't serve this case; None if it can."""
+        """Why it does not support this case; None if it does."""
         ...
 
     def rounding(self, dtype: torch.dtype) -> Rounding:
-        """How far its products of activations of `dtype` may be off; the self-test at load holds them to it."""
+        """The allowed error of products of activations of `dtype`; the self-test at load checks it."""
         ...
 
     def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
@@ -107,11 +107,11 @@ class Backend(Protocol):
         ...
 
     def rows(self, prepared: dict[str, Tensor], scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
-        """Rows of the weight by their numbers [N], [N, I] in float32: what an embedding gives that is the head too."""
+        """Rows of the weight by index [N], as float32 [N, I], for an embedding that is tied to the head."""
         ...
 
     def operations(self) -> Operations | None:
-        """What else it offers; None if nothing."""
+        """What else it provides; None if nothing."""
         ...
 
     def linear(

@@ -1,4 +1,4 @@
-"""What a kernel for whole decoder blocks is, and what it is given: a block's weights, what it does with them, a step.
+"""The interface of kernels for whole decoder blocks: the weights and settings of a block, and a step.
 
 B batch, T new tokens, D hidden size, H heads, K KV heads, Dh head size, E experts.
 """
@@ -17,10 +17,10 @@ from quantkit.tensors.scheme import QuantScheme
 
 @dataclass(frozen=True)
 class PreparedLinear:
-    """A linear, or all that share an input as one.
+    """A linear, or linears that share an input, fused.
 
     Attributes:
-        prepared: what its backend's `prepare` gave, by name.
+        prepared: the result of its backend's `prepare`.
         bias: [O] in the model's dtype, or None.
     """
 
@@ -34,7 +34,7 @@ class StackedLinear:
     """A linear of every expert of a layer.
 
     Attributes:
-        prepared: what the backend's `prepare` gave for each, by name, as one tensor [E, ...].
+        prepared: the results of the backend's `prepare`, stacked [E, ...].
         rows: outputs of one.
         bias: [E, O] in float32, or None.
     """
@@ -47,14 +47,14 @@ class StackedLinear:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The experts that tokens are sent to.
+    """The experts that tokens are routed to.
 
     Attributes:
         router, router_bias: [E, D] in the model's dtype, and [E] in float32 or None.
         gate_up, down: of every expert.
-        shared_gate: float32 [1, D], of the experts that take every token, or None.
+        shared_gate: float32 [1, D], of the shared experts, or None.
         per_token: experts of a token.
-        normalized: whether their shares are scaled to add up to 1.
+        normalized: whether the weights of a token's experts are scaled to sum to 1.
     """
 
     router: Tensor
@@ -68,14 +68,14 @@ class RoutedExperts:
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """The weights of a decoder block; None for what it has not. Norms are float32, with their offset.
+    """The weights of a decoder block; None for those that it lacks. Norms are float32, with their offset.
 
     Attributes:
         input_norm, mlp_norm: before attention and the feed-forward; the others with "output" after them.
         qkv, gate_up: linears that share an input, as one.
         q_norm, k_norm: of queries and keys, of each head [Dh] or the whole width.
         sinks: float32 [H].
-        gate_up, down: of the feed-forward; or of the experts that take every token.
+        gate_up, down: of the feed-forward, or of the shared experts.
     """
 
     input_norm: Tensor | None
@@ -118,8 +118,8 @@ class BlockStep:
     Attributes:
         positions: rising in each sequence, [T] or [B, T].
         slots: of the sequences in the cache, [B]; None is 0, 1, 2, ...
-        query_scale: what queries are multiplied by, float32 [T] or [B, T], or None.
-        first: the cache holds nothing yet that the tokens should see.
+        query_scale: factors of queries, float32 [T] or [B, T], or None.
+        first: the tokens see nothing in the cache yet.
         angles: of each layer cosine and sine, float32 [T, Dh] or [B, T, Dh].
         cached: of each layer keys and values [slots, K, S, Dh], or None without a cache.
     """
@@ -133,7 +133,7 @@ class BlockStep:
 
 
 RunBlocks = Callable[[Tensor, BlockStep], Tensor]
-"""Hidden states [B, T, D] to those after all blocks; it may reuse their memory."""
+"""Maps hidden states [B, T, D] to those after all blocks; it may reuse their memory."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,14 @@ class BlockKernel:
     """A kernel for whole decoder blocks.
 
     Attributes:
-        prepare: lays out the blocks of a model, once, at load, for hidden states of a dtype; None where it does not
-            serve one of them.
-        features: what it serves besides RMS norms before both branches, rotary grouped-query attention and SwiGLU:
+        prepare: converts the blocks of a model, once, at load, for hidden states of a dtype; returns None if it does
+            not support one of them.
+        features: what it supports besides RMS norms before both branches, rotary grouped-query attention and SwiGLU:
             names of fields of `ModelConfig`, `LayerConfig` and `RopeConfig` that may differ from their defaults.
-            Models that need more run without it.
+            Models with other features run without it.
         dtype: of hidden states; None is the model's.
-        max_tokens: B * T up to which it serves a step; None is any number.
-        needs_cache: it serves only steps over a cache.
+        max_tokens: largest supported B * T of a step; None is any number.
+        needs_cache: it supports only steps over a cache.
     """
 
     prepare: Callable[[Sequence[tuple[BlockWeights, BlockSettings]], torch.dtype], RunBlocks | None]

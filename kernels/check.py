@@ -1,7 +1,7 @@
-"""The self-test: try a backend on a small weight before it is trusted with a model.
+"""The self-test: check a backend on a small weight before it runs a model.
 
-Kernels are compiled where they run, by compilers that no test has seen; a miscompiled one must be noticed before
-it changes what the model says.
+Kernels are compiled where they run, by compilers that no test has used; a miscompiled kernel must be found before
+it changes a model's output.
 """
 
 from __future__ import annotations

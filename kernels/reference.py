@@ -15,7 +15,7 @@ OAI_ALPHA = 1.702
 
 
 class ReferenceBackend:
-    """Right everywhere, fast nowhere; other backends are tested against it."""
+    """Correct everywhere and slow; other backends are tested against it."""
 
     name = "reference"
 

@@ -11,7 +11,7 @@
   };
   const percent = (thousandths) => (thousandths ? (thousandths / 10).toFixed(1) + " %" : "< 0.1 %");
 
-  // A map's fields, for those who cannot rest a pointer on them.
+  // Show a cell's title when it is tapped, for devices without a pointer.
   for (const map of document.querySelectorAll(".heat-map")) {
     const readout = map.querySelector(".readout");
     for (const kind of ["pointerover", "click"]) {
@@ -73,16 +73,16 @@
       panel.append(columns);
     };
     const worst = (own) => {
-      let most = null, least = -1;
+      let found = null, largest = -1;
       for (const stretch of own.querySelectorAll(".stretch")) {
         samples[stretch.dataset.stretch].models[own.dataset.model].forEach((one, place) => {
-          if (one.length && Number(one[0]) > least) {
-            least = Number(one[0]);
-            most = stretch.tokens[place];
+          if (one.length && Number(one[0]) > largest) {
+            largest = Number(one[0]);
+            found = stretch.tokens[place];
           }
         });
       }
-      return most;
+      return found;
     };
 
     for (const stretch of text.querySelectorAll(".stretch")) {
