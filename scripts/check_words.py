@@ -156,7 +156,7 @@ def _in_prose(path: str, lines: list[tuple[int, str]]) -> Iterator[Finding]:
 def _in_name(path: str, line: int, name: str) -> Iterator[Finding]:
     if name in EXCEPTIONS:
         return
-    for part in _PART.findall(name):
+    for part in _PART.findall(re.sub(r"at_(most|least)(?![a-z])", "", name)):  # plain English
         for pattern, replacement in NAMES.items():
             if re.fullmatch(pattern, part, re.IGNORECASE) and not _is_excepted(path, part):
                 yield Finding(path, line, name, replacement)

@@ -25,6 +25,7 @@ def test_the_words_are_those_of_the_field() -> None:
         ("a.py", "x = 1  # of its own\n", ["of its own"]),
         ("a.py", 'raise ValueError("expected a whole number")\n', ["whole number"]),
         ("a.py", 'kind = "card"\nmodel_card = almost = 1\n', []),
+        ("a.py", "def test_it_moves_at_most_a_quarter(): ...\n", []),
         ("a.py", "# a model card lists the most important figures\n", []),
         ("card_kernels.py", "", ["card_kernels"]),
         ("a.md", "It is for a card to say.\n", ["card"]),

@@ -63,7 +63,7 @@ def test_models_are_timed_side_by_side(demo_model: Path, tmp_path: Path, capfd: 
             assert 0 < speed_of["least"] <= speed_of["median"] <= speed_of["most"]
         assert one["load_seconds"] > 0
         assert one["other_load"] >= 0
-        assert one["one_thread"] is None  # the threads are those that were asked for
+        assert one["one_thread"] is None  # the threads are the requested ones
         assert one["bandwidth"] > 1e8
         assert one["peak_bytes"] > one["weight_bytes"] > 0
     assert second["weight_bytes"] < first["weight_bytes"]
@@ -102,7 +102,7 @@ def test_one_thread_is_tried_where_the_weights_are_few(monkeypatch: pytest.Monke
         torch.set_num_threads(threads)
 
 
-def test_a_bench_tells_what_it_has_measured(demo_model: Path) -> None:
+def test_a_bench_reports_its_progress(demo_model: Path) -> None:
     reported: list[tuple[str, int, int, str]] = []
     options = BenchOptions((4,), (1, 2), threads=1, runs=1)
     bench([BenchModel(demo_model)], options, progress=lambda *now: reported.append(now))
@@ -200,14 +200,14 @@ def test_runs_that_differ_widely_are_named() -> None:
         ("cpu", 1, 1.4, True), ("NVIDIA H200", 2, 0.9, False),
     ],
 )  # fmt: skip
-def test_a_busy_machine_is_told(device: str, threads: int, load: float | None, busy: bool) -> None:
+def test_a_busy_machine_is_reported(device: str, threads: int, load: float | None, busy: bool) -> None:
     one = replace(FOUND, device=device, threads=threads, other_load=load)
     assert one.busy is one.to_json()["busy"] is busy
-    told = f"the machine is busy: other processes used {load} of its 2 cores; figures are low"
-    assert bench_report.warnings([FOUND, one]) == [told] * busy
+    line = f"the machine is busy: other processes used {load} of its 2 cores; figures are low"
+    assert bench_report.warnings([FOUND, one]) == [line] * busy
 
 
-def test_threads_that_lose_are_told() -> None:
+def test_threads_that_lose_are_reported() -> None:
     line = "one thread decodes a faster (812 tokens a second, not 340): try `threads=1`"
     one = replace(FOUND, decode={1: Rate(340.2, 330.0, 350.0)}, one_thread=Rate(812.3, 800.0, 820.0))
     assert bench_report.notes([one, FOUND]) == [line]
@@ -229,7 +229,9 @@ def test_warnings_and_notes_are_on_stderr(demo_model: Path, monkeypatch: pytest.
     ]
 
 
-def test_folders_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+def test_folders_of_one_name_get_distinct_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
     requested: list[BenchModel] = []
     for name in ("a", "b"):
         (tmp_path / name / "int4").mkdir(parents=True)
@@ -307,7 +309,7 @@ def test_requests_that_make_no_sense_end_before_the_work(arguments: list[str], r
     assert errors.count("\n") == 1
 
 
-def test_what_goes_wrong_in_the_other_process_is_told_as_usual() -> None:
+def test_errors_of_the_other_process_are_raised_here() -> None:
     options = BenchOptions((4,), (), runs=1, backend="cuda-magic")
     with pytest.raises(RequestError, match="unknown backend"):
         bench([BenchModel(shape="llama-160m", scheme="int8")], options)

@@ -124,7 +124,7 @@ def test_the_last_tokens_of_a_context_are_decoded_after_its_prompt(
         return steps[-1][-1]
 
     monkeypatch.setattr(Engine, "step", step)
-    for _ in range(2):  # as often as asked, with the same tokens
+    for _ in range(2):  # repeatedly, with the same tokens
         steps.clear()
         decoding.run()
         assert [one[1:4] for one in steps] == [([0, 1, 2], [at] * 3, [0, 1, 2]) for at in range(300 - NEW, 300)]
@@ -208,16 +208,16 @@ def test_what_makes_no_sense_is_refused_before_the_work(arguments: list[str], re
 def test_a_thousand_tokens_cost_the_time_that_they_take() -> None:
     assert FOUND.cost(20.0) is None
     assert PRICED.cost(20.0) == pytest.approx(0.05)  # 50 s
-    told = PRICED.to_json()
-    assert told["cost_of_thousand_tokens"] == {
+    values = PRICED.to_json()
+    assert values["cost_of_thousand_tokens"] == {
         "prefill": {16: pytest.approx(0.005)}, "decode": {1: pytest.approx(0.05)},
         "prefill_at_contexts": {1024: pytest.approx(1 / 113)},
     }  # fmt: skip
-    assert [row["cost_of_thousand_tokens"] for row in told["at_contexts"]] == pytest.approx([0.05, 1 / 60])
+    assert [row["cost_of_thousand_tokens"] for row in values["at_contexts"]] == pytest.approx([0.05, 1 / 60])
     assert not any("cost" in key for key in (*FOUND.to_json(), *FOUND.to_json()["at_contexts"][0]))
 
 
-def test_tables_tell_each_and_together_memory_and_cost() -> None:
+def test_tables_have_each_and_together_memory_and_cost() -> None:
     *_, decoding, prefill = bench_report.tables([FOUND])
     assert decoding.head == ("model", "context", "sequences", "each", "together", "weights MB", "cache MB", "peak MB")
     assert decoding.rows == [

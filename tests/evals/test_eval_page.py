@@ -196,14 +196,14 @@ def test_a_long_text_is_shown_from_its_beginning_and_where_it_is_worst(found: Ev
     assert mean(worst) > whole.kl
 
 
-def test_a_listener_hears_all_tokens_in_their_order(folders: dict[str, Path]) -> None:
+def test_a_listener_gets_all_tokens_in_their_order(folders: dict[str, Path]) -> None:
     """Also where windows are run in several batches; the KLs are those of the figures."""
-    heard = Predictions()
+    kept = Predictions()
     ids = torch.randint(3, 500, (700,), generator=torch.Generator().manual_seed(1)).tolist()
     windows = text_windows(ids, None, 32)
     others = [open_checkpoint(folders["int4-g64"])]
-    (found,) = compare(open_checkpoint(folders["whole"]), others, windows, listeners=[heard])
-    kl, first, *_ = heard.gathered()
+    (found,) = compare(open_checkpoint(folders["whole"]), others, windows, listeners=[kept])
+    kl, first, *_ = kept.gathered()
     assert kl.mean().item() == pytest.approx(found.divergence.kl)
     assert len(first) == windows.numel()
     few = Predictions()
@@ -236,8 +236,11 @@ def test_hostile_names_and_tokens_stay_text(found: Evaluation) -> None:
     page = _spelled(found, pieces).to_html()
     read = _Read(page)
     assert not [tag for tag, _ in read.tags if tag == "img"]
-    assert [told for tag, told in read.tags if tag == "script"] == [{"type": "application/json", "id": "data"}, {}]
-    assert not [name for _, told in read.tags for name in told if name.startswith("on")]
+    assert [attributes for tag, attributes in read.tags if tag == "script"] == [
+        {"type": "application/json", "id": "data"},
+        {},
+    ]
+    assert not [name for _, attributes in read.tags for name in attributes if name.startswith("on")]
     assert HOSTILE in read.texts
     data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[0])
     assert {HOSTILE.replace(" ", "·"), f"⟨{HOSTILE}⟩", "⟨F0 9F⟩", "⟨98 80⟩", "⟨U+0000⟩"} <= set(data["pieces"])
@@ -273,7 +276,7 @@ def test_steps_of_colour_begin_at_round_values() -> None:
     assert log_scale([0.3, 0.001]).limits == pytest.approx((0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2))
     assert log_scale([]).limits[-1] < math.inf
     scale = error_scale([0.11, 0.12])
-    assert {scale.color(0.11), scale.color(0.12)} <= set(range(3, 7))  # alike: neither pale nor dark
+    assert {scale.color(0.11), scale.color(0.12)} <= set(range(3, 7))  # close: neither pale nor dark
     wide = error_scale([0.02, 0.05, 0.1])
     assert wide.color(0.02) == 1
     assert wide.color(0.1) > 6
@@ -281,8 +284,8 @@ def test_steps_of_colour_begin_at_round_values() -> None:
     assert len(error_scale([0.0]).limits) == STEPS
 
 
-def _told(label: str) -> float:
-    """What the label of an axis says."""
+def _label_value(label: str) -> float:
+    """The value of the label of an axis."""
     digits, times, power = label.replace(",", "").rpartition("10⁻" if "⁻" in label else "10")
     exponents = {sign: str(digit) for digit, sign in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
     if not times or not power or power[-1] not in exponents:
@@ -300,7 +303,7 @@ def test_labels_of_an_axis_are_distinct_and_true() -> None:
         values = axis.ticks()
         labels = [tick_label(value) for value in values]
         assert len(labels) == len(set(labels)) >= 2, labels
-        assert [_told(label) for label in labels] == pytest.approx(values, rel=1e-9, abs=1e-12 * high)
+        assert [_label_value(label) for label in labels] == pytest.approx(values, rel=1e-9, abs=1e-12 * high)
         assert max(map(len, labels)) <= 11, labels
 
 

@@ -133,7 +133,7 @@ def test_the_data_hold_every_figure(found: Evaluation, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.md"]
 
 
-def test_errors_are_in_the_data_beside_their_values(found: Evaluation) -> None:
+def test_errors_are_in_the_data_next_to_their_values(found: Evaluation) -> None:
     whole, _, int4 = (row["texts"]["first"] for row in found.to_json()["rows"])
     assert (whole["divergence"], whole["perplexity_ratio_error"]) == (None, None)
     for value, error in ((int4["divergence"]["kl"], int4["divergence"]["kl_error"]),
@@ -201,11 +201,11 @@ def test_each_table_says_what_it_is_of(found: Evaluation) -> None:
     assert first.title == f"On first ({counts['first']} tokens); token ppl in windows of {WINDOW}."
     assert wiki.title == f"On wiki ({counts['wiki']} tokens); token ppl in windows of {WINDOW}."
     assert apart.title is not None
-    for told in (
+    for reported in (
         f"on first ({counts['first']} tokens), wiki ({counts['wiki']} tokens) in windows of {WINDOW}",
         "KL(bf16 || model)", "± is one standard error for these tokens", "another text may differ by several times",
     ):  # fmt: skip
-        assert told in apart.title
+        assert reported in apart.title
     assert "nats/token" in apart.head[2]
     alone = tables(replace(found, texts={"first": found.texts["first"]}))
     assert alone[0].title == first.title
@@ -305,7 +305,7 @@ def test_without_a_text_the_excerpt_is_measured_on_and_said_to_be(folders: dict[
     assert alone.rows[0].texts["excerpt"].token_perplexity_error is not None
 
 
-def test_models_and_texts_of_one_name_are_told_apart(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_models_and_texts_of_one_name_get_distinct_names(folders: dict[str, Path], tmp_path: Path) -> None:
     oracle.copy(folders["int8"], tmp_path / "int8")
     (tmp_path / "first.txt").write_text(folders["wiki.txt"].read_text())
     models, texts = [folders["int8"], tmp_path / "int8"], [folders["first.txt"], tmp_path / "first.txt"]
@@ -381,6 +381,6 @@ def test_a_model_that_is_broken_gives_no_table(folders: dict[str, Path], tmp_pat
             evaluate([broken], window=WINDOW, **options)  # type: ignore[arg-type]
 
 
-def test_files_that_cannot_be_written_are_told_before_the_work(tmp_path: Path) -> None:
+def test_files_that_cannot_be_written_are_reported_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(DestinationError, match=re.escape(str(tmp_path / "none" / "out.md"))):
         Outputs(None, report=tmp_path / "none" / "out.md")
