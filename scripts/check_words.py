@@ -58,7 +58,10 @@ NAMES = {
 EXCEPTIONS = {
     "model_card": "the field's word for the README of a model",
     "ModelCard": "a class of huggingface_hub",
-    "cards?": {"quantkit/jobs/": "model cards", "tests/": "model cards", "docs/": "model cards"},
+    "cards?": dict.fromkeys(
+        ("quantkit/jobs/card", "quantkit/jobs/output", "tests/test_card", "tests/test_model_card", "docs/formats.md"),
+        "model cards",
+    ),
     "alike": {"scripts/gpu_gptq.py": "a quotation"},
     "most|least": {
         "evals/timing.py": "keys of the JSON of `bench`", "evals/bench": "keys of the JSON of `bench`",

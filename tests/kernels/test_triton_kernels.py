@@ -61,7 +61,7 @@ def test_the_kernels_are_right_in_the_interpreter(what: str) -> None:
 def _compiled(
     kernel: Any, constants: dict[str, Any], target: str, cached: str | None = None, others: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """The stages of a kernel compiled for a card that need not be there.
+    """The stages of a kernel compiled for a GPU that need not be there.
 
     Args:
         cached: the type of a cache's rows.
@@ -91,7 +91,7 @@ def _compiled(
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_kernels_for_single_products_compile_for_cards_that_are_not_here(
+def test_kernels_for_single_products_compile_for_gpus_that_are_not_here(
     bits: int, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
@@ -132,7 +132,7 @@ def test_weights_are_multiplied_in_the_registers_that_they_are_loaded_into(
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_kernels_for_few_tokens_compile_for_cards_that_are_not_here(
+def test_kernels_for_few_tokens_compile_for_gpus_that_are_not_here(
     bits: int, stages: int, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
@@ -149,7 +149,7 @@ def test_kernels_for_few_tokens_compile_for_cards_that_are_not_here(
         ptx = stages_of_it["ptx"]
         assert "mma.sync" in ptx
         assert "ld.global.v4" in ptx if stages == 1 else "cp.async" in ptx
-        assert ptx.count("shfl") <= 1  # which tells warps apart: each thread multiplies the words that it has loaded
+        assert ptx.count("shfl") <= 1  # which distinguishes warps: each thread multiplies the words that it has loaded
         assert "st.local" not in ptx
 
 
@@ -168,7 +168,7 @@ def test_kernels_for_few_tokens_compile_for_one(bits: int, joined: bool, monkeyp
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("places", [8, 4096])
-def test_kernels_for_experts_compile_for_cards_that_are_not_here(
+def test_kernels_for_experts_compile_for_gpus_that_are_not_here(
     bits: int, places: int, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
@@ -184,7 +184,7 @@ def test_kernels_for_experts_compile_for_cards_that_are_not_here(
 @pytest.mark.parametrize("cached", [None, "i8"])
 @pytest.mark.parametrize(("slots", "softcap"), [(False, 0.0), (True, 50.0)], ids=["plain", "slots, capped"])
 @pytest.mark.parametrize(("rows", "size"), [(4, 128), (64, 80), (16, 256)])
-def test_attention_compiles_for_cards_that_are_not_here(
+def test_attention_compiles_for_gpus_that_are_not_here(
     rows: int, size: int, slots: bool, softcap: float, cached: str | None, target: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -227,7 +227,7 @@ ENDS: dict[str, dict[str, Any]] = {
     ("target", "bits", "cached"), [("cuda", 4, "i8"), ("cuda", 8, None), ("hip", 4, None)], ids=str
 )
 @pytest.mark.parametrize("name", ENDS)
-def test_the_launches_of_a_block_compile_for_cards_that_are_not_here(
+def test_the_launches_of_a_block_compile_for_gpus_that_are_not_here(
     name: str, target: str, bits: int, cached: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
@@ -269,7 +269,7 @@ def test_columns_are_rounded_without_a_word_between_threads(
 
 
 class _Driver:
-    """Says for which card to compile, where there is none."""
+    """Says for which GPU to compile, where there is none."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -280,7 +280,7 @@ class _Driver:
 def _graph_of(
     function: Callable[..., Tensor], operands: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> torch.fx.Graph:
-    """What a compiler makes of ``function(*operands) + 1`` for a card that need not be there."""
+    """What a compiler makes of ``function(*operands) + 1`` for a GPU that need not be there."""
     import triton
 
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
@@ -308,7 +308,7 @@ def _kernels_in(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 def _kernels_seen(
     function: Callable[..., Tensor], operands: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> list[torch.fx.Node]:
-    """The kernels in what a compiler makes of ``function(*operands) + 1`` for a card that need not be there."""
+    """The kernels in what a compiler makes of ``function(*operands) + 1`` for a GPU that need not be there."""
     return _kernels_in(_graph_of(function, operands, monkeypatch))
 
 
@@ -461,11 +461,11 @@ def test_what_is_no_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("capability", "dtype", "reason"),
     [
-        ((7, 5), torch.bfloat16, "torch.bfloat16 needs compute capability 8.0, this card has 7.5"),
-        ((7, 0), torch.float16, "torch.float16 needs compute capability 7.5, this card has 7.0"),
+        ((7, 5), torch.bfloat16, "torch.bfloat16 needs compute capability 8.0, this GPU has 7.5"),
+        ((7, 0), torch.float16, "torch.float16 needs compute capability 7.5, this GPU has 7.0"),
     ],
 )
-def test_old_cards_are_refused(
+def test_old_gpus_are_refused(
     capability: tuple[int, int], dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -480,6 +480,4 @@ def test_without_triton_there_is_a_unsupported_reason(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("script", ["tune_triton", "measure_gpu"])
 def test_the_scripts_say_what_they_do_without_a_gpu(script: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), "--help"]
-    assert "card at hand" in " ".join(
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    )
+    assert "GPU at hand" in " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())

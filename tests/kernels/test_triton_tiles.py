@@ -32,8 +32,8 @@ PATHS = {"gemv", "skinny", "gemm", "matmul"}
 
 def test_the_default_gives_tile_configs_that_fit() -> None:
     shapes = itertools.product((4, 8), TOKENS, (1, 4096, 128256), (1, 4096, 14336), (False, True), (LARGE, SMALL))
-    for bits, tokens, rows, columns, wide, card in shapes:
-        config = default_config(bits, tokens, rows, columns, wide, card)
+    for bits, tokens, rows, columns, wide, gpu in shapes:
+        config = default_config(bits, tokens, rows, columns, wide, gpu)
         sizes = (config.block_m, config.block_n, config.units, config.split, config.warps)
         assert all(size & (size - 1) == 0 and size > 0 for size in sizes)
         assert config.units * (config.split - 1) < columns / 128  # no program is without columns
@@ -43,7 +43,7 @@ def test_the_default_gives_tile_configs_that_fit() -> None:
             assert config.block_m >= tokens
         if config.path == "gemm":
             ahead = config.stages * config.units * (128 * config.block_m * 2 + config.block_n * 16 * bits)
-            assert ahead <= card.shared_memory
+            assert ahead <= gpu.shared_memory
             assert config.warps == config.block_n // 16
 
 
@@ -62,7 +62,7 @@ def test_the_default_converts_to_floats_for_many_tokens_only() -> None:
         assert set(paths) == set(expected)
 
 
-def test_measured_configs_serve_their_card_and_shapes_near_theirs(
+def test_measured_configs_serve_their_gpu_and_shapes_near_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
@@ -71,9 +71,9 @@ def test_measured_configs_serve_their_card_and_shapes_near_theirs(
         save_configs(tmp_path / triton_tiles.CACHED_FILE, LARGE, "int8", 4096, 4096, {16: mine})
         save_configs(tmp_path / triton_tiles.CACHED_FILE, LARGE, "int8", 1024, 1024, {2: other})
         found = {
-            (rows, tokens, dtype, card.name): tile_config_for("int8", tokens, rows, 4096, dtype, card)
+            (rows, tokens, dtype, gpu.name): tile_config_for("int8", tokens, rows, 4096, dtype, gpu)
             for rows in (4096, 6144, 16384) for tokens in (9, 16, 17)
-            for dtype in (torch.bfloat16, torch.float32) for card in (LARGE, SMALL)
+            for dtype in (torch.bfloat16, torch.float32) for gpu in (LARGE, SMALL)
         }  # fmt: skip
         assert tile_config_for("int8", 2, 1024, 1024, torch.float16, LARGE) == other
     finally:
@@ -98,7 +98,7 @@ def test_candidates_are_those_that_fit() -> None:
         assert ("matmul" in paths) == (tokens >= 128)
 
 
-def test_a_graph_is_timed_for_a_millisecond_while_the_card_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_timed_for_a_millisecond_while_the_gpu_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     from quantkit.kernels import triton_tune
 
     clock, log, graphs = [0.0], [], []

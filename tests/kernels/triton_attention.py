@@ -190,12 +190,12 @@ def test_rows_of_bytes_have_any_size(size: int) -> None:
 
 
 def test_programs_are_as_many_as_there_is_work_for() -> None:
-    card = GpuSpec("large", 132, 232448)
-    tile = tile_for(4, 128, torch.bfloat16, card)
-    assert spans_for(8, 4, 8192, tile, card) == 33
-    assert spans_for(8, 4, 100, tile, card) == 2
-    assert spans_for(1, 4, 1 << 20, tile, card) == 64
-    assert spans_for(1024, 4, 8192, tile, card) == 1
+    gpu = GpuSpec("large", 132, 232448)
+    tile = tile_for(4, 128, torch.bfloat16, gpu)
+    assert spans_for(8, 4, 8192, tile, gpu) == 33
+    assert spans_for(8, 4, 100, tile, gpu) == 2
+    assert spans_for(1, 4, 1 << 20, tile, gpu) == 64
+    assert spans_for(1024, 4, 8192, tile, gpu) == 1
 
 
 @pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)

@@ -1,6 +1,6 @@
 """Decoder blocks through Triton against their modules: through Triton's interpreter, or on a GPU where there is one.
 
-Run as `triton_products` is, in a process of its own.
+Run as `triton_products` is, in a separate process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Triton kernels for experts against float64: through Triton's interpreter, or on a GPU where there is one.
 
-`test_triton_kernels` runs this file in a process of its own. On a card: ``pytest tests/kernels/triton_experts.py``.
+`test_triton_kernels` runs this file in a separate process. On a GPU: ``pytest tests/kernels/triton_experts.py``.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def test_places_fill_blocks_of_one_expert_each() -> None:
 
 
 def test_tiles_grow_with_the_places_of_an_expert() -> None:
-    card = GpuSpec("large", 132, 232448)
-    configs = [config_for(4, places, 128, 1536, 2048, False, card) for places in (8, 1024, 32768, 1 << 20)]
+    gpu = GpuSpec("large", 132, 232448)
+    configs = [config_for(4, places, 128, 1536, 2048, False, gpu) for places in (8, 1024, 32768, 1 << 20)]
     assert [(config.path, config.block_m) for config in configs] == [
         ("gemv", 1), ("gemm", 16), ("gemm", 128), ("gemm", 128),
     ]  # fmt: skip

@@ -1,7 +1,7 @@
 """The Triton kernels against float64: through Triton's interpreter, or on a GPU where there is one.
 
-`test_triton_kernels` runs this file in a process of its own, as Triton is told to interpret before it is
-imported. On a card: ``pytest tests/kernels/triton_products.py``.
+`test_triton_kernels` runs this file in a separate process, as Triton's interpreter is chosen before it is
+imported. On a GPU: ``pytest tests/kernels/triton_products.py``.
 """
 
 from __future__ import annotations
