@@ -151,7 +151,7 @@ def _compare(
     if changes.rounded or changes.cast:
         planned = plan.work.encoder.planned
         requested = {spec.name.removesuffix(".weight"): spec.scheme for spec in planned if spec.scheme is not None}
-        gate = run_gate(source, result, writer.records, asked=requested, progress=in_phase(progress, "gate"))
+        gate = run_gate(source, result, writer.records, requested=requested, progress=in_phase(progress, "gate"))
         require_passed(gate, source, result, plan.dst, remedy="start from the float model")
     return exact, gate
 

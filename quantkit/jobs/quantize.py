@@ -283,7 +283,7 @@ def _gate(
     """
     if not source.config.runnable:
         return weights_only(result, writer.records), []
-    gate = run_gate(source, result, writer.records, asked=schemes, progress=in_phase(progress, "gate"))
+    gate = run_gate(source, result, writer.records, requested=schemes, progress=in_phase(progress, "gate"))
     if not accepted:
         require_passed(gate, source, result, dst)
     return gate, _accepted(gate, dst)

@@ -1,48 +1,49 @@
-"""The gate: a quantized model is held against its source before it gets its name."""
+"""The gate: a quantized model is compared with its source before it gets its name."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from quantkit.architectures.names import EMBEDDING
-from quantkit.errors import CheckpointError, QualityError
+from quantkit.errors import QualityError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.progress import Progress, silent
 from quantkit.quality.baseline import is_baseline, rtn_baseline
 from quantkit.quality.bounds import BOUNDS, MAX_ERROR, coarser, coarsest, weight_bound, worst_row
-from quantkit.quality.figures import Estimate
-from quantkit.quality.measures import Quality, compare_texts
+from quantkit.quality.figures import Estimate, rounded
+from quantkit.quality.measures import compare_texts
+from quantkit.quality.records import read_record
 from quantkit.quality.windows import WINDOW, measured_windows
 from quantkit.tensors.qtensor import CARRIED, ROUNDING, SCALES_CAST, QuantTensor, relative_error
 from quantkit.tensors.scheme import QuantScheme
 
-_WORST = 3
+_NUM_WORST = 3
 
 SLACK = 1.01
-"""How many times the KL of the RTN baseline a result may have."""
+"""The largest KL of a result, in units of that of the RTN baseline."""
 FLOOR = 1e-3
-"""A KL below this is never held against the baseline."""
+"""A KL below this is not compared with the baseline."""
 
 
 @dataclass(frozen=True)
 class TextResult:
-    """What the result lost on one text.
+    """The result compared with its source on one text.
 
     Attributes:
-        text, sha256: its name and hash; of random tokens, that of the tokens.
+        text, sha256: its name and hash; for random tokens, the hash of the tokens.
         tokens: positions compared.
         kl, kl_p99: KL(source || result) per token in nats, mean and 99th percentile.
-        kl_bound: the most the mean may be.
+        kl_bound: the largest mean that passes.
         top1_agreement: share of positions with the same likeliest token.
         source_perplexity, perplexity: per token.
         kl_error, ratio_error: standard errors of the mean KL and of the ratio of perplexities; None in manifests of
-            earlier versions, and where there are too few tokens.
+            earlier versions, and for too few tokens.
         rounding_kl: the mean KL of the RTN baseline; None in manifests of earlier versions, and for a result that is
             its own baseline.
     """
@@ -60,6 +61,10 @@ class TextResult:
     ratio_error: float | None = None
     rounding_kl: float | None = None
 
+    def __post_init__(self) -> None:
+        if not self.source_perplexity > 0:
+            raise ValueError("a perplexity must be positive")
+
     @property
     def kl_estimate(self) -> Estimate:
         """The mean KL with its standard error."""
@@ -71,7 +76,7 @@ class TextResult:
         return Estimate(self.perplexity / self.source_perplexity, self.ratio_error)
 
     def limit(self, digits: int = 3) -> str:
-        """What the mean KL may be, in words."""
+        """The bound of the mean KL, in words."""
         words = f"at most {self.kl_bound:.{digits}g}"
         if self.rounding_kl is None:
             return words
@@ -80,11 +85,11 @@ class TextResult:
 
 @dataclass(frozen=True)
 class Gate:
-    """What the gate found.
+    """The gate's findings.
 
     Attributes:
         texts: the measures, with as many digits as the manifest has.
-        perplexity_ratio_bound: the most that perplexity may grow by, as a ratio.
+        perplexity_ratio_bound: the largest ratio of perplexities that passes.
         fallbacks: layers that the solver could not solve, with the reason.
         distorted: layers whose weights changed more than their schemes explain, with the error and its bound.
     """
@@ -92,13 +97,17 @@ class Gate:
     texts: list[TextResult]
     perplexity_ratio_bound: float
     fallbacks: dict[str, str]
-    distorted: dict[str, tuple[float, float]]
+    distorted: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.texts:
+            raise ValueError("nothing was measured")
 
     def problem(self) -> tuple[str, str, str] | None:
-        """What is wrong, found and expected, if anything is; NaN is beyond every bound."""
+        """The problem, what was found and what was expected; None if the gate is passed. NaN exceeds every bound."""
         for one in self.texts:
             if not one.kl <= one.kl_bound:
-                digits = _telling_apart(one.kl, one.kl_bound)
+                digits = _distinct_digits(one.kl, one.kl_bound)
                 return (
                     "the result is too far from its source",
                     f"a mean KL(source || result) of {one.kl:.{digits}g} nats a token on '{one.text}'",
@@ -106,7 +115,7 @@ class Gate:
                 )
             ratio = one.perplexity_ratio.value
             if not ratio <= self.perplexity_ratio_bound:
-                digits = _telling_apart(ratio, self.perplexity_ratio_bound)
+                digits = _distinct_digits(ratio, self.perplexity_ratio_bound)
                 return (
                     "the result predicts worse than its source",
                     f"{ratio:.{digits}g} times the perplexity on '{one.text}'",
@@ -125,7 +134,7 @@ class Gate:
         """The manifest's form.
 
         Args:
-            accepted: whether the result was to be kept whatever this says.
+            accepted: whether the result is kept even if it does not pass.
         """
         return {
             "passed": self.problem() is None,
@@ -139,57 +148,36 @@ class Gate:
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> Gate:
-        """What `to_json` gave, read from the manifest at a path.
+        """The result of `to_json`, read from the manifest at a path.
 
         Raises:
-            CheckpointError: if it is of another form, or tells of no text.
+            CheckpointError: if it has another form, or states no text.
         """
-        kinds = {"str": str, "int": int, "float": float, "float | None": float}
-        try:
-            texts = [
-                TextResult(
-                    **{
-                        field.name: kinds[str(field.type)](one[field.name])
-                        for field in fields(TextResult)
-                        if field.default is MISSING or one.get(field.name) is not None
-                    }
-                )
-                for one in value["texts"]
-            ]
-            distorted = {
-                str(layer): (float(error), float(bound)) for layer, (error, bound) in value.get("distorted", {}).items()
-            }
-            found = cls(texts, float(value["perplexity_ratio_bound"]), dict(value["fallbacks"]), distorted)
-            sound = bool(texts) and all(one.source_perplexity > 0 for one in texts)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            sound = False
-        if not sound:
-            raise CheckpointError("does not tell what the model lost", path=path, hint="make it again")
-        return found
+        return read_record(cls, value, path, "what the model lost")
 
 
 def run_gate(
     source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]], *,
-    asked: Mapping[str, QuantScheme] | None = None, progress: Progress = silent,
+    requested: Mapping[str, QuantScheme] | None = None, progress: Progress = silent,
 ) -> Gate:  # fmt: skip
-    """Measure a quantized model against its source on texts that are not for calibration.
+    """Compare a quantized model with its source on texts that are not for calibration.
 
-    The mean KL may be no more than `BOUNDS` says, where the fewest bits decide; nor, but for a
-    little slack, than that of the RTN baseline: the source rounded to nearest in the same schemes,
-    groups longer than 128 and whole rows of int4 counted as groups of 128. A result that is its
-    own baseline is run once. Of a source that is quantized itself there is no baseline.
+    The mean KL must be within `BOUNDS` for the fewest bits of its schemes. It must also be, with a
+    little slack, within that of the RTN baseline: the source rounded to nearest in the same schemes,
+    where groups longer than 128 and whole rows of int4 count as groups of 128. A result that is its
+    own baseline is run once. A source that is quantized itself has no baseline.
 
     Args:
-        source: the float model, or one in codes of which some had to be rounded again.
+        source: the float model, or a quantized one of which some tensors had to be rounded again.
         result: what was made of it.
-        records: what the manifest says of tensors, by name.
-        asked: the scheme of each module in which it was rounded; None is the result's own, which may have smaller
+        records: the manifest's entries on tensors, by name.
+        requested: the scheme that each module was quantized in; None is the result's own, which may have smaller
             groups that repeat a scale.
 
     Raises:
         NonFiniteError: if a model's logits are NaN or Inf.
     """
-    assigned = schemes(result) if asked is None else asked
+    assigned = schemes(result) if requested is None else requested
     others = [result]
     if not schemes(source):
         scale_dtype = result.info(f"{next(iter(assigned))}.weight").dtype
@@ -202,7 +190,10 @@ def run_gate(
     for (name, (digest, _)), by_model in zip(measured.items(), lost, strict=True):
         rounding = by_model[1].divergence.kl if len(by_model) > 1 else None
         limit = bound.kl if rounding is None else min(bound.kl, max(FLOOR, SLACK * rounding))
-        texts.append(_text_result(name, digest, by_model[0], limit, rounding))
+        quality, one = by_model[0], by_model[0].divergence
+        figures = one.kl, one.kl_p99, limit, one.top1_agreement, quality.reference_perplexity, quality.perplexity
+        errors = (None if error is None else rounded(error) for error in (one.kl_error, quality.ratio_error, rounding))
+        texts.append(TextResult(name, digest, one.tokens, *map(rounded, figures), *errors))
     fallbacks = {
         name.removesuffix(".weight"): str(record["fallback"])
         for name, record in records.items()
@@ -212,13 +203,13 @@ def run_gate(
 
 
 def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path, remedy: str | None = None) -> None:
-    """Let a model through.
+    """Check that a model passed.
 
     Args:
-        remedy: what to do where it is not; None is what there is to do of a quantization.
+        remedy: the next step if it did not; None is that of a quantization.
 
     Raises:
-        QualityError: if it did not pass, naming the layers whose weights changed most.
+        QualityError: if it did not pass, naming the layers whose weights changed the most.
     """
     problem = gate.problem()
     if problem is None:
@@ -231,7 +222,7 @@ def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path
     for module in schemes(result):
         quantized, weight = _pair(source, result, module)
         errors.append((relative_error(quantized, weight), module))
-    worst = ", ".join(f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_WORST])
+    worst = ", ".join(f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_NUM_WORST])
     raise QualityError(
         problem[0], path=dst, found=problem[1], expected=problem[2],
         hint=f"largest relative weight errors: {worst}; {remedy}",
@@ -242,8 +233,8 @@ def _distorted(
     source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]],
     assigned: Mapping[str, QuantScheme], progress: Progress,
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
-    """The layers whose recorded errors are beyond what `weight_bound` allows, with error and bound; of an embedding any
-    row, as texts have few of the tokens."""
+    """The layers whose recorded errors exceed `weight_bound`, with error and bound; for an embedding, any row, as texts
+    have few of the tokens."""
     found = {}
     worst = coarsest(assigned.values())
     for index, module in enumerate(assigned):
@@ -251,40 +242,25 @@ def _distorted(
         record = records.get(module + ".weight") or {}
         if module == EMBEDDING:
             error, bound = worst_row(*_pair(source, result, module))
-            if not error <= bound:
-                found[module] = (_rounded(error), _rounded(bound))
-            continue
-        if record.get("solver") == CARRIED:
-            continue  # it has none
-        error = float(record.get("relative_error", math.nan))
-        as_rounded = record.get("solver") in (ROUNDING, SCALES_CAST)  # its error is that of rounding, or less
-        bound = MAX_ERROR if as_rounded else weight_bound(*_pair(source, result, module), worst)
+        elif record.get("solver") == CARRIED:
+            continue  # it has no error
+        else:
+            error = float(record.get("relative_error", math.nan))
+            is_rounded = record.get("solver") in (ROUNDING, SCALES_CAST)  # its error is that of rounding, or less
+            bound = MAX_ERROR if is_rounded else weight_bound(*_pair(source, result, module), worst)
         if not error <= bound:
-            found[module] = (_rounded(error), _rounded(bound))
+            found[module] = (rounded(error), rounded(bound))
     progress("weights", len(assigned), len(assigned), "layers")
     return found
 
 
 def _pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTensor, Tensor]:
-    """The weight of a module as it is now, and as it was."""
+    """The weight of a module in the result, and in the source."""
     quantized, weight = result.load(module + ".weight"), source.load(module + ".weight")
     assert isinstance(quantized, QuantTensor)
     return quantized, weight.dequantize() if isinstance(weight, QuantTensor) else weight
 
 
-def _text_result(name: str, digest: str, found: Quality, limit: float, rounding: float | None) -> TextResult:
-    measured = found.divergence
-    return TextResult(
-        name, digest, measured.tokens, *map(_rounded, (measured.kl, measured.kl_p99, limit, measured.top1_agreement,
-        found.reference_perplexity, found.perplexity)),
-        *(None if one is None else _rounded(one) for one in (measured.kl_error, found.ratio_error, rounding)),
-    )  # fmt: skip
-
-
-def _telling_apart(value: float, bound: float) -> int:
-    """How many digits a figure needs, three at least, to look other than its bound."""
+def _distinct_digits(value: float, bound: float) -> int:
+    """How many digits a figure needs, at least three, to look different from its bound."""
     return next((digits for digits in range(3, 17) if f"{value:.{digits}g}" != f"{bound:.{digits}g}"), 17)
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.5g}")

@@ -1,4 +1,4 @@
-"""Hold a model against its own manifest: the sha256 of every file, and what its quality was when it was made."""
+"""Compare a model with its own manifest: the sha256 of every file, and the quality when it was made."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from quantkit.formats.registry import read_names
 from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.bounds import REPEATABLE
 from quantkit.quality.gate import Gate, TextResult
-from quantkit.quality.measures import token_perplexities
+from quantkit.quality.measures import perplexity_estimates
 from quantkit.quality.positions import PositionCertificate
+from quantkit.quality.records import manifest_or_empty
 from quantkit.quality.transcoded import Exact
 from quantkit.quality.weights_only import WeightsOnly, require_as_recorded
 from quantkit.quality.windows import measured_windows
@@ -27,12 +28,12 @@ from quantkit.text.chat_template import template_paths
 
 _WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}
 _MODEL_CARD = "README.md"
-"""Written for people, who edit it; nothing that is loaded."""
+"""Written for people, who may edit it; it is not loaded."""
 
 
 def neither_true_nor_false(report: object) -> NoReturn:
-    """Refuse to be taken for a truth value, as any report of a difference would be a true one."""
-    raise TypeError(f"a {type(report).__name__} is neither true nor false: ask `report.same` or `report.ok`")
+    """Refuse to be used as a boolean, as any report of a difference would be true."""
+    raise TypeError(f"a {type(report).__name__} is neither true nor false: use `report.same` or `report.ok`")
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class TextCheck:
     """One text of the gate, measured again.
 
     Attributes:
-        recorded: what the manifest says of it.
-        perplexity: now; None where this quantkit has not the text it was measured on.
+        recorded: its figures in the manifest.
+        perplexity: now; None if this quantkit does not have the text.
     """
 
     recorded: TextResult
@@ -51,7 +52,7 @@ class TextCheck:
         """For people."""
         one = self.recorded
         if self.perplexity is None:
-            return f"'{one.text}' is not the text it was measured on; not measured again"
+            return f"'{one.text}' has changed since the model was made; not measured again"
         return (
             f"'{one.text}': perplexity {self.perplexity:.4g} as recorded when it was made (its source"
             f" {one.source_perplexity:.4g}); KL from its source {one.kl_estimate} nats a token ({one.limit()})"
@@ -60,14 +61,14 @@ class TextCheck:
 
 @dataclass(frozen=True)
 class FolderReport:
-    """What a model is, held against its own manifest. What is wrong with it is an error, and never told here.
+    """A model compared with its own manifest. A report is of a sound model: any fault is an error.
 
     Attributes:
         path: of the model.
         files: how many are as quantkit wrote them.
-        edited: what became of a file that people may change, by its name.
-        texts: what was measured again, of a quantized model.
-        weights: what became of the tensors of one that cannot be run.
+        edited: what happened to a file that people may change, by its name.
+        texts: the texts of a quantized model, measured again.
+        weights: the recorded figures of a model that cannot be run.
         manifest: of the model.
     """
 
@@ -87,7 +88,7 @@ class FolderReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the model is as it was made: always, as what is not so is an error."""
+        """Whether the model is as it was made: always, as anything else is an error."""
         return True
 
     def to_json(self) -> dict[str, Any]:
@@ -107,29 +108,26 @@ class FolderReport:
         out += [f"{name}: {what}" for name, what in self.edited.items()]
         out += [] if self.weights is None else [self.weights.line()]
         if (exact := _recorded_exact(self.manifest)) is not None:
-            out.append(f"when it was made it was held against its source: {exact.line()}")
+            out.append(f"when it was made it was compared with its source: {exact.line()}")
         return [*out, *(one.line() for one in self.texts), "verdict: the model is as it was made"]
 
 
 def _recorded_exact(made: Mapping[str, Any]) -> Exact | None:
-    """What a manifest says was found equal; None where it says nothing that makes sense."""
-    told = made.get("exact")
+    """The recorded comparison with the source; None if there is none, or it has another form."""
+    exact = made.get("exact")
     try:
-        return Exact(**told) if isinstance(told, dict) and all(type(one) is int for one in told.values()) else None
+        return Exact(**exact) if isinstance(exact, dict) and all(type(one) is int for one in exact.values()) else None
     except TypeError:
         return None
 
 
 def verify_model(model: str | Path, *, progress: Progress = silent) -> FolderReport:
-    """Hold a folder or a GGUF file against its manifest: the sha256 of its files and, if it was quantized, its quality.
+    """Compare a folder or a GGUF file with its manifest: the sha256 of its files and, if it was quantized, its quality.
 
     A model card may have been edited, or removed.
 
-    Returns:
-        What was found.
-
     Raises:
-        CheckpointError: if there is no manifest, a file is missing or changed, or one of weights,
+        CheckpointError: if there is no manifest, a file is missing or changed, or a file of weights,
             of the config or of the tokenizer was added; see also `recheck`.
         QualityError: see `recheck`.
     """
@@ -137,11 +135,12 @@ def verify_model(model: str | Path, *, progress: Progress = silent) -> FolderRep
     require_finished(model, manifest.NAME)
     model, path = placed_manifest(model)
     if not path.exists():
-        open_checkpoint(model)  # which says what else may be wrong with it
-        beside = "" if model.is_dir() else " beside it, under which quantkit writes a file's manifest"
+        open_checkpoint(model)  # raises another error if the model is damaged
+        is_file = not model.is_dir()
+        where = " next to it, where quantkit writes a file's manifest" if is_file else ": quantkit did not make it"
         raise CheckpointError(
-            f"has no {path.name}{beside or ': quantkit did not make it'}", path=model,
-            hint=f"{'bring it along, or ' if beside else ''}give the model that it is to be compared with",
+            f"has no {path.name}{where}", path=model,
+            hint=f"{'copy it too, or ' if is_file else ''}pass the model to compare it with",
         )  # fmt: skip
     made, edited = require_as_written(model, progress=progress)
     readable = model if model.exists() else path.parent / min(made["files"], default="")
@@ -150,15 +149,15 @@ def verify_model(model: str | Path, *, progress: Progress = silent) -> FolderRep
     weights = None
     if quantized and made.get("tensors_only") is True:
         weights = WeightsOnly.from_json(made.get("quality"), path)
-        require_as_recorded(open_checkpoint(readable, tensors_only=True), made.get("modules"), path)
+        require_as_recorded(open_checkpoint(readable, tensors_only=True), made, path)
     elif quantized:
         texts = recheck(readable, made, progress=progress)
     return FolderReport(model, len(made["files"]) - len(edited), edited, texts, made, weights)
 
 
 def placed_manifest(model: Path) -> tuple[Path, Path]:
-    """A model, or the only GGUF file of a folder if it is that which has a manifest; and where its manifest is, or
-    would be."""
+    """A model, or the only GGUF file of a folder if that has the manifest; and the path of the manifest, which may not
+    exist."""
     path = manifest_path(model)
     if not path.exists() and (file := gguf_file(model)) is not None and manifest_path(file).exists():
         return file, manifest_path(file)
@@ -169,10 +168,10 @@ def require_as_written(model: Path, *, progress: Progress = silent) -> tuple[dic
     """Compare the sha256 of a model's files with its manifest.
 
     Returns:
-        The manifest, and what became of a file that people may change, by its name.
+        The manifest, and what happened to a file that people may change, by its name.
 
     Raises:
-        CheckpointError: if there is no manifest, a file is missing or changed, or one of weights,
+        CheckpointError: if there is no manifest, a file is missing or changed, or a file of weights,
             of the config or of the tokenizer was added.
     """
     made = manifest.read(model)
@@ -182,24 +181,18 @@ def require_as_written(model: Path, *, progress: Progress = silent) -> tuple[dic
 
 
 def _require_no_more(folder: Path, listed: Mapping[str, str]) -> None:
-    """
-    Raises:
-        CheckpointError: if something lies in a folder that is read, and that its manifest does not list.
-    """
+    """Raise a `CheckpointError` if a folder has a file that is loaded, but that its manifest does not list."""
     for path in sorted({*folder.iterdir(), *template_paths(folder)}):
-        beside = path.parent != folder or path.name not in listed
-        if beside and (path.suffix in _WEIGHT_FILES or _decides(path.name) or path.parent != folder):
+        nested = path.parent != folder
+        is_loaded = path.suffix in _WEIGHT_FILES or path.name in read_names() or path.name.endswith(".index.json")
+        if nested or (path.name not in listed and is_loaded):
             raise CheckpointError(
-                "the manifest does not list this file", path=path, hint="what is read must be what was written"
+                "the manifest does not list this file", path=path, hint="remove it, or make the model again"
             )
 
 
 def _edited(folder: Path, listed: Mapping[str, str], progress: Progress) -> dict[str, str]:
-    """What became of the files that people may change.
-
-    Raises:
-        CheckpointError: if another is missing or changed.
-    """
+    """What happened to the files that people may change; a `CheckpointError` if another is missing or changed."""
     edited = {}
     for index, (name, expected) in enumerate(listed.items()):
         progress("sha256", index, len(listed), "files")
@@ -221,19 +214,14 @@ def _edited(folder: Path, listed: Mapping[str, str], progress: Progress) -> dict
     return edited
 
 
-def _decides(name: str) -> bool:
-    """Whether a file beside the weights has a say in what is loaded."""
-    return name in read_names() or name.endswith(".index.json")
-
-
 def recheck(model: Path, made: Mapping[str, Any], *, progress: Progress = silent) -> list[TextCheck]:
-    """Hold a quantized model against the figures in its manifest.
+    """Compare a quantized model with the figures in its manifest.
 
     The source is not needed: the model's own perplexities are measured again.
 
     Raises:
-        CheckpointError: if the manifest does not tell of a gate.
-        QualityError: if a perplexity is another than the manifest's, or the model did not
+        CheckpointError: if the manifest states no gate.
+        QualityError: if a perplexity is not the manifest's, or the model did not
             pass its gate, or a certificate for long contexts, when it was made.
     """
     quality: Any = made.get("quality")
@@ -242,9 +230,9 @@ def recheck(model: Path, made: Mapping[str, Any], *, progress: Progress = silent
     texts = measured_windows(checkpoint)
     known = {one.text for one in recorded.texts if one.text in texts and texts[one.text][0] == one.sha256}
     again = {name: windows for name, (_, windows) in texts.items() if name in known}
-    told = in_phase(progress, "perplexity")
-    figures = token_perplexities(checkpoint, list(again.values()), progress=told) if again else []
-    perplexities = dict(zip(again, figures, strict=True))
+    in_one_phase = in_phase(progress, "perplexity")
+    figures = perplexity_estimates(checkpoint, list(again.values()), progress=in_one_phase) if again else []
+    perplexities = {name: figure.value for name, figure in zip(again, figures, strict=True)}
     for one in recorded.texts:
         found = perplexities.get(one.text)
         if found is None:
@@ -254,51 +242,40 @@ def recheck(model: Path, made: Mapping[str, Any], *, progress: Progress = silent
                 f"perplexity on '{one.text}' is not what the manifest says", path=model, found=f"{found:.4g}",
                 expected=f"{one.perplexity:.4g}", hint="make it again",
             )  # fmt: skip
-    _require_passed(recorded, "gate", quality, model)
-    _require_certified(made, model)
+    for failure in (_failure(recorded, "gate", quality, model), _certificate_failure(made, model)):
+        if failure is not None:
+            raise failure
     return [TextCheck(one, perplexities.get(one.text)) for one in recorded.texts]
 
 
 def failed_certificate(model: Path) -> str | None:
-    """In what a model failed its certificate for long contexts; None where it did not, or there is none.
+    """How a model failed its certificate for long contexts; None if it passed, or has none.
 
     Raises:
-        CheckpointError: if its manifest does not tell of it as it should.
+        CheckpointError: if its manifest has a certificate of another form.
     """
-    try:
-        made = manifest.read(model)
-    except CheckpointError:
+    error = _certificate_failure(manifest_or_empty(model), model)
+    return None if error is None else str(error)
+
+
+def _certificate_failure(made: Mapping[str, Any], model: Path) -> QualityError | None:
+    if (positions := made.get("positions")) is None:
         return None
-    try:
-        _require_certified(made, model)
-    except QualityError as error:
-        return str(error)
-    return None
+    certificate = PositionCertificate.from_json(positions, manifest_path(model))
+    return _failure(certificate, "certificate for long contexts", positions, model)
 
 
-def _require_certified(made: Mapping[str, Any], model: Path) -> None:
-    """
-    Raises:
-        CheckpointError: if the manifest does not tell of a certificate as it should.
-        QualityError: if it has one that was not passed.
-    """
-    if (positions := made.get("positions")) is not None:
-        certificate = PositionCertificate.from_json(positions, manifest_path(model))
-        _require_passed(certificate, "certificate for long contexts", positions, model)
+def _failure(recorded: Gate | PositionCertificate, name: str, value: Any, model: Path) -> QualityError | None:
+    """The error if the model did not pass when it was made.
 
-
-def _require_passed(recorded: Gate | PositionCertificate, name: str, value: Any, model: Path) -> None:
-    """
     Args:
-        value: the manifest's form of it.
-
-    Raises:
-        QualityError: if the model did not pass when it was made.
+        value: the manifest's form of what was recorded.
     """
     what, measured, allowed = recorded.problem() or ("", None, None)
-    if what or value.get("passed") is not True:
-        raise QualityError(
-            f"did not pass its {name} when it was made" + (f": {what}" if what else ""), path=model,
-            found=measured, expected=allowed,
-            hint="it was kept with `accept_quality_loss=True`" if value.get("accepted") else "make it again",
-        )  # fmt: skip
+    if not what and value.get("passed") is True:
+        return None
+    return QualityError(
+        f"did not pass its {name} when it was made" + (f": {what}" if what else ""), path=model,
+        found=measured, expected=allowed,
+        hint="it was kept with `accept_quality_loss=True`" if value.get("accepted") else "make it again",
+    )  # fmt: skip

@@ -1,7 +1,7 @@
-"""How far two models are apart, and how well one predicts a text.
+"""How far the predictions of two models differ, and how well one model predicts a text.
 
 All in natural logarithms and float32. One decoder block is in memory at a time, and long texts are
-taken in parts, whose hidden states are no more than `STATES_BYTES` of each model. Of a part, each weight is read once.
+split into parts, whose hidden states are at most `STATES_BYTES` per model. Each weight is read once per part.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from quantkit.tensors.finite import finite_logits
 
 STATES_BYTES = 256 << 20
 NOT_SCORED = -100
-"""Stands for a target where nothing is predicted; cross entropy leaves it out."""
+"""The target of a position that predicts nothing; cross entropy ignores it."""
 TOKENS_THROUGH_THE_HEAD = 64
-LOGITS_BYTES = 32 << 20  # of one model, that are in memory together
+LOGITS_BYTES = 32 << 20  # of one model, in memory at a time
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far a model's predictions are from a reference's, over a number of tokens.
+    """How far a model's predictions are from a reference's.
 
     Attributes:
         tokens: positions compared.
@@ -41,7 +41,7 @@ class Divergence:
         kl: mean of KL(reference || other) per position, in nats.
         kl_median, kl_p99: its median and 99th percentile.
         top1_agreement: share of positions whose likeliest token is the same.
-        kl_error, top1_error: standard errors of the mean and of the share; None where there are too few tokens.
+        kl_error, top1_error: standard errors of the mean and of the share; None for too few tokens.
     """
 
     tokens: int
@@ -56,11 +56,11 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Quality:
-    """What a model lost against its reference on one text; perplexities are per token.
+    """A model compared with its reference on one text; perplexities are per token.
 
     Attributes:
-        reference_perplexity_error, perplexity_error: standard errors, were the text another of its kind.
-        ratio_error: that of ``perplexity / reference_perplexity``, token by token beside each other.
+        reference_perplexity_error, perplexity_error: standard errors, the text as a sample of its kind.
+        ratio_error: that of ``perplexity / reference_perplexity``, paired by token.
     """
 
     divergence: Divergence
@@ -80,7 +80,7 @@ class Windows:
 
     @classmethod
     def of(cls, tokens: Tensor) -> Windows:
-        """Each position predicts the next token of its window; the last nothing."""
+        """Each position predicts the next token of its window; the last predicts nothing."""
         targets = torch.full_like(tokens, NOT_SCORED)
         targets[:, :-1] = tokens[:, 1:]
         return cls(tokens, targets)
@@ -100,14 +100,14 @@ class Hidden(Protocol):
 
 
 class Listener(Protocol):
-    """Told what two models predict of a text, a few of its tokens after the other, in their order."""
+    """Receives what two models predict for a text, some tokens at a time, in their order."""
 
     def __call__(self, log_p: Tensor, log_q: Tensor, kl: Tensor, targets: Tensor) -> None:
         """
         Args:
             log_p, log_q: logarithms of the reference's and the other's probabilities [N, V].
             kl: KL(reference || other) of each, in nats [N].
-            targets: what is predicted [N], or `NOT_SCORED`.
+            targets: the tokens to predict [N], or `NOT_SCORED`.
         """
         ...
 
@@ -116,12 +116,12 @@ class Listener(Protocol):
 def compare_batches(
     reference: Checkpoint, other: Checkpoint, batches: Sequence[Batch], *, progress: Progress = silent
 ) -> list[Quality]:
-    """Hold one checkpoint against another on every batch, all in one pass; figures are NaN where logits are not
+    """Compare a checkpoint with a reference on every batch, all in one pass; figures are NaN for logits that are not
     finite."""
     tallies = [[_Tally()] for _ in batches]
     targets = [Windows.of(batch.tokens).targets for batch in batches]
-    first = layerwise_hidden(reference, batches, progress=_stretch(progress, 0, 2))
-    second = layerwise_hidden(other, batches, progress=_stretch(progress, 1, 2))
+    first = layerwise_hidden(reference, batches, progress=part_of(progress, 0, 2))
+    second = layerwise_hidden(other, batches, progress=part_of(progress, 1, 2))
     _compare_logits(reference, [other], tallies, targets, first, [second], SINGLE, finite=False)
     return [tally.quality() for (tally,) in tallies]
 
@@ -131,7 +131,7 @@ def compare(
     reference_hidden: Hidden = layerwise_hidden, listeners: Sequence[Listener] = (), group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> list[Quality]:  # fmt: skip
-    """`compare_texts` on one text; what each of the others lost."""
+    """`compare_texts` on one text."""
     (found,) = compare_texts(
         reference, others, [windows], reference_hidden=reference_hidden, listeners=[listeners] if listeners else (),
         group=group, progress=progress,
@@ -145,17 +145,17 @@ def compare_texts(
     reference_hidden: Hidden = layerwise_hidden, listeners: Sequence[Sequence[Listener]] = (),
     group: ProcessGroup = SINGLE, progress: Progress = silent,
 ) -> list[list[Quality]]:  # fmt: skip
-    """Hold checkpoints against one reference on texts, each as windows [W, T] of token ids.
+    """Compare checkpoints with one reference on texts, each as windows [W, T] of token ids.
 
     All T positions are compared; perplexity is that of the tokens after the first.
 
     Args:
-        reference_hidden: gives the reference's hidden states; a place for a cache.
-        listeners: of each text, one of each of the others; or none at all.
+        reference_hidden: gives the reference's hidden states, for instance from a cache.
+        listeners: for each text, one per compared checkpoint; or none at all.
         group: the processes that share each model.
 
     Returns:
-        For each text what each of the others lost.
+        For each text the figures of each compared checkpoint.
 
     Raises:
         RequestError: if a vocabulary differs from the reference's in size.
@@ -167,8 +167,8 @@ def compare_texts(
             "cannot be compared with the reference", path=odd[0].path,
             found=f"{odd[0].config.vocab_size} tokens", expected=f"a vocabulary of {size}",
         )  # fmt: skip
-    heard: Sequence[Sequence[Listener | None]] = listeners or [[None] * len(others)] * len(texts)
-    tallies = [[_Tally(listener) for listener in of_text] for of_text in heard]
+    every: Sequence[Sequence[Listener | None]] = listeners or [[None] * len(others)] * len(texts)
+    tallies = [[_Tally(listener) for listener in of_text] for of_text in every]
     width = max(checkpoint.config.hidden_size for checkpoint in (reference, *others))
     parts = _parts([Windows.of(windows) for windows in texts], width)
     runs = len(parts) * (len(others) + 1)
@@ -176,17 +176,17 @@ def compare_texts(
         batches = [Batch.from_start(one.tokens) for _, one in part]
         targets = [one.targets for _, one in part]
         run = index * (len(others) + 1)
-        first = reference_hidden(reference, batches, group=group, progress=_stretch(progress, run, runs))
+        first = reference_hidden(reference, batches, group=group, progress=part_of(progress, run, runs))
         size = 4 * width * sum(one.numel() for one in targets)
         for some in _pieces(len(others), max(1, 2 * STATES_BYTES // size - 1)):
             seconds = [
                 layerwise_hidden(
-                    others[number], batches, group=group, progress=_stretch(progress, run + number + 1, runs)
+                    others[number], batches, group=group, progress=part_of(progress, run + number + 1, runs)
                 )
                 for number in range(some.start, some.stop)
             ]
-            held = [tallies[text][some] for text, _ in part]
-            _compare_logits(reference, others[some], held, targets, first, seconds, group, finite=True)
+            own = [tallies[text][some] for text, _ in part]
+            _compare_logits(reference, others[some], own, targets, first, seconds, group, finite=True)
     return [[tally.quality() for tally in of_text] for of_text in tallies]
 
 
@@ -199,18 +199,7 @@ def log_loss(
     Raises:
         NonFiniteError: if the model's logits are NaN or Inf.
     """
-    loss = 0.0
-    for _, some in _losses(checkpoint, windows, group, progress):
-        loss += some.sum().item()
-    return loss
-
-
-@torch.inference_mode()
-def token_perplexities(
-    checkpoint: Checkpoint, texts: Sequence[Tensor], *, group: ProcessGroup = SINGLE, progress: Progress = silent
-) -> list[float]:
-    """The values of `perplexity_estimates`."""
-    return [one.value for one in perplexity_estimates(checkpoint, texts, group=group, progress=progress)]
+    return sum(some.sum().item() for _, some in _losses(checkpoint, windows, group, progress))
 
 
 @torch.inference_mode()
@@ -218,7 +207,7 @@ def perplexity_estimates(
     checkpoint: Checkpoint, texts: Sequence[Tensor], *, group: ProcessGroup = SINGLE, progress: Progress = silent
 ) -> list[Estimate]:
     """Perplexity per token over each text, as windows [W, T]: each token but a window's first is predicted
-    from those before it in the window. The error is that of `Quality`.
+    from the earlier ones of the window. The error is defined as in `Quality`.
 
     Raises:
         NonFiniteError: if the model's logits are NaN or Inf.
@@ -243,23 +232,15 @@ def token_losses(
     return [torch.cat(of_text).view(len(windows), -1) for of_text, windows in zip(losses, texts, strict=True)]
 
 
-def token_perplexity(
-    checkpoint: Checkpoint, windows: Tensor, *, group: ProcessGroup = SINGLE, progress: Progress = silent
-) -> float:
-    """`token_perplexities` of one text."""
-    (found,) = token_perplexities(checkpoint, [windows], group=group, progress=progress)
-    return found
-
-
 def perplexity(loss: float, count: int) -> float:
-    """The exponent of a loss in nats per so many units; infinite beyond the range of a float."""
+    """The exponential of a loss in nats, divided by `count`; infinite beyond the range of a float."""
     return torch.tensor(loss / count, dtype=torch.float64).exp().item()
 
 
 def text_windows(ids: Sequence[int], bos_id: int | None, length: int) -> Tensor:
-    """Cut token ids into windows [W, length], each led by BOS where one is given.
+    """Cut token ids into windows [W, length], each with BOS in front if there is one.
 
-    Ids that do not fill a last window are left out; a text shorter than one window is
+    Ids that do not fill a last window are dropped; a text shorter than one window is
     one shorter window, and an empty one none.
     """
     body = list(ids[1:]) if bos_id is not None and ids[:1] == [bos_id] else list(ids)
@@ -271,7 +252,7 @@ def text_windows(ids: Sequence[int], bos_id: int | None, length: int) -> Tensor:
 
 
 class _Tally:
-    """What two models' predictions amount to, gathered batch by batch: a few numbers of each token."""
+    """Figures on two models' predictions, collected batch by batch: a few numbers per token."""
 
     def __init__(self, listener: Listener | None = None) -> None:
         self._listener = listener
@@ -279,7 +260,7 @@ class _Tally:
         self._found: list[tuple[Tensor, ...]] = []
 
     def add(self, p: Tensor, q: Tensor, targets: Tensor) -> None:
-        """Take in the logits [N, V] of both and the targets [N], in the order of the text."""
+        """Add the logits [N, V] of both and the targets [N], in the order of the text."""
         difference = (p - q).abs().max().item()
         self._largest = difference if math.isnan(difference) else max(self._largest, difference)
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
@@ -316,13 +297,13 @@ def _compare_logits(
     targets: Sequence[Tensor], first: Sequence[Tensor], seconds: Sequence[Sequence[Tensor]],
     group: ProcessGroup, *, finite: bool,
 ) -> None:  # fmt: skip
-    """Tell the tallies what the models make of their hidden states.
+    """Add the logits of hidden states to the tallies.
 
     Args:
-        tallies: by batch, then by which of the others.
-        targets: of each batch [B, T].
-        first: the reference's hidden states [B, T, D] of each batch.
-        seconds: those of each of the others, by batch.
+        tallies: by batch, then by compared checkpoint.
+        targets: by batch, [B, T].
+        first: the reference's hidden states [B, T, D] by batch.
+        seconds: those of each compared checkpoint, by batch.
         finite: logits that are NaN or Inf are an error.
     """
     for rows in head_pieces([one.numel() for one in targets], reference.config.vocab_size):
@@ -336,11 +317,11 @@ def _compare_logits(
 def _losses(
     checkpoint: Checkpoint, texts: Sequence[Windows], group: ProcessGroup, progress: Progress
 ) -> Iterator[tuple[int, Tensor]]:
-    """Minus the log probabilities [N] of a few scored targets after the other, with the index of their text."""
+    """Minus the log probabilities [N] of some scored targets at a time, with the index of their text."""
     parts = _parts(texts, checkpoint.config.hidden_size)
     for index, part in enumerate(parts):
         batches = [Batch.from_start(one.tokens) for _, one in part]
-        states = layerwise_hidden(checkpoint, batches, group=group, progress=_stretch(progress, index, len(parts)))
+        states = layerwise_hidden(checkpoint, batches, group=group, progress=part_of(progress, index, len(parts)))
         targets = [one.targets.flatten() for _, one in part]
         scored = [(one != NOT_SCORED).nonzero().squeeze(-1) for one in targets]
         for rows in head_pieces([len(one) for one in scored], checkpoint.config.vocab_size):
@@ -351,37 +332,32 @@ def _losses(
 
 
 def _logits(checkpoint: Checkpoint, hidden: Sequence[Tensor], group: ProcessGroup, *, finite: bool) -> list[Tensor]:
-    """Logits [N, V] of each of some hidden states [N, D].
-
-    Raises:
-        NonFiniteError: if they are to be finite, and one is NaN or Inf.
-    """
+    """Logits [N, V] of each of some hidden states [N, D]; with `finite`, NaN or Inf is a `NonFiniteError`."""
     found = head_logits(checkpoint, hidden, group=group)
     return [finite_logits(logits, checkpoint.path) for logits in found] if finite else found
 
 
 def head_pieces(counts: Sequence[int], vocab_size: int) -> Iterator[list[tuple[int, slice]]]:
-    """Rows of several matrices, few at a time, as the head takes them: index and rows. Those of one list are so few
-    that their logits may be in memory together.
-    """
+    """The matrix's index and a few rows each, for all rows of several matrices. The logits of one list fit in memory
+    together."""
     every = [(index, rows) for index, count in enumerate(counts) for rows in _pieces(count, TOKENS_THROUGH_THE_HEAD)]
     for some in _pieces(len(every), max(1, LOGITS_BYTES // (4 * TOKENS_THROUGH_THE_HEAD * vocab_size))):
         yield every[some]
 
 
 def _parts(texts: Sequence[Windows], hidden_size: int) -> list[list[tuple[int, Windows]]]:
-    """Split texts into batches, each with its text's index, and these into parts whose hidden states fit the budget."""
+    """Parts whose hidden states fit the budget: of each the batches, with the index of their text."""
     parts: list[list[tuple[int, Windows]]] = [[]]
-    held = 0
+    total = 0
     for index, one in enumerate(texts):
         count, length = one.tokens.shape
         for rows in _pieces(count, max(1, TOKENS_THROUGH_A_BLOCK // length)):
             size = (rows.stop - rows.start) * length * hidden_size * 4
-            if parts[-1] and held + size > STATES_BYTES:
+            if parts[-1] and total + size > STATES_BYTES:
                 parts.append([])
-                held = 0
+                total = 0
             parts[-1].append((index, Windows(one.tokens[rows], one.targets[rows])))
-            held += size
+            total += size
     return parts
 
 
@@ -390,8 +366,8 @@ def _pieces(count: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
-def _stretch(progress: Progress, index: int, count: int) -> Progress:
-    """The progress of one of `count` equal stretches of a way."""
+def part_of(progress: Progress, index: int, count: int) -> Progress:
+    """The progress of one of `count` equal parts of a job."""
 
     def report(phase: str, done: int, total: int, unit: str, /) -> None:
         progress(phase, index * total + done, count * total, unit)

@@ -1,4 +1,4 @@
-"""Measure how far models are from a reference by position, with keys and values in a float and in an int8 cache."""
+"""Measure the divergence of models from a reference by position, with a float and with an int8 KV cache."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.quality.figures import mean_estimate
-from quantkit.quality.measures import Hidden, head_pieces, text_windows, token_kl
+from quantkit.quality.measures import Hidden, head_pieces, part_of, text_windows, token_kl
 from quantkit.quality.positions import CACHES, FLOAT, INT8, SHORTEST, TOKENS, PositionDivergence, position_edges
 from quantkit.tensors.finite import finite_logits
 
 _DTYPES = {FLOAT: None, INT8: torch.int8}
-_LEAST = 2  # tokens, of which the first predicts the second
+_MIN_TOKENS = 2  # the first predicts the second
 
 
 def position_windows(
     ids: Sequence[int], bos_id: int | None, length: int, context: int, count: int | None = None
 ) -> Tensor:
-    """The first windows [W, T] of a text, each led by BOS where one is given.
+    """The first windows [W, T] of a text, each with BOS in front if there is one.
 
     Args:
-        length: tokens of a window, at most; a shorter text, or context, gives shorter ones.
-        count: how many, at most; None is as many as hold `TOKENS`, but one at least.
+        length: maximal number of tokens of a window; a shorter text, or context, gives shorter ones.
+        count: maximal number of windows; None is as many as hold `TOKENS`, but at least one.
 
     Raises:
         RequestError: if the text has less than two tokens.
     """
     windows = text_windows(ids, bos_id, min(length, context))
-    if windows.shape[-1] < _LEAST:
+    if windows.shape[-1] < _MIN_TOKENS:
         raise RequestError("the text is too short to measure on", found=f"{len(ids)} tokens")
     return windows[: max(1, TOKENS // windows.shape[1]) if count is None else count]
 
@@ -45,40 +45,34 @@ def divergence_by_position(
     reference: Checkpoint, others: Sequence[Checkpoint], windows: Tensor, *,
     reference_hidden: Hidden = layerwise_hidden, group: ProcessGroup = SINGLE, progress: Progress = silent,
 ) -> list[dict[str, list[PositionDivergence]]]:  # fmt: skip
-    """Hold checkpoints against one reference on windows [W, T] of token ids, position by position.
+    """Compare checkpoints with one reference on windows [W, T] of token ids, position by position.
 
-    One window and one model are taken at a time, in float32 on the CPU, so that what is in memory are hidden states
-    [T, D] of the reference and of the model with either cache, and what a block makes of one of them.
+    One window and one model run at a time, in float32 on the CPU. In memory are hidden states [T, D] of the reference
+    and of the model with either cache, and a block's temporaries for one of them.
 
     Args:
-        reference_hidden: gives the reference's hidden states; a place for a cache.
+        reference_hidden: gives the reference's hidden states, for instance from a cache.
         group: the processes that share each model.
 
     Returns:
-        For each of the others its buckets, by what its keys and values are kept in: floats, or rows of int8 as a
-        cache of that type gives them back, at every position. The reference's are floats both times.
+        For each compared checkpoint its buckets by the type of its KV cache: floats, or int8 rows at every position.
+        The reference's cache is floats both times.
 
     Raises:
         NonFiniteError: if a model's logits are NaN or Inf.
     """
     found: list[dict[str, list[Tensor]]] = [{cache: [] for cache in CACHES} for _ in others]
     runs = len(windows) * (1 + len(others) * len(CACHES))
-    done = 0
-
-    def told(phase: str, layer: int, layers: int, unit: str, /) -> None:
-        progress(phase, done * layers + layer, runs * layers, unit)
-
+    steps = (part_of(progress, run, runs) for run in range(runs))
     for window in windows:
         batch = Batch.from_start(window.unsqueeze(0))
-        (first,) = reference_hidden(reference, [batch], group=group, progress=told)
-        done += 1
+        (first,) = reference_hidden(reference, [batch], group=group, progress=next(steps))
         for of_model, other in zip(found, others, strict=True):
-            states = []
-            for cache in CACHES:
-                states += layerwise_hidden(other, [batch], cache_dtype=_DTYPES[cache], group=group, progress=told)
-                done += 1
-            compared = _compared(reference, other, first[0], [one[0] for one in states], group)
-            for cache, one in zip(CACHES, compared, strict=True):
+            states = [
+                layerwise_hidden(other, [batch], cache_dtype=_DTYPES[cache], group=group, progress=next(steps))[0][0]
+                for cache in CACHES
+            ]
+            for cache, one in zip(CACHES, _compared(reference, other, first[0], states, group), strict=True):
                 of_model[cache].append(one)
     return [{cache: _buckets(torch.stack(of_cache)) for cache, of_cache in one.items()} for one in found]
 
@@ -86,7 +80,7 @@ def divergence_by_position(
 def _compared(
     reference: Checkpoint, other: Checkpoint, first: Tensor, seconds: Sequence[Tensor], group: ProcessGroup
 ) -> list[Tensor]:
-    """KL and agreement, float64 [T, 2], of each of several runs of a model, from hidden states [T, D]."""
+    """KL and agreement, float64 [T, 2], of several runs of a model, from hidden states [T, D]."""
     found: list[list[Tensor]] = [[] for _ in seconds]
     for pieces in head_pieces([len(first)], reference.config.vocab_size):
         rows = [some for _, some in pieces]
@@ -101,13 +95,12 @@ def _compared(
 
 
 def _buckets(found: Tensor) -> list[PositionDivergence]:
-    """Those of KL and agreement [W, T, 2]."""
     return position_buckets(found[..., 0], found[..., 1])
 
 
 def position_buckets(kl: Tensor, agreed: Tensor, shortest: int = SHORTEST) -> list[PositionDivergence]:
-    """Means over windows [W, T] of KL and of whether both hold the same token likeliest; a bucket's tokens are taken
-    window after window.
+    """Means over windows [W, T] of KL and of whether the likeliest tokens agree; a bucket's tokens are in the order of
+    the windows.
 
     Args:
         shortest: positions of the first bucket.

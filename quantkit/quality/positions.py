@@ -1,41 +1,42 @@
-"""How far a model is from its source by how far in a context a token lies: the figures, and what is certified by them.
+"""The divergence of a model from its source by the tokens' position in the context, and the certificate on it.
 
-Nothing here is measured, and no torch imported: see `position_divergence.py`.
+Without torch: `position_divergence.py` measures it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import CheckpointError, QualityError
-from quantkit.quality.figures import Estimate, significant
+from quantkit.errors import QualityError
+from quantkit.quality.figures import Estimate, rounded, significant
+from quantkit.quality.records import read_record
 
 FLOAT, INT8 = "float", "int8"
 CACHES = (FLOAT, INT8)
-"""What keys and values are kept in."""
+"""The types of KV caches."""
 
 SHORTEST = 128
-"""Tokens of the first bucket; the ones that follow double the length."""
+"""Positions of the first bucket; each later one is as long as all before it."""
 TOKENS = 32768
-"""How many are measured, in as many windows as that gives, where no number of windows is asked for."""
+"""How many are measured if no number of windows is requested."""
 _CLEAR = 2.0  # standard errors
-_ENOUGH = 128  # tokens of a bucket, whose mean counts as it is
+_MIN_TOKENS = 128  # of a bucket whose mean is compared as it is
 
 
 @dataclass(frozen=True)
 class PositionDivergence:
-    """How far a model's predictions are from a reference's at some positions of a context.
+    """How far a model's predictions are from a reference's at a range of positions.
 
     Attributes:
-        start, stop: the positions, from the first to before the last.
+        start, stop: the range; `stop` is excluded.
         tokens: compared there, in all windows.
         kl: mean of KL(reference || model) per token, in nats.
-        kl_error: its standard error; None where there are too few tokens.
-        top1_agreement: share of tokens whose likeliest next one is the same.
+        kl_error: its standard error; None for too few tokens.
+        top1_agreement: share of tokens whose likeliest next token is the same.
     """
 
     start: int
@@ -47,13 +48,13 @@ class PositionDivergence:
 
     @property
     def name(self) -> str:
-        """Its first and last position: ``128-255``."""
+        """The first and last position: ``128-255``."""
         return f"{self.start}-{self.stop - 1}"
 
     def rounded(self) -> PositionDivergence:
         """With as many digits as a manifest has."""
-        error = None if self.kl_error is None else float(f"{self.kl_error:.5g}")
-        return replace(self, kl=float(f"{self.kl:.5g}"), kl_error=error, top1_agreement=round(self.top1_agreement, 5))
+        error = None if self.kl_error is None else rounded(self.kl_error)
+        return replace(self, kl=rounded(self.kl), kl_error=error, top1_agreement=round(self.top1_agreement, 5))
 
     @property
     def estimate(self) -> Estimate:
@@ -61,16 +62,15 @@ class PositionDivergence:
         return Estimate(self.kl, self.kl_error)
 
     def is_beyond(self, bound: float) -> bool:
-        """Whether its mean KL is NaN or beyond a bound; of few tokens clearly so, by two standard errors, as far as
-        these are known."""
-        if math.isnan(self.kl) or self.tokens >= _ENOUGH:
+        """Whether the mean KL is NaN or exceeds a bound; for few tokens, by two standard errors if these are known."""
+        if math.isnan(self.kl) or self.tokens >= _MIN_TOKENS:
             return not self.kl <= bound
         return self.kl - _CLEAR * (self.kl_error or 0.0) > bound
 
 
 def position_edges(length: int, shortest: int = SHORTEST) -> list[int]:
-    """Where the buckets of a context begin and end: 0, 128, 256, 512, ..., the last cut at its length; one that would
-    be cut to less than half goes with the one before, so that no verdict is read off a few tokens."""
+    """The edges of a context's buckets: 0, 128, 256, 512, ..., and its length. A last bucket of less than half the
+    length is merged with the one before, so that no verdict rests on a few tokens."""
     edges = [0]
     while edges[-1] < length:
         edges.append(min(length, 2 * edges[-1] or shortest))
@@ -80,7 +80,7 @@ def position_edges(length: int, shortest: int = SHORTEST) -> list[int]:
 
 
 def rise(buckets: Sequence[PositionDivergence]) -> Estimate | None:
-    """The KL of the last bucket over that of the first, by the delta method; None where there are no two."""
+    """The KL of the last bucket over that of the first, by the delta method; None for a single bucket."""
     first, last = buckets[0], buckets[-1]
     if len(buckets) < 2 or not first.kl > 0:
         return None
@@ -94,36 +94,36 @@ def rise_text(buckets: Sequence[PositionDivergence]) -> str:
     """Whether divergence rises with the position, in words."""
     found = rise(buckets)
     if found is None:
-        return "no later positions to hold it against" if len(buckets) < 2 else f"that at {buckets[0].name} is 0"
-    told = f"{found} times that at {buckets[0].name}"
+        return "no later positions to compare it with" if len(buckets) < 2 else f"that at {buckets[0].name} is 0"
+    ratio = f"{found} times that at {buckets[0].name}"
     if found.error is None:
-        return told
+        return ratio
     if abs(found.value - 1) <= _CLEAR * found.error:
-        return f"{told}: no clear change"
-    return f"{told}: it {'rises' if found.value > 1 else 'falls'}"
+        return f"{ratio}: no clear change"
+    return f"{ratio}: it {'rises' if found.value > 1 else 'falls'}"
 
 
-def cut_short(text: str, length: int, asked: int, context: int) -> str:
-    """The note on windows of a text that have fewer tokens than were asked for.
+def cut_short(text: str, length: int, requested: int, context: int) -> str:
+    """The note on windows of a text that have fewer tokens than were requested.
 
     Args:
-        context: the most that the models can take.
+        context: the model's context.
     """
-    ends = "the model's context" if length == context else f"the text '{text}'"
-    return f"KL by position goes to {length} tokens, not {asked}: {ends} has no more"
+    shorter = "the model's context" if length == context else f"the text '{text}'"
+    return f"KL by position goes to {length} tokens, not {requested}: {shorter} has no more"
 
 
 @dataclass(frozen=True)
 class PositionCertificate:
-    """What a quantized model lost by position, as its manifest has it.
+    """The divergence of a quantized model by position, as its manifest has it.
 
     Attributes:
-        text, sha256: of the text's name, and of its content.
-        asked: the positions asked for; the text or the model's context may have had fewer.
+        text, sha256: the text's name, and the hash of its content.
+        asked: the requested positions; the text or the model's context may have had fewer.
         length: tokens of a window, BOS included.
-        windows: how many there were.
-        kl_bound: the most that a bucket's KL may be with a float cache.
-        caches: the buckets, by what keys and values are kept in.
+        windows: their number.
+        kl_bound: the largest KL of a bucket, with a float cache, that passes.
+        caches: the buckets by type of the KV cache.
     """
 
     text: str
@@ -134,9 +134,13 @@ class PositionCertificate:
     kl_bound: float
     caches: dict[str, list[PositionDivergence]]
 
+    def __post_init__(self) -> None:
+        if not all(self.caches.get(cache) for cache in CACHES):
+            raise ValueError("a cache has no figures")
+
     def problem(self) -> tuple[str, str, str] | None:
-        """What is wrong, found and expected, if anything is; NaN is beyond every bound. An int8 cache is for whoever
-        runs the model to choose: its figures inform."""
+        """The problem, what was found and what was expected; None if the certificate is passed. NaN exceeds every
+        bound. Whoever runs the model chooses an int8 cache: its figures are for information."""
         beyond = [one for one in self.caches[FLOAT] if one.is_beyond(self.kl_bound)]
         if not beyond:
             return None
@@ -148,10 +152,9 @@ class PositionCertificate:
         )
 
     def require_within(self, dst: Path) -> None:
-        """Let a model through.
-
+        """
         Raises:
-            QualityError: if a bucket is beyond the bound.
+            QualityError: if a bucket exceeds the bound.
         """
         if (problem := self.problem()) is not None:
             raise QualityError(
@@ -161,50 +164,29 @@ class PositionCertificate:
             )  # fmt: skip
 
     def lines(self) -> list[str]:
-        """For people: a line for each cache, and one where it was not passed: the model was kept all the same."""
-        tokens = f"{self.windows} x {self.length} tokens of {self.text}"
-        told = []
-        for cache, buckets in self.caches.items():
-            last = buckets[-1]
-            told.append(f"KL by position, {cache} cache: {last.estimate} at {last.name}, {rise_text(buckets)}")
-        problem = self.problem()
-        beyond = (
-            [] if problem is None else [f"BEYOND ITS BOUND, and accepted: {problem[0]}: {problem[1]}, {problem[2]}"]
-        )
-        return [f"{told[0]} ({tokens})", *told[1:], *beyond]
+        """For people: a line for each cache, and one if the model was kept though it did not pass."""
+        lines = [
+            f"KL by position, {cache} cache: {own[-1].estimate} at {own[-1].name}, {rise_text(own)}"
+            for cache, own in self.caches.items()
+        ]
+        lines[0] += f" ({self.windows} x {self.length} tokens of {self.text})"
+        if (problem := self.problem()) is not None:
+            lines.append(f"BEYOND ITS BOUND, and accepted: {problem[0]}: {problem[1]}, {problem[2]}")
+        return lines
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
         """The manifest's form.
 
         Args:
-            accepted: whether the result was to be kept whatever this says.
+            accepted: whether the result is kept even if it does not pass.
         """
         return {"passed": self.problem() is None, "accepted": accepted, **asdict(self)}
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> PositionCertificate:
-        """What `to_json` gave, read from the manifest at a path.
+        """The result of `to_json`, read from the manifest at a path.
 
         Raises:
-            CheckpointError: if it is of another form.
+            CheckpointError: if it has another form.
         """
-        try:
-            caches = {cache: [_bucket(one) for one in value["caches"][cache]] for cache in CACHES}
-            found = cls(
-                str(value["text"]), str(value["sha256"]), int(value["asked"]), int(value["length"]),
-                int(value["windows"]), float(value["kl_bound"]), caches,
-            )  # fmt: skip
-            sound = all(caches.values())
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            sound = False
-        if not sound:
-            raise CheckpointError("does not tell the divergence by position", path=path, hint="make it again")
-        return found
-
-
-def _bucket(value: Mapping[str, Any]) -> PositionDivergence:
-    error = value["kl_error"]
-    return PositionDivergence(
-        int(value["start"]), int(value["stop"]), int(value["tokens"]), float(value["kl"]),
-        None if error is None else float(error), float(value["top1_agreement"]),
-    )  # fmt: skip
+        return read_record(cls, value, path, "the divergence by position")

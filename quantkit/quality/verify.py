@@ -14,8 +14,7 @@ from torch import Tensor
 
 from quantkit.architectures.topology import parameters
 from quantkit.arguments import as_path, wrong_type
-from quantkit.errors import CheckpointError, QualityError
-from quantkit.formats import manifest
+from quantkit.errors import QualityError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_pair
@@ -26,9 +25,10 @@ from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds
 from quantkit.quality.figures import Estimate
 from quantkit.quality.manifest_check import FolderReport, failed_certificate, neither_true_nor_false, verify_model
 from quantkit.quality.measures import Divergence, compare_batches
+from quantkit.quality.records import manifest_or_empty, module_records
 from quantkit.quality.tensor_difference import TensorDifference, tensor_difference
 from quantkit.quality.token_check import token_problems
-from quantkit.quality.weights_only import COMPARED, RecordedErrors, summary_problems
+from quantkit.quality.weights_only import COMPARED, error_problem, recorded_errors, summary_problems
 from quantkit.quality.windows import measured_windows
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -90,7 +90,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All that two checkpoints differ in. It is neither true nor false: ask `same` or `ok`.
+    """All that two checkpoints differ in. It is neither true nor false: use `same` or `ok`.
 
     Attributes:
         verdict: same, within the scheme's bound, different; or beyond the bound of a certificate for long contexts.
@@ -252,7 +252,7 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     differing: list[TensorDifference] = []
     probes: dict[str, Probe] = {}
     bound = BOUNDS["float16"]
-    recorded = RecordedErrors(reference, other)
+    recorded = {} if runnable else recorded_errors(reference, other)
     compensated = {**_compensated(reference), **_compensated(other)}
     on_codes = len(schemes(reference).keys() & schemes(other).keys()) if comparable else 0
     if comparable:
@@ -263,7 +263,8 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
             if difference is not None:
                 differing.append(difference)
                 bound = coarser((bound, allowed))
-                problems += [] if runnable else recorded.problem(difference.name, difference.relative_error)
+                found = error_problem(name, difference.relative_error, recorded.get(name))
+                problems += [] if found is None else [found]
         differing.sort(key=lambda difference: -difference.excess)
         probes = _probed(reference, other, bound, progress) if runnable else {}
     verdict = _judge(problems, differing, probes)
@@ -297,17 +298,13 @@ def _load(checkpoint: Checkpoint, name: str) -> Tensor | QuantTensor:
 
 
 def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
-    """For each quantized module the coarsest scheme whose losses its weight may make up for: its own if it was
-    rounded, as far as the manifest tells, else that of any module."""
+    """For each quantized module the coarsest scheme whose losses its weight may compensate: its own if the manifest
+    says that it was rounded, else that of any module."""
     assigned = schemes(checkpoint)
-    try:
-        records = manifest.read(checkpoint.path).get("modules", {})
-    except CheckpointError:
-        records = {}
-    listed = records.items() if isinstance(records, dict) else ()
-    rounded = {module for module, record in listed if isinstance(record, dict) and record.get("solver") == ROUNDING}
     if not assigned:
         return {}
+    records = module_records(manifest_or_empty(checkpoint.path))
+    rounded = {module for module, record in records.items() if record.get("solver") == ROUNDING}
     worst = coarsest(assigned.values())
     return {module: scheme if module in rounded else worst for module, scheme in assigned.items()}
 

@@ -1,4 +1,4 @@
-"""What is known of a quantized model that cannot be run: what became of its tensors, and by how much they changed."""
+"""Figures on a quantized model that cannot be run: how its tensors were stored, and how much they changed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count, schemes
 from quantkit.formats.output.destination import manifest_path
 from quantkit.json_values import shown
 from quantkit.quality.bounds import REPEATABLE
+from quantkit.quality.records import manifest_or_empty, module_records, read_record
 
 COMPARED = "weights only: no logits were compared"
 
 
 @dataclass(frozen=True)
 class WeightsOnly:
-    """What stands in the gate's place for a model that cannot be run.
+    """What a model that cannot be run has instead of a gate.
 
     Attributes:
         parameters: of the model, as if all were floats.
-        quantized: how many of them lie in quantized weights.
+        quantized: how many of them are in quantized weights.
         carried: how many tensors are not quantized.
         worst: the quantized module with the largest relative error.
         worst_error: that error (Frobenius norms).
@@ -37,13 +37,17 @@ class WeightsOnly:
     worst: str
     worst_error: float
 
+    def __post_init__(self) -> None:
+        if self.parameters <= 0 or not math.isfinite(self.worst_error):
+            raise ValueError("there must be parameters, and the error a number")
+
     @property
     def share(self) -> float:
-        """Of the parameters that are quantized."""
+        """The share of the parameters that are quantized."""
         return self.quantized / self.parameters
 
     def problem(self) -> None:
-        """None: a weight that changes more than it may keeps its floats."""
+        """None: a weight whose error exceeds its bound keeps its floats."""
         return None
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
@@ -56,22 +60,13 @@ class WeightsOnly:
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> WeightsOnly:
-        """What `to_json` gave, read from the manifest at a path.
+        """The result of `to_json`, read from the manifest at a path.
 
         Raises:
-            CheckpointError: if it is of another form.
+            CheckpointError: if it has another form.
         """
-        try:
-            found = cls(
-                int(value["parameters"]), int(value["quantized"]), int(value["carried"]), str(value["worst"]),
-                float(value["worst_error"]),
-            )  # fmt: skip
-            sound = value["compared"] == COMPARED and found.parameters > 0 and math.isfinite(found.worst_error)
-        except (ArithmeticError, LookupError, TypeError, ValueError):
-            sound = False
-        if not sound:
-            raise CheckpointError("does not tell what became of the tensors", path=path, hint="make it again")
-        return found
+        compared = isinstance(value, dict) and value.get("compared") == COMPARED
+        return read_record(cls, value if compared else None, path, "the errors of the tensors")
 
     def line(self) -> str:
         """For people."""
@@ -82,11 +77,10 @@ class WeightsOnly:
 
 
 def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -> WeightsOnly:
-    """What became of a model's tensors.
+    """The figures of a quantized model.
 
     Args:
-        result: the quantized model.
-        records: what the manifest says of tensors, by name.
+        records: the manifest's entries on tensors, by name.
     """
     assigned = schemes(result)
     errors = {module: float(records[f"{module}.weight"]["relative_error"]) for module in assigned}
@@ -97,7 +91,7 @@ def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -
 
 
 def carried_tensors(source: Any, result: Checkpoint) -> dict[str, str]:
-    """What was done to each tensor that is not quantized, by name.
+    """How each tensor that is not quantized was stored, by name.
 
     Args:
         source: the `StoredCheckpoint` that it comes from.
@@ -114,43 +108,33 @@ def carried_tensors(source: Any, result: Checkpoint) -> dict[str, str]:
     return found
 
 
-class RecordedErrors:
-    """What the manifests of two folders say of their weights' errors, held against what is measured again."""
+def recorded_errors(*checkpoints: Checkpoint) -> dict[str, float]:
+    """The errors of weights in the models' manifests, by tensor name; none if a model was dequantized since, as its
+    floats are not those that were quantized."""
+    every = [manifest_or_empty(checkpoint.path) for checkpoint in checkpoints]
+    if any(isinstance(options := made.get("options"), dict) and options.get("dequantize") for made in every):
+        return {}
+    return {
+        f"{module}.weight": error
+        for made in every for module, record in module_records(made).items()
+        if isinstance(error := record.get("relative_error"), (int, float))
+    }  # fmt: skip
 
-    def __init__(self, *checkpoints: Checkpoint) -> None:
-        self._recorded: dict[str, float] = {}
-        for checkpoint in checkpoints:
-            try:
-                made = manifest.read(checkpoint.path)
-            except CheckpointError:
-                continue
-            options, modules = made.get("options"), made.get("modules")
-            if isinstance(options, dict) and options.get("dequantize"):  # these floats are not what was quantized
-                self._recorded = {}
-                break
-            for module, record in modules.items() if isinstance(modules, dict) else ():
-                error = record.get("relative_error") if isinstance(record, dict) else None
-                if isinstance(error, (int, float)):
-                    self._recorded[f"{module}.weight"] = error
 
-    def problem(self, name: str, error: float) -> list[str]:
-        """What is wrong with the error of a tensor, if anything is."""
-        recorded = self._recorded.get(name)
-        if recorded is None or math.isclose(error, recorded, rel_tol=REPEATABLE):
-            return []
-        return [f"the error of {name} is {error:.4g}, and {recorded:.4g} in the manifest"]
+def error_problem(name: str, error: float, recorded: float | None) -> str | None:
+    """The problem if the error of a tensor is not the recorded one."""
+    if recorded is None or math.isclose(error, recorded, rel_tol=REPEATABLE):
+        return None
+    return f"the error of {name} is {error:.4g}, and {recorded:.4g} in the manifest"
 
 
 def summary_problems(checkpoint: Checkpoint) -> list[str]:
-    """How the manifest of a folder made of tensors contradicts its own account of each tensor, or the tensors there.
+    """Where the manifest of a model that cannot be run contradicts its own entries on tensors, or the tensors.
 
     Raises:
-        CheckpointError: if a summary is there and of another form.
+        CheckpointError: if it has a summary of another form.
     """
-    try:
-        made = manifest.read(checkpoint.path)
-    except CheckpointError:
-        return []
+    made = manifest_or_empty(checkpoint.path)
     if made.get("tensors_only") is not True:
         return []
     carried = {name for name in checkpoint.names() if checkpoint.info(name).scheme is None}
@@ -158,34 +142,33 @@ def summary_problems(checkpoint: Checkpoint) -> list[str]:
     problems = []
     if not isinstance(listed, dict) or set(listed) != carried:
         count = len(listed) if isinstance(listed, dict) else 0
-        problems.append(f"the manifest tells what became of {count} tensors, and {len(carried)} are carried")
+        problems.append(f"the manifest lists {count} carried tensors, and the model has {len(carried)}")
     if "quality" not in made:
         return problems
-    told, modules = WeightsOnly.from_json(made["quality"], manifest_path(checkpoint.path)), made.get("modules")
-    records = {f"{name}.weight": one for name, one in modules.items()} if isinstance(modules, dict) else {}
+    summary = WeightsOnly.from_json(made["quality"], manifest_path(checkpoint.path))
+    records = {f"{name}.weight": one for name, one in module_records(made).items()}
     try:
         found = weights_only(checkpoint, records)
     except (LookupError, TypeError, ValueError):
-        return [*problems, "the manifest does not tell the error of each quantized tensor"]
+        return [*problems, "the manifest does not state the error of each quantized tensor"]
     for what in ("parameters", "quantized", "carried", "worst_error"):
-        recorded, expected = getattr(told, what), getattr(found, what)
+        recorded, expected = getattr(summary, what), getattr(found, what)
         if recorded != expected:
             problems.append(f"'{what}' is {recorded:g} in the manifest's summary, and {expected:g} by its tensors")
     return problems
 
 
-def require_as_recorded(checkpoint: Checkpoint, modules: Any, path: Path) -> None:
-    """Hold the schemes of a folder against its manifest's account of its modules.
+def require_as_recorded(checkpoint: Checkpoint, made: Mapping[str, Any], path: Path) -> None:
+    """Compare the schemes of a model with its manifest.
 
     Args:
-        modules: the manifest's.
+        made: the manifest.
         path: of the manifest.
 
     Raises:
         CheckpointError: if they differ.
     """
-    listed = modules.items() if isinstance(modules, dict) else ()
-    recorded = {name: one.get("scheme") for name, one in listed if isinstance(one, dict) and one.get("scheme")}
+    recorded = {name: one["scheme"] for name, one in module_records(made).items() if one.get("scheme")}
     found = {module: str(scheme) for module, scheme in schemes(checkpoint).items()}
     if recorded != found:
         name = next(one for one in {**recorded, **found} if recorded.get(one) != found.get(one))

@@ -30,7 +30,7 @@ from quantkit.evals.table import render
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.manifest import file_sha256
 from quantkit.quality.figures import Estimate
-from quantkit.quality.measures import compare, text_windows, token_perplexity
+from quantkit.quality.measures import compare, perplexity_estimates, text_windows
 from quantkit.text.tokenizer import load_tokenizer
 
 WINDOW = 128
@@ -67,7 +67,7 @@ def test_the_figures_are_those_of_the_measures(found: Evaluation, folders: dict[
     windows = text_windows(ids, None, WINDOW)
     assert whole.tokens == len(ids)
     assert whole.divergence is None
-    alone = token_perplexity(open_checkpoint(folders["bf16"]), windows)
+    alone = perplexity_estimates(open_checkpoint(folders["bf16"]), [windows])[0].value
     assert whole.token_perplexity == pytest.approx(alone, rel=1e-6)
     reference, other = open_checkpoint(folders["bf16"]), open_checkpoint(folders["int4-g64"])
     assert int4.divergence == compare(reference, [other], windows)[0].divergence

@@ -122,7 +122,7 @@ def test_codes_and_zero_points_stay_bit_for_bit(scheme: str, dtype: str, to: str
     assert all(text.kl < 1e-5 for text in made.quality.texts)
     assert verify(source, tmp_path / "out").verdict is (Verdict.SAME if lossless else Verdict.WITHIN_BOUND)
     line = verify(tmp_path / "out").lines()[1]
-    assert line == f"when it was made it was held against its source: {made.exact.line()}"
+    assert line == f"when it was made it was compared with its source: {made.exact.line()}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -110,7 +110,7 @@ def test_blocks_of_gguf_are_the_same_numbers(scheme: str, folders: dict[str, Pat
     assert json.loads((tmp_path / "there.gguf.quantkit.json").read_text())["exact"]["tensors"] == 14
     assert verify(source, file).verdict is Verdict.SAME
     assert verify(file).lines()[1] == (
-        "when it was made it was held against its source: all 14 quantized tensors equal as numbers"
+        "when it was made it was compared with its source: all 14 quantized tensors equal as numbers"
     )
     back = quantkit.convert(file, tmp_path / "back", source_check=False)
     assert open_checkpoint(back.path).method == CT

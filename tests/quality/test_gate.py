@@ -413,7 +413,7 @@ def test_verify_measures_again(demo_model: Path, tmp_path: Path) -> None:
         verify(folder)
     made["quality"]["texts"][1]["sha256"] = "0" * 64
     (folder / "quantkit.json").write_text(json.dumps(made))
-    assert any("'mixed' is not the text it was measured on" in line for line in verify(folder).lines())
+    assert any("'mixed' has changed since the model was made" in line for line in verify(folder).lines())
 
 
 @pytest.fixture(scope="module")
@@ -471,7 +471,7 @@ def test_verify_refuses_a_manifest_that_does_not_tell_of_a_gate(
     edit: Callable[[dict[str, Any]], object], made_int8: Path, tmp_path: Path
 ) -> None:
     folder = _edited(made_int8, tmp_path / "out", edit)
-    with pytest.raises(CheckpointError, match=r"quantkit\.json: does not tell what the model lost"):
+    with pytest.raises(CheckpointError, match=r"quantkit\.json: does not state what the model lost"):
         verify(folder)
 
 
@@ -480,7 +480,7 @@ def test_verify_misses_the_gate_of_a_quantized_model(made_int8: Path, tmp_path: 
     content = _manifest(folder)
     del content["quality"]
     (folder / "quantkit.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="does not tell what the model lost"):
+    with pytest.raises(CheckpointError, match="does not state what the model lost"):
         verify(folder)
 
 

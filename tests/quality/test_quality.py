@@ -21,7 +21,6 @@ from quantkit.quality.measures import (
     compare_batches,
     log_loss,
     text_windows,
-    token_perplexity,
 )
 
 
@@ -142,7 +141,7 @@ def test_logits_that_are_not_finite_are_an_error(pair: tuple[Any, Any, Path, Pat
         with pytest.raises(NonFiniteError, match=r"broken: the model's logits are NaN or Inf"):
             compare(reference, [other], tokens)
     with pytest.raises(NonFiniteError, match="broken"):
-        token_perplexity(bad, tokens)
+        measures.perplexity_estimates(bad, [tokens])
     assert math.isnan(compare_batches(good, bad, [Batch.from_start(tokens)])[0].divergence.kl)
 
 
@@ -162,7 +161,8 @@ def test_perplexity_is_the_exponent_of_the_mean_loss(pair: tuple[Any, Any, Path,
     windows = oracle.random_tokens(40, batch=4)
     logits = oracle.logits(model, windows)[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-    assert token_perplexity(open_checkpoint(folder), windows) == pytest.approx(math.exp(loss.item()), rel=1e-4)
+    (found,) = measures.perplexity_estimates(open_checkpoint(folder), [windows])
+    assert found.value == pytest.approx(math.exp(loss.item()), rel=1e-4)
 
 
 def test_windows_each_begin_with_bos_and_hold_every_token_once() -> None:

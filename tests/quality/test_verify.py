@@ -149,7 +149,7 @@ def test_a_model_card_may_be_edited_and_nothing_else(
 
 
 def test_a_model_that_quantkit_did_not_make_is_told(source: Path, tmp_path: Path) -> None:
-    words = r"has no quantkit\.json: quantkit did not make it; give the model that it is to be compared with"
+    words = r"has no quantkit\.json: quantkit did not make it; pass the model to compare it with"
     with pytest.raises(CheckpointError, match=words):
         verify(source)
     with pytest.raises(CheckpointError, match="nowhere: does not exist"):
@@ -161,7 +161,7 @@ def test_a_report_is_neither_true_nor_false(source: Path, tmp_path: Path) -> Non
     alone, pair = quantkit.verify(tmp_path / "same"), quantkit.verify(source, tmp_path / "same")
     assert (alone.same, alone.ok, pair.same, pair.ok) == (True, True, True, True)
     for report in (alone, pair):
-        with pytest.raises(TypeError, match=r"Report is neither true nor false: ask `report\.same` or `report\.ok`"):
+        with pytest.raises(TypeError, match=r"Report is neither true nor false: use `report\.same` or `report\.ok`"):
             assert report
         assert json.loads(json.dumps(report.to_json()))["same"] is True
     quantkit.convert(source, tmp_path / "rounded", dtype="bf16")
