@@ -1,6 +1,6 @@
-"""What is passed to the public functions, checked before anything is done: Python itself holds nobody to the types.
+"""Checks of the arguments of public functions, before anything is done: Python itself checks no types.
 
-A text from JSON or from an environment variable must not pass for a truth value or a number. Each of these raises
+A string from JSON or from an environment variable must not count as a boolean or a number. Each function raises
 `RequestError`, which names the argument.
 """
 
@@ -18,41 +18,41 @@ from quantkit.json_values import shown
 
 
 def wrong_type(name: str, value: object, expected: str, *, hint: str | None = None) -> RequestError:
-    """The error for an argument that is something else than it should be."""
+    """The error for an argument of the wrong type."""
     return RequestError(f"`{name}` is of the wrong type", found=shown(value), expected=expected, hint=hint)
 
 
-def require_flags(**given: object) -> None:
-    """Check that all are True or False: the text ``false`` would count as true, and None as false."""
-    for name, value in given.items():
+def require_flags(**flags: object) -> None:
+    """Require booleans: the string ``false`` would count as true, and None as false."""
+    for name, value in flags.items():
         if not isinstance(value, bool):
             raise wrong_type(name, value, "True or False")
 
 
 def require_instance(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
-    """Check for an object of ours; what was found is told by its type."""
+    """Require an instance of a class; the error shows the type of what was found."""
     if not isinstance(value, kinds):
         raise RequestError(f"`{name}` is of the wrong type", found=type(value).__name__, expected=expected)
 
 
 def require_tokenizer(tokenizer: object) -> None:
-    """Check for a tokenizer, and no path or None."""
+    """Require a tokenizer, not a path or None."""
     if not hasattr(tokenizer, "vocab_size"):
-        raise wrong_type("tokenizer", tokenizer, "the one that quantkit.load(path) gives")
+        raise wrong_type("tokenizer", tokenizer, "the one that quantkit.load(path) returns")
 
 
 def as_whole(name: str, value: object) -> int:
-    """A whole number, also numpy's; no truth value."""
-    if hasattr(value, "__index__") and not _is_truth(value):
+    """An integer, also numpy's, but not a boolean."""
+    if hasattr(value, "__index__") and not _is_boolean(value):
         try:
             return operator.index(value)
-        except TypeError:  # arrays have the method, whatever they hold
+        except TypeError:  # arrays have the method whatever they hold
             pass
-    raise wrong_type(name, value, "a whole number")
+    raise wrong_type(name, value, "an integer")
 
 
 def as_number(name: str, value: object) -> float:
-    """A number, whole or not; no truth value."""
+    """An integer or a float, but not a boolean."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise wrong_type(name, value, "a number")
     try:
@@ -62,7 +62,7 @@ def as_number(name: str, value: object) -> float:
 
 
 def as_seed(name: str, value: object) -> int:
-    """A whole number that torch's generators take: one of 64 bits."""
+    """An integer that torch's generators accept: one of 64 bits."""
     found = as_whole(name, value)
     if not -(2**63) <= found < 2**64:
         raise RequestError(f"{name} does not fit 64 bits", found=found)
@@ -71,21 +71,21 @@ def as_seed(name: str, value: object) -> int:
 
 def as_text(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise wrong_type(name, value, "a text")
+        raise wrong_type(name, value, "a string")
     return value
 
 
 def as_texts(name: str, value: object) -> list[str]:
-    """One text or several."""
+    """One string or several."""
     if isinstance(value, str):
         return [value]
     if not is_several(value):
-        raise wrong_type(name, value, "a text, or several in a list")
+        raise wrong_type(name, value, "a string, or several in a list")
     return [as_text(name, one) for one in value]
 
 
 def as_path(name: str, value: object) -> Path:
-    """A path; an empty text, which would mean the current folder, is none."""
+    """A path; an empty string, which would mean the current folder, is refused."""
     found = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(found, str):
         raise wrong_type(name, value, "a path")
@@ -107,22 +107,22 @@ def token_rows(value: object) -> list[list[int]]:
     """Token ids in a list or array, [T] or [B, T], as B rows.
 
     Raises:
-        TypeError: if they are none, or have no order.
+        TypeError: for anything else, and for a collection without an order.
     """
     listed = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
-        raise TypeError("no list")
+        raise TypeError("not a list")
     rows = listed if listed and all(isinstance(one, list | tuple) for one in listed) else [listed]
-    if any(_is_truth(one) for row in rows for one in row):
-        raise TypeError("truth values")
+    if any(_is_boolean(one) for row in rows for one in row):
+        raise TypeError("booleans")
     return [[operator.index(one) for one in row] for row in rows]
 
 
-def _is_truth(value: object) -> bool:
+def _is_boolean(value: object) -> bool:
     return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def is_several(value: object) -> TypeGuard[Iterable[object]]:
-    """Whether a value is a collection; one of bytes is of numbers, and of a mapping only half would be taken."""
+    """Whether a value is a collection of values: bytes are numbers, and of a mapping only the keys would be used."""
     several = isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | Mapping)
-    return several and getattr(value, "ndim", 1) > 0  # an array of no dimension has `__iter__` as well
+    return several and getattr(value, "ndim", 1) > 0  # an array without dimensions has `__iter__` too

@@ -8,23 +8,22 @@ _sources: dict[Path, Path] = {}
 
 
 def name_as(made: Path, source: Path) -> None:
-    """Have errors that concern a folder made for the time being, or a file in it, name what it was made of."""
+    """Let errors about a temporary folder, or a file in it, name the file that it was made from."""
     _sources[made] = source
 
 
 class QuantkitError(Exception):
-    """Something the user can act on, told in one line.
+    """An error that the user can act on, in one line.
 
-    The line, ``str(error)``, reads ``path: problem (found ..., expected ...); hint``; parts that
-    were not given are left out.
+    The line, ``str(error)``, reads ``path: problem (found ..., expected ...); hint``; parts that are None are left out.
 
     Attributes:
-        exit_code: of a command that ends by it; the same for all errors of a kind.
-        retryable: whether the same call may succeed later; of a job that writes, with `resume=True`.
+        exit_code: the exit code of a command that ends with it; the same for all errors of a kind.
+        retryable: whether the same call may succeed later; a job that writes needs `resume=True` for that.
         problem: what is wrong.
-        path: the file or folder that it concerns; None where there is none.
-        found, expected: what was there or was asked for, and what there could be; None where that says nothing.
-        hint: what to do next; None where there is nothing to say.
+        path: the file or folder that it concerns.
+        found, expected: the value that was found or requested, and the values that are possible.
+        hint: what to do next.
     """
 
     exit_code = 1
@@ -39,10 +38,6 @@ class QuantkitError(Exception):
         expected: object = None,
         hint: str | None = None,
     ) -> None:
-        """
-        Args:
-            problem, path, found, expected, hint: see the attributes; what is given is told in the line.
-        """
         self.problem = problem
         self.path = None if path is None else _named(Path(path))
         self.found = found
@@ -70,13 +65,13 @@ def _named(path: Path) -> Path:
 
 
 class RequestError(QuantkitError):
-    """The request itself makes no sense: a bad scheme, pattern, prompt or option."""
+    """The request is not valid: a bad scheme, pattern, prompt or option."""
 
     exit_code = 2
 
 
 class UnreachableError(RequestError):
-    """The hub does not answer, or not now."""
+    """The hub does not answer, at least not now."""
 
     retryable = True
 
@@ -88,16 +83,16 @@ class CheckpointError(QuantkitError):
 
 
 class UnsupportedError(QuantkitError):
-    """The source is sound, but quantkit cannot carry it without changing its meaning."""
+    """The source is sound, but quantkit cannot convert it without changing its meaning."""
 
     exit_code = 4
 
 
 class NotRepresentableError(UnsupportedError):
-    """A format has no codes, scales or zero points that are exactly those of a quantized tensor.
+    """A format cannot hold the codes, scales or zero points of a quantized tensor exactly.
 
     Attributes:
-        by_scales: whether scales do not fit, which a cast to another float type may mend.
+        by_scales: whether the scales are the reason; a cast to another float type may help.
     """
 
     def __init__(
@@ -121,17 +116,17 @@ class NoSpaceError(DestinationError):
 
 
 class ResumeError(QuantkitError):
-    """An interrupted run is there, and this one cannot or may not continue it."""
+    """The destination holds an interrupted run, which this one cannot or may not continue."""
 
     exit_code = 6
 
 
 class InterruptedRunError(ResumeError):
-    """An interrupted run is there: `resume=True` goes on with it."""
+    """The destination holds an interrupted run: `resume=True` continues it."""
 
 
 class BeingWrittenError(ResumeError):
-    """A job that runs is writing there, in this process or another one."""
+    """Another job is writing to the destination, in this process or another one."""
 
     retryable = True
 
@@ -143,12 +138,12 @@ class NonFiniteError(QuantkitError):
 
 
 class QualityError(QuantkitError):
-    """The result is sound, but further from its source than the scheme's bound allows."""
+    """The result is complete, but differs from its source by more than the scheme's bound."""
 
     exit_code = 8
 
 
 class GroupError(QuantkitError):
-    """The processes of one job were started differently, or one of them was lost."""
+    """The processes of one job were started with different arguments, or one of them died."""
 
     exit_code = 9

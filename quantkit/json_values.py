@@ -1,4 +1,4 @@
-"""JSON from files, read strictly: a value is of the kind and in the range asked for, or the file is refused."""
+"""JSON from files, read strictly: a value has the requested type and range, or the file is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from quantkit.errors import CheckpointError
 
 MAX_BYTES = 64 * 2**20  # the largest tokenizers published take some 30 MB, the largest indices 10
-DEEPEST = 64  # lists and objects in one another
+MAX_DEPTH = 64  # of nested lists and objects
 _SHOWN = 60
 
 
@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parsed(text: str, path: str | Path) -> dict[str, Any]:
-    """The JSON object that is the content of a file.
+    """The JSON object in a file's text.
 
     Raises:
         CheckpointError: if it is empty, not JSON, too deep, or not an object.
@@ -43,16 +43,16 @@ def parsed(text: str, path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"is not valid JSON: {error}", path=path) from error
     if not isinstance(value, dict):
         raise CheckpointError("does not hold a JSON object", path=path, found=type(value).__name__)
-    if depth(value) > DEEPEST:
-        raise CheckpointError("holds lists or objects in one another", path=path, expected=f"at most {DEEPEST} deep")
+    if depth(value) > MAX_DEPTH:
+        raise CheckpointError("holds lists or objects nested too deep", path=path, expected=f"at most {MAX_DEPTH} deep")
     return value
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a JSON object all of whose numbers are finite: a model's config, parts of which are handed on.
+    """Read a JSON object whose numbers are all finite: a model's config, parts of which are written again.
 
     Raises:
-        CheckpointError: as `read_json` does; and for NaN and Infinity, which JSON does not know, and numbers
+        CheckpointError: as `read_json` does; also for NaN and Infinity, which JSON does not have, and for numbers
             that are infinite as floats.
     """
     value = read_json(path)
@@ -65,32 +65,32 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def require_plain_file(path: Path) -> None:
-    """Check that a small file is one, before it is opened: a pipe would never end.
+    """Require a regular file of moderate size before it is opened: a pipe would never end.
 
     Raises:
-        CheckpointError: if it is missing, no regular file, or too large.
-        OSError: if it cannot be looked at.
+        CheckpointError: if it is missing, not a regular file, or too large.
+        OSError: if its status cannot be read.
     """
     try:
         size = path.stat().st_size
     except FileNotFoundError:
         raise CheckpointError("the file is missing", path=path) from None
     if not path.is_file():
-        raise CheckpointError("is no regular file", path=path)
+        raise CheckpointError("is not a regular file", path=path)
     if size > MAX_BYTES:
         raise CheckpointError("is too large", path=path, found=f"{size} bytes", expected=f"at most {MAX_BYTES}")
 
 
 class Settings:
-    """An object of a JSON file, asked key by key for values of one kind; null is as good as absent.
+    """An object of a JSON file, read key by key with the expected type; null counts as absent.
 
-    Every method raises `CheckpointError`, with the file and the key, for a value of another kind or range.
+    Every method raises `CheckpointError`, with the file and the key, for a value of another type or range.
     """
 
     def __init__(self, values: Mapping[str, Any], path: object, name: str = "") -> None:
         """
         Args:
-            name: the object's own key, where it is not the whole file.
+            name: the object's key in the file; empty for the whole file.
         """
         self.values = values
         self.path = str(path)
@@ -100,32 +100,32 @@ class Settings:
         return self.values.get(key) is not None
 
     def need(self, key: str, hint: str | None = None) -> Any:
-        """Whatever the key holds; it must be there."""
+        """The value of a key that must exist, of any type."""
         if not self.has(key):
             within = f"{self.name} " if self.name else ""
             raise CheckpointError(f"{within}lacks the key '{key}'", path=self.path, hint=hint)
         return self.values[key]
 
-    def whole(self, key: str, least: int, most: int) -> int:
-        """A whole number; none that is spelled as a float, a text or a truth value."""
+    def whole(self, key: str, low: int, high: int) -> int:
+        """An integer; floats, strings and booleans are refused."""
         value = self.need(key)
         if type(value) is not int:
-            self.wrong_type(key, f"a whole number from {least} to {most}")
-        if not least <= value <= most:
-            self._out_of_range(key, f"a whole number from {least} to {most}")
+            self.wrong_type(key, f"an integer from {low} to {high}")
+        if not low <= value <= high:
+            self._out_of_range(key, f"an integer from {low} to {high}")
         return value
 
-    def number(self, key: str, least: float, most: float) -> float:
-        """A number, spelled with a point or without."""
+    def number(self, key: str, low: float, high: float) -> float:
+        """An integer or a float."""
         value = self.need(key)
         if type(value) not in (int, float):
-            self.wrong_type(key, f"a number from {least:g} to {most:g}")
-        if not least <= value <= most:  # NaN is not
-            self._out_of_range(key, f"a number from {least:g} to {most:g}")
+            self.wrong_type(key, f"a number from {low:g} to {high:g}")
+        if not low <= value <= high:  # NaN is not
+            self._out_of_range(key, f"a number from {low:g} to {high:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false; `default` where nothing is said."""
+        """A boolean; `default` if the key is absent."""
         if not self.has(key):
             return default
         value = self.values[key]
@@ -136,27 +136,27 @@ class Settings:
     def text(self, key: str, hint: str | None = None) -> str:
         value = self.need(key, hint)
         if not isinstance(value, str):
-            self.wrong_type(key, "a text")
+            self.wrong_type(key, "a string")
         return value
 
     def texts(self, key: str) -> list[str]:
-        """A list of texts."""
+        """A list of strings."""
         value = self.need(key)
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            self.wrong_type(key, "a list of texts")
+            self.wrong_type(key, "a list of strings")
         return value
 
-    def numbers(self, key: str, least: float, most: float) -> tuple[float, ...]:
+    def numbers(self, key: str, low: float, high: float) -> tuple[float, ...]:
         """A list of numbers."""
         value = self.need(key)
         if not isinstance(value, list) or not all(type(one) in (int, float) for one in value):
             self.wrong_type(key, "a list of numbers")
-        if not all(least <= one <= most for one in value):
-            self._out_of_range(key, f"numbers from {least:g} to {most:g}")
+        if not all(low <= one <= high for one in value):
+            self._out_of_range(key, f"numbers from {low:g} to {high:g}")
         return tuple(float(one) for one in value)
 
     def objects(self, key: str) -> list[Settings]:
-        """A list of objects; empty where there is none."""
+        """A list of objects; empty if the key is absent."""
         value = self.values.get(key, [])
         if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
             self.wrong_type(key, "a list of objects")
@@ -193,7 +193,7 @@ class Settings:
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: spelled as in Python, and short."""
+    """A value as messages show it: as Python spells it, and short."""
     if isinstance(value, int) and abs(value) >= 10**_SHOWN:
         return "a huge number"  # which Python may refuse to spell
     text = repr(value)
@@ -201,7 +201,7 @@ def shown(value: object) -> str:
 
 
 def finite(value: object) -> Any:
-    """Plain values for JSON, where what is NaN or infinite is None; tuples become lists."""
+    """Plain values for JSON: NaN and infinite numbers become None, tuples become lists."""
     if isinstance(value, Mapping):
         return {key: finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -210,7 +210,7 @@ def finite(value: object) -> Any:
 
 
 def within(value: object) -> list[object]:
-    """A value and, for lists and objects, all that they hold."""
+    """A value and, for lists and objects, everything inside."""
     found = [value]
     for one in found:
         if isinstance(one, dict | list):
@@ -219,7 +219,7 @@ def within(value: object) -> list[object]:
 
 
 def depth(value: object) -> int:
-    """How many lists and objects lie in one another."""
+    """How deep lists and objects are nested."""
     deep, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         deep += 1

@@ -1,4 +1,4 @@
-"""Memory: amounts of it for people, what this process has, and giving it back where the C library can."""
+"""Memory: sizes in words, the memory of this process and machine, and the settings of glibc's allocator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 def size_text(count: int) -> str:
-    """A number of bytes for people."""
+    """A number of bytes with its unit."""
     for size, unit in ((10**9, "GB"), (10**6, "MB")):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -25,7 +25,7 @@ def size_text(count: int) -> str:
 
 
 def resident_bytes() -> int:
-    """What this process holds in memory now, or at its peak where the system does not tell."""
+    """The resident memory of this process; its peak on systems that report no more."""
     status = Path("/proc/self/statm")
     if status.exists():
         return int(status.read_text().split()[1]) * resource.getpagesize()
@@ -33,14 +33,14 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most that this process has held in memory, since `reset_peak` where that has worked."""
+    """The peak of this process's resident memory, since `reset_peak` if that succeeded."""
     status = _numbers(Path("/proc/self/status"))
-    most = status.get("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return max(most * 1024, resident_bytes())
+    peak = status.get("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max(peak * 1024, resident_bytes())
 
 
 def reset_peak() -> bool:
-    """Let `peak_bytes` begin again; whether the system can."""
+    """Reset `peak_bytes`; False if the system cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -54,20 +54,20 @@ def total_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """What can still be taken without swapping: of the machine's memory, and of what this process's group may have."""
+    """The memory that is available without swapping, on the machine and within the limits of the control groups."""
     meminfo = _numbers(Path("/proc/meminfo"))
     found = [meminfo["MemAvailable"] * 1024 if "MemAvailable" in meminfo else total_bytes()]
     for folder in _memory_groups():
         try:
             limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
-        except (OSError, ValueError):  # without a limit it says "max"
+        except (OSError, ValueError):  # "max" if there is no limit
             continue
         found.append(limit - used + _numbers(folder / "memory.stat").get("inactive_file", 0))
     return max(0, min(found))
 
 
 def _memory_groups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """The folders of this process's control groups (version 2), each within the next."""
+    """The folders of this process's control groups (version 2), innermost first."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -78,7 +78,7 @@ def _memory_groups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The lines of a file of the system that begin with a name and a number."""
+    """The lines of a system file that begin with a name and a number."""
     try:
         lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
     except OSError:
@@ -88,28 +88,28 @@ def _numbers(path: Path) -> dict[str, int]:
 
 @contextmanager
 def enough_memory(path: Path | None) -> Iterator[None]:
-    """Running out of memory within, which torch and XLA tell in several ways, is a request for too much.
+    """Turn the several errors of torch and XLA for a lack of memory into one.
 
     Raises:
-        RequestError: for it.
+        RequestError: if memory runs out in the block.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in _OUT_OF_MEMORY):
             raise
-        raise RequestError("does not fit in memory", path=path, hint="ask for fewer tokens or texts at once") from error
+        raise RequestError("does not fit in memory", path=path, hint="request fewer tokens or texts at once") from error
 
 
 def malloc_trim() -> None:
-    """Return what is free inside the allocator's heap."""
+    """Return free memory of the allocator's heap to the system."""
     _call("malloc_trim", 0)
 
 
 def set_mmap_threshold(size: int) -> None:
-    """From now on give each buffer of at least so many bytes pages of its own, which go back when it is freed.
+    """From now on, allocate each buffer of at least `size` bytes by mmap, so that freeing it returns its pages.
 
-    Left alone, glibc soon serves up to 32 MB from its heap, where freed buffers leave holes.
+    By default, glibc soon serves buffers up to 32 MB from its heap, where freed ones leave holes.
     """
     _call("mallopt", _MMAP_THRESHOLD, size)
     _call("mallopt", _TRIM_THRESHOLD, 8 * size)

@@ -1,4 +1,4 @@
-"""How jobs tell that they advance, without knowing who listens."""
+"""How jobs report progress, without knowing who displays it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from quantkit.arguments import wrong_type
 
 
 class Progress(Protocol):
-    """Called as a job advances: what it is at, how much of that is done, of how much, and what is counted.
+    """A callback for progress: the phase, how much of it is done, the total, and the unit.
 
-    For instance ``("gate", 3, 24, "layers")``. A phase begins with a call of its name, often at 0, and its total
-    may be another than that of the phase before.
+    For instance ``("gate", 3, 24, "layers")``. The first call of a phase is often at 0; each phase has its own total.
     """
 
     def __call__(self, phase: str, done: int, total: int, unit: str, /) -> None:
-        """Be told.
+        """Receive a report.
 
         Args:
-            phase: what the job is at.
-            done: how much of that is done.
-            total: of how much.
+            phase: what the job is doing.
+            done: how many units of the phase are done.
+            total: how many units the phase has.
             unit: what is counted, such as ``layers``.
         """
         ...
@@ -31,39 +30,37 @@ class _Silent:
         pass
 
     def __repr__(self) -> str:
-        return "silent"  # in signatures, whose default it is
+        return "silent"  # as signatures show the default
 
 
 silent: Progress = _Silent()
-"""Tells nobody."""
+"""Reports to nobody."""
 
 
 def deduplicated(progress: Progress | None) -> Progress:
-    """The one to tell, where callers may have given none: it hears only what is other than what it heard last.
+    """A callback that skips a report equal to the one before; `silent` for None.
 
     Raises:
-        RequestError: if it cannot be called.
+        RequestError: if it is not callable.
     """
-    if progress is None:
+    if progress is None or progress is silent:
         return silent
     if not callable(progress):
         raise wrong_type("progress", progress, "None, or a function of (phase, done, total, unit)")
-    if progress is silent:
-        return silent
-    told: tuple[str, int, int, str] | None = None
+    last: tuple[str, int, int, str] | None = None
 
     def report(phase: str, done: int, total: int, unit: str, /) -> None:
-        nonlocal told
+        nonlocal last
         now = (phase, done, total, unit)
-        if now != told:
-            told = now
+        if now != last:
+            last = now
             progress(*now)
 
     return report
 
 
 def without_phase(progress: Progress, name: str) -> Progress:
-    """Tell `progress` of everything but one phase, which somebody else tells it of more finely."""
+    """Forward every phase but one, which is reported elsewhere in smaller steps."""
 
     def report(phase: str, done: int, total: int, unit: str, /) -> None:
         if phase != name:
@@ -73,7 +70,7 @@ def without_phase(progress: Progress, name: str) -> Progress:
 
 
 def in_phase(progress: Progress, name: str) -> Progress:
-    """Tell `progress` of everything as of one phase, as a job does that calls others as parts of its own."""
+    """Forward everything under one phase, for a job that runs another as part of itself."""
 
     def report(_phase: str, done: int, total: int, unit: str, /) -> None:
         progress(name, done, total, unit)

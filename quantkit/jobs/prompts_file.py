@@ -39,7 +39,7 @@ from typing import Any, NoReturn
 from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import require_flags, wrong_type
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
-from quantkit.json_values import DEEPEST, depth, shown, within
+from quantkit.json_values import MAX_DEPTH, depth, shown, within
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.runtime.request import (
     BEAM_SEARCH,
@@ -316,9 +316,9 @@ def _require_exact(values: Mapping[str, Any], line: str) -> None:
         RequestError: if a value lies too deep, or a number is not what it was in the line.
     """
     for key, value in values.items():
-        if depth(value) > DEEPEST:
+        if depth(value) > MAX_DEPTH:
             raise RequestError(
-                f"{shown(key)} holds lists or objects in one another", expected=f"at most {DEEPEST} deep"
+                f"{shown(key)} holds lists or objects in one another", expected=f"at most {MAX_DEPTH} deep"
             )
         if any(isinstance(one, float) and not math.isfinite(one) for one in within(value)):
             raise RequestError(f"{shown(key)} holds a number that is too large", expected="at most 1.79e308")
