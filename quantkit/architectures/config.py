@@ -9,8 +9,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from quantkit.architectures.rope import RopeConfig
 from quantkit.errors import CheckpointError
 
-# What a config may say at most, far beyond what is published: things are made for each layer before all tensors
-# are held against the config, and `plan DIR --target` reads configs that have none.
+# Upper bounds of a config, far beyond what is published: objects are made for each layer before the tensors are
+# compared with the config, and `plan DIR --target` reads configs without tensors.
 MAX_LAYERS = 1024
 MAX_HEADS = 2**16
 MAX_WIDTH = 2**24
@@ -21,11 +21,11 @@ MIN_EPS, MAX_EPS = 1e-30, 1.0
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What one layer does that others of its model may not.
+    """The features of one layer, which may differ between the layers of a model.
 
     Attributes:
-        window: how many positions back attention sees, itself included; None for all.
-        rotary: whether queries and keys are rotated by their positions.
+        window: how many positions attention sees, its own included; None for all.
+        rotary: whether queries and keys get rotary positions.
         experts: whether the feed-forward is a mixture of experts.
     """
 
@@ -40,14 +40,14 @@ class ExpertsConfig:
 
     Attributes:
         count: experts in a layer.
-        size: width of one expert.
-        per_token: experts that a token is sent to, those that the router gives most.
-        shared_size: width of the experts that take every token, together; 0 if there are none.
-        shared_gate: whether what these give is multiplied by the sigmoid of a gate of its own.
-        normalized: whether the chosen experts' shares are scaled to add up to 1.
+        size: intermediate size of one expert.
+        per_token: experts that a token is sent to: those with the highest router scores.
+        shared_size: intermediate size of all shared experts, which get every token; 0 if there are none.
+        shared_gate: whether the output of shared experts is multiplied by the sigmoid of a separate gate.
+        normalized: whether the weights of the chosen experts are scaled to add up to 1.
         bias: whether an expert's linears have biases.
         router_bias: whether the router has one.
-        score_correction: whether the choice of experts is corrected by a bias of its own (2408.15664).
+        score_correction: whether a separate bias corrects the choice of experts (2408.15664).
     """
 
     count: int
@@ -66,10 +66,10 @@ class LatentAttentionConfig:
     """Attention whose queries, keys and values come from low-rank states (DeepSeek-V2, 2405.04434).
 
     Attributes:
-        query_rank: of the queries' state; None where they are projected directly.
-        kv_rank: of the state that keys and values share.
-        rope_dim, plain_dim: of a head's queries and keys, the dimensions that are rotated and the others.
-        value_dim: of a head's values.
+        query_rank: rank of the queries' state; None if they are projected directly.
+        kv_rank: rank of the state that keys and values share.
+        rope_dim, plain_dim: the dimensions of a head's queries and keys that are rotated, and the others.
+        value_dim: the size of a head's values.
     """
 
     query_rank: int | None
@@ -81,16 +81,16 @@ class LatentAttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueTensor:
-    """A tensor of a model of which nothing is known but its tensors.
+    """A tensor of a model that is known by its tensors only.
 
     Attributes:
-        dtype: of its elements, or of the floats that they stand for.
-        role: what it is the weight of: ``linear``; ``head`` or ``tower``, linears that keep their floats unless a
-            recipe names them: an output head, or in a part for pictures or sound; ``recurrent``, one that keeps its
-            floats unless a recipe names it alone, as it is in a module that carries a state from token to token;
-            ``float``, one that always does: a router, a head that is the embedding over again. Empty for all others.
-        layer: its block's number among all that repeat, if it is in one.
-        alias: what readers call the module of a linear where it is another name than that on disk.
+        dtype: the type of its elements, or of the floats that they encode.
+        role: the kind of weight: ``linear``; ``head`` or ``tower``, an output head or a linear of a vision or audio
+            part, which stay floats unless a recipe names them; ``recurrent``, a linear in a module with a state, which
+            stays a float unless a recipe names it alone; ``float``, a linear that always does: a router, a tied head.
+            Empty for all other tensors.
+        layer: the number of its block, if it is in one.
+        alias: the name of a linear's module in readers, if it differs from the name on disk.
     """
 
     name: str
@@ -102,7 +102,7 @@ class OpaqueTensor:
 
     @property
     def module(self) -> str:
-        """Of a linear's weight."""
+        """The module of a linear's weight."""
         return self.name.removesuffix(".weight")
 
 
@@ -112,24 +112,23 @@ class ModelConfig:
 
     Attributes:
         architecture: the family, by its name in config.json (``model_type``).
-        layers: what each layer does.
+        layers: the features of each layer.
         dtype: the float type of the checkpoint: ``float32``, ``float16`` or ``bfloat16``.
         qk_norm: norms of queries and keys: of each ``head``, over the whole ``width``, or None.
-        clip_qkv: largest absolute value of queries, keys and values; None for any.
-        norms: where a layer's norms stand: ``before`` attention and feed-forward, ``after`` them, or ``both``.
-        norm_offset: what is added to every norm's weight.
+        clip_qkv: the absolute value at which queries, keys and values are clipped.
+        norms: the position of a layer's norms: ``before`` attention and feed-forward, ``after`` them, or ``both``.
+        norm_offset: an offset of every norm's weight.
         activation: of the feed-forward's gate: ``silu``, ``gelu_tanh`` or ``swiglu_oai``, gpt-oss's with its limits.
-        activation_limit: what ``swiglu_oai`` clamps gate and up to.
-        activation_alpha: what it multiplies a gate by before the sigmoid.
-        attention_scale: what products of queries and keys are multiplied by; None is 1 over the root of head_dim.
-        attention_softcap, logit_softcap: what attention scores and logits are bent to stay below, by tanh.
-        sinks: whether each head has a learnt logit that takes attention from all positions.
-        embedding_multiplier, logit_multiplier: of embeddings and logits.
-        residual_multiplier: of what a branch adds to the hidden states.
-        window_rope: rotary positions of layers with a window; None is those of the others.
-        tensors: all there are, of a model whose topology comes from them (see `families.opaque`); None of others.
-        unstored: linear modules that its readers have, and none of its tensors is the weight of; None where it is not
-            known which.
+        activation_limit: the bound at which ``swiglu_oai`` clamps gate and up.
+        activation_alpha: the factor of its gate before the sigmoid.
+        attention_scale: the factor of attention scores; None is 1 over the root of head_dim.
+        attention_softcap, logit_softcap: soft caps of attention scores and logits, by tanh.
+        sinks: whether each head has a learnt sink logit.
+        embedding_multiplier, logit_multiplier: factors of embeddings and logits.
+        residual_multiplier: the factor of each branch's output.
+        window_rope: rotary positions of layers with a window, if they differ from those of the others.
+        tensors: all tensors of a model that is known by them only (see `families.opaque`); else None.
+        unstored: linear modules that readers have and no tensor is the weight of; None if unknown.
     """
 
     architecture: str
@@ -172,7 +171,7 @@ class ModelConfig:
 
     @property
     def runnable(self) -> bool:
-        """Whether it can be computed what the model says."""
+        """Whether the decoder can run the model."""
         return self.tensors is None
 
     @property
@@ -195,8 +194,7 @@ class ModelConfig:
 
     @property
     def features(self) -> frozenset[str]:
-        """What the model does beyond the plainest: the fields of the config, and of its layers, that are not at their
-        defaults."""
+        """The fields of the config, and of its layers, that are not at their defaults."""
         every: tuple[ModelConfig | LayerConfig, ...] = (self, *set(self.layers))
         return frozenset(
             field.name
@@ -207,36 +205,36 @@ class ModelConfig:
 
     @property
     def follows_length(self) -> bool:
-        """Whether the angles of rotary positions depend on the length of their sequence."""
+        """Whether rotary angles depend on the length of the sequence."""
         return any(rope.follows_length for rope in (self.rope, self.window_rope or self.rope))
 
     @property
     def rope_switch(self) -> int | None:
-        """The longest sequence with LongRoPE's short factors, where there are longer ones: all positions of those turn
-        by other angles, so that keys in a cache must be computed anew."""
+        """The longest sequence with LongRoPE's short factors, if longer ones exist: these use other angles at all
+        positions, so that cached keys must be computed again."""
         ropes = (self.rope, self.window_rope or self.rope)
         ends = [rope.original_context for rope in ropes if rope.type == "longrope" and rope.original_context]
         return min(ends) if ends and min(ends) < self.max_context else None
 
     @property
     def max_unscaled_context(self) -> int:
-        """Positions up to which no angle depends on the length of its sequence."""
+        """The longest sequence whose angles do not depend on its length."""
         return min(self.max_context, self.rope_switch or self.max_context)
 
     @property
     def max_positions(self) -> int:
-        """Positions that a sequence can have: past the trained context where the scaling grows with its length."""
+        """The maximum length of a sequence: beyond the trained context if the scaling grows with the length."""
         return int(self.max_context * (max(self.rope.factor, 1.0) if self.rope.type == "dynamic" else 1))
 
     def validated(self, path: object) -> ModelConfig:
-        """Return self.
+        """Return self, checked.
 
         Raises:
-            CheckpointError: if heads do not divide, or a token that the config names is not in the vocabulary.
+            CheckpointError: if sizes do not fit, or a token of the config is not in the vocabulary.
         """
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
-                "attention heads are no multiple of the KV heads",
+                "attention heads are not a multiple of the KV heads",
                 path=str(path),
                 found=f"{self.num_heads} and {self.num_kv_heads}",
             )
@@ -264,8 +262,7 @@ class ModelConfig:
         return replace(self, dtype=dtype)
 
     def differences(self, other: ModelConfig) -> list[str]:
-        """What differs between two models' arithmetic, float type left aside, each in a few words for people:
-        ``hidden_size 128 against 256``."""
+        """The differences between two models except for the float type, such as ``hidden_size 128 against 256``."""
         skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers", "tensors", "unstored"}
         found = _differences(self, other, skipped) + _tensor_differences(self.tensors, other.tensors)
         if self.num_layers != other.num_layers:
@@ -277,7 +274,7 @@ _Part = ModelConfig | RopeConfig | ExpertsConfig | LatentAttentionConfig
 
 
 def _differences(own: _Part, other: _Part, skipped: Collection[str] = (), inside: str = "") -> list[str]:
-    """What differs between two configs, or parts of them, field by field."""
+    """The differences between two configs, or parts of them, field by field."""
     found = []
     for field in fields(own):
         if field.name in skipped:
@@ -291,7 +288,7 @@ def _differences(own: _Part, other: _Part, skipped: Collection[str] = (), inside
 
 
 def _layer_differences(own: tuple[LayerConfig, ...], others: tuple[LayerConfig, ...]) -> list[str]:
-    """What differs between layers: one line for each field, with the first layer that differs in it."""
+    """The differences between layers: one line for each field, with the first layer that differs."""
     found = []
     for field in fields(LayerConfig):
         pairs = [(getattr(a, field.name), getattr(b, field.name)) for a, b in zip(own, others, strict=True)]
@@ -306,7 +303,7 @@ def _layer_differences(own: tuple[LayerConfig, ...], others: tuple[LayerConfig, 
 def _tensor_differences(
     own: tuple[OpaqueTensor, ...] | None, others: tuple[OpaqueTensor, ...] | None
 ) -> list[str]:  # fmt: skip
-    """The first tensor that only one of two models has, or that has another shape, and how many such there are."""
+    """The first tensor that one model lacks or has in another shape, and the number of such tensors."""
     if own is None or others is None:
         return [] if own is others else ["one is known by its tensors only, the other is not"]
     first, second = ({tensor.name: tensor.shape for tensor in tensors} for tensors in (own, others))
@@ -319,7 +316,7 @@ def _tensor_differences(
 
 
 def _shown(value: object) -> str:
-    """A value of a config, in a word or two where it can be."""
+    """A value of a config in messages."""
     if value is None:
         return "none"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What a family's Hugging Face folder holds: its tensors by name, and the canonical ones that each is made of."""
+"""The tensors of a family's Hugging Face folder, and the canonical tensors that each of them holds."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _STACKED = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a canonical tensor lies in one on disk.
+    """The place of a canonical tensor in a tensor on disk.
 
     Attributes:
         name: the canonical name.
-        shape: of the canonical tensor.
-        first, step: its first row there, and from each to the next.
-        expert: its place along the first axis, where the tensor on disk holds all experts.
-        head_order: for each row of a head its place on disk, where rotary rows lie otherwise there.
+        shape: the canonical shape.
+        first, step: its first row on disk, and the distance between rows.
+        expert: its index along the first axis, if the tensor on disk holds all experts.
+        head_order: the row on disk for each row of a head, if the order of rotary rows differs.
     """
 
     name: str
@@ -46,10 +46,10 @@ class DiskTensor:
     """One tensor on disk.
 
     Attributes:
-        places: of the canonical tensors that it holds, in order; rows one below the other where they are several
-            linears of a block, or those of each expert in turn.
+        places: the canonical tensors that it holds, in order: the rows of several linears of a block, or those of
+            each expert in turn.
         stacked: how it holds experts, if it does.
-        linear: that it is the weight of; the first of those whose rows lie one below the other.
+        linear: the linear whose weight it is; the first one if it holds several.
     """
 
     name: str
@@ -65,7 +65,7 @@ class DiskTensor:
 
     @property
     def module(self) -> str:
-        """The name of the module that it is the weight of; its own, where all experts are one tensor."""
+        """The name of its module; its own name if all experts are one tensor."""
         return self.name.removesuffix(".weight")
 
     @property
@@ -75,24 +75,24 @@ class DiskTensor:
 
     @property
     def whole(self) -> bool:
-        """Whether it is a canonical tensor as it lies."""
+        """Whether it is a canonical tensor without changes."""
         return len(self.places) == 1 and self.stacked is None and self.places[0].head_order is None
 
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """How the experts of a layer may lie on disk.
+    """A form in which the experts of a layer are stored.
 
     Attributes:
-        names: of the linears of one expert by role, where each is a tensor of its own.
-        stacked: the tensors that hold those of all, else.
+        names: the linears of one expert by role, if each is a separate tensor.
+        stacked: the tensors that hold all experts, otherwise.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
     stacked: tuple[StackedExperts, ...] = ()
 
     def templates(self) -> list[str]:
-        """Names of its modules and tensors, with places for layer and expert."""
+        """Names of its modules and tensors, as templates for layer and expert."""
         biases = [stacked.bias for stacked in self.stacked if stacked.bias is not None]
         return [*self.names.values(), *(stacked.name for stacked in self.stacked), *biases]
 
@@ -100,11 +100,11 @@ class ExpertForm:
 def disk_tensors(
     config: ModelConfig, quantized: Collection[str] = (), *, joins_experts: bool = False
 ) -> list[DiskTensor]:  # fmt: skip
-    """The tensors of a folder of a model's family, in the order in which they are written.
+    """The tensors of a folder in the order of writing.
 
     Args:
-        quantized: canonical names of modules; an expert in a layer with one of them has modules of its own.
-        joins_experts: whether all experts of a layer are one module for each role instead, as mlx-lm has them.
+        quantized: canonical names of quantized modules; a layer with such an expert stores each expert separately.
+        joins_experts: whether all experts of a layer are one module for each role instead, as in mlx-lm.
     """
     if config.tensors is not None:
         return _as_they_are(config)
@@ -121,21 +121,21 @@ def disk_tensors(
 def parameters_as_written(
     config: ModelConfig, quantized: Collection[str] = (), *, joins_experts: bool = False
 ) -> list[Parameter]:  # fmt: skip
-    """Every tensor that a model has, the parts of each of `disk_tensors` one after the other."""
+    """Every tensor of a model, in the order of `disk_tensors`."""
     known = {parameter.name: parameter for parameter in parameters(config)}
     tensors = disk_tensors(config, quantized, joins_experts=joins_experts)
     return [known[name] for tensor in tensors for name in tensor.parts]
 
 
 def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: object) -> list[DiskTensor]:
-    """The tensors that a folder should hold, its experts in the form in which they are there.
+    """The tensors that a folder should hold, with its experts in the form that it uses.
 
     Args:
-        shapes: of the tensors there are, by name; those of quantized modules by their own.
-        path: what errors name.
+        shapes: shapes of the existing tensors by name; those of a quantized module under the module's name.
+        path: the path in errors.
 
     Raises:
-        CheckpointError: if the experts of a layer are there in two forms, or there are more than the config says.
+        CheckpointError: if a layer has its experts in two forms, or more than the config says.
     """
     if config.tensors is not None:
         return _as_they_are(config)
@@ -157,9 +157,9 @@ def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], pa
         if len(present) > 1:
             one, other, *_ = present.values()
             raise CheckpointError(
-                f"the experts of layer {layer} are there in two forms", path=str(path),
+                f"the experts of layer {layer} are stored in two forms", path=str(path),
                 found=f"'{one[0]}' and '{other[0]}'", expected="a tensor for each expert, or one for all",
-                hint="weight files of two versions of the model lie side by side",
+                hint="the folder has weight files of two versions of the model",
             )  # fmt: skip
         forms[layer] = known[next(iter(present), 0)]
     _require_no_more_experts(shapes, known, count, path)
@@ -168,17 +168,17 @@ def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], pa
         layer for layer in forms
         if CANONICAL["router"].format(layer=layer) in there and own_router.format(layer=layer) not in there
     }  # fmt: skip
-    return _as_they_lie(_tensors(config, forms, renamed), shapes)
+    return _as_oriented(_tensors(config, forms, renamed), shapes)
 
 
 def unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | None:
-    """What transformers does not load right of a folder with quantized modules, in words; None if it does.
+    """What transformers loads wrongly from a folder with quantized modules, in words; None if nothing.
 
-    It takes all experts for quantized, and alike, in families whose float folders have a tensor for each (seen in
+    It expects all experts to be quantized by one scheme, in families that store each float expert separately (seen in
     5.23).
 
     Args:
-        schemes: of quantized modules, by canonical name.
+        schemes: schemes of quantized modules by canonical name.
     """
     found = {schemes.get(p.module) for p in parameters(config) if p.expert is not None and p.is_linear_weight}
     if not schemes or not found:
@@ -187,7 +187,7 @@ def unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | 
         return None if found == {None} else f"quantized experts of {config.architecture}"
     if len(found) > 1:
         return "experts of several schemes"
-    return "experts of floats beside quantized layers" if None in found else None
+    return "float experts along with quantized layers" if None in found else None
 
 
 def disk_name(config: ModelConfig, role: str) -> str:
@@ -196,18 +196,18 @@ def disk_name(config: ModelConfig, role: str) -> str:
 
 
 def head_order(config: ModelConfig, layer: int) -> tuple[int, ...] | None:
-    """For each row of a head in canonical order, its place on disk; None where that is the same.
+    """The row on disk for each row of a head in canonical order; None if they are the same.
 
-    Canonical rows are rotated half against half over the whole head: of r rows that turn and the others each the
-    first half, then the second halves.
+    Canonical heads pair each row with that half a head away (rotate-half), also with partial rotary positions: the
+    first halves of the rotated rows and of the others, then the second halves.
     """
     interleaved = families()[config.architecture].interleaved_rotary
     return rotary_order(config.head_dim, config.rope_of(layer).rotary_dim, interleaved=interleaved)
 
 
 def rotary_order(head_dim: int, rotary_dim: int | None, *, interleaved: bool) -> tuple[int, ...] | None:
-    """`head_order` of heads of which some dimensions turn, all where `rotary_dim` is None; pairs lie side by side on
-    disk, or half against half of those that turn."""
+    """`head_order` for heads of which `rotary_dim` dimensions are rotated, None for all; `interleaved` if the two rows
+    of a pair are adjacent on disk."""
     turned = rotary_dim or head_dim
     firsts, seconds = range(turned // 2), range(turned // 2, turned)
     if interleaved:
@@ -218,7 +218,7 @@ def rotary_order(head_dim: int, rotary_dim: int | None, *, interleaved: bool) ->
 
 
 def _expert_forms(family: Family) -> list[ExpertForm]:
-    """The forms in which a family's experts are read, its own first."""
+    """The forms in which a family's experts are read, its own form first."""
     own = {role: family.names.get(role, CANONICAL[role]) for role in _EXPERT_ROLES}
     canonical = {role: CANONICAL[role] for role in _EXPERT_ROLES}
     forms = [ExpertForm(stacked=family.stacked)] if family.stacked else []
@@ -229,10 +229,10 @@ def _expert_forms(family: Family) -> list[ExpertForm]:
 
 
 def _joined(family: Family, gate: str) -> tuple[StackedExperts, ...]:
-    """The experts of a layer as mlx-lm keeps them: one module for all of each role, beside those of single ones.
+    """The experts of a layer in mlx-lm: one module of all experts for each role.
 
     Args:
-        gate: the name of an expert's gate where each is a module of its own.
+        gate: the name of an expert's gate where each expert is a separate module.
     """
     bank = gate.partition("experts.{expert}")[0] + ("experts" if family.stacked else "switch_mlp")
     modules = [f"{bank}.{CANONICAL[role].rpartition('.')[2]}" for role in _EXPERT_ROLES]
@@ -241,17 +241,14 @@ def _joined(family: Family, gate: str) -> tuple[StackedExperts, ...]:
 
 
 def _names(form: ExpertForm, layer: int, count: int) -> list[str]:
-    """What a layer's experts may be called in a form."""
+    """The possible names of a layer's experts in a form."""
     templates = form.templates()
     experts = range(count) if form.names else range(1)
     return [template.format(layer=layer, expert=expert) for template in templates for expert in experts]
 
 
 def _require_no_more_experts(names: Collection[str], forms: Sequence[ExpertForm], count: int, path: object) -> None:
-    """
-    Raises:
-        CheckpointError: for a tensor of an expert beyond those of the config.
-    """
+    """Refuse a tensor of an expert beyond those of the config."""
     templates = [re.escape(name) for form in forms for name in form.names.values()]
     patterns = [name.replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"(\d+)") for name in templates]
     numbered = re.compile("|".join(rf"(?:{pattern})\..*" for pattern in patterns))
@@ -260,20 +257,23 @@ def _require_no_more_experts(names: Collection[str], forms: Sequence[ExpertForm]
         expert = next((int(number[:18]) for number in match.groups() if number), 0) if match else 0
         if expert >= count:
             raise CheckpointError(
-                f"tensor '{name}' is of an expert that the config does not count", path=str(path),
+                f"tensor '{name}' belongs to an expert beyond those of the config", path=str(path),
                 found=f"expert {expert}", expected=f"experts 0 to {count - 1}",
                 hint="the config is another model's",
             )  # fmt: skip
 
 
 def _as_they_are(config: ModelConfig) -> list[DiskTensor]:
-    """The tensors of a model of which no more is known: canonical is what lies on disk."""
+    """The tensors of a model that is known by them only: their names on disk are canonical."""
     return [DiskTensor(p.name, p.shape, (Place(p.name, p.shape),), linear=p.linear) for p in parameters(config)]
 
 
-def _as_they_lie(tensors: Sequence[DiskTensor], shapes: Mapping[str, tuple[int, ...]]) -> list[DiskTensor]:
-    """Tensors of all experts with inputs before outputs where their shapes say so, and square ones like the other of
-    their layer, which is not square; outputs first where one is not there by its name, but encoded."""
+def _as_oriented(tensors: Sequence[DiskTensor], shapes: Mapping[str, tuple[int, ...]]) -> list[DiskTensor]:
+    """Tensors with the orientation of stacked experts that the folder uses.
+
+    Shapes show which axis comes first; a square tensor follows the other one of its layer. Encoded ones, which have
+    no tensor under their own name, have outputs first.
+    """
     turned = {tensor.name: _turned(tensor) for tensor in tensors if tensor.stacked and len(tensor.shape) == 3}
     others = {_layer(name) for name, other in turned.items() if _is_oblong(other) and shapes.get(name) == other.shape}
     found = []
@@ -292,7 +292,7 @@ def _turned(tensor: DiskTensor) -> DiskTensor:
 
 
 def _layer(name: str) -> str:
-    """What the names of a layer's stacked tensors begin with."""
+    """The common prefix of a layer's stacked tensors."""
     return name.rpartition(".")[0]
 
 
@@ -301,10 +301,10 @@ def _is_oblong(tensor: DiskTensor) -> bool:
 
 
 def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Collection[int] = ()) -> list[DiskTensor]:
-    """The tensors on disk, each where the first of its parts stands among a model's parameters.
+    """The tensors on disk, in the order of their first parts among a model's parameters.
 
     Args:
-        forms: of the experts, by layer.
+        forms: the forms of the experts by layer.
         renamed: layers whose router has its canonical name.
     """
     family = families()[config.architecture]
@@ -334,7 +334,7 @@ def _stacked_in(form: ExpertForm | None, parameter: Parameter) -> StackedExperts
 
 
 def _name(family: Family, form: ExpertForm | None, parameter: Parameter) -> str:
-    """Of a tensor that is not of all experts."""
+    """The name of a tensor that does not hold all experts."""
     linear = parameter.linear
     if form is not None and parameter.role in form.names:
         template = form.names[parameter.role]
@@ -351,15 +351,15 @@ def _name(family: Family, form: ExpertForm | None, parameter: Parameter) -> str:
 def disk_tensor(
     name: str, stacked: StackedExperts | None, parts: Sequence[Parameter], order: tuple[int, ...] | None
 ) -> DiskTensor:
-    """A tensor from what it is made of.
+    """The tensor on disk that holds some canonical ones.
 
     Args:
-        order: of its layer's rotary rows, as `head_order` has it.
+        order: the order of its layer's rotary rows, see `head_order`.
     """
     if stacked is None:
         rows, places = 0, []
         for part in parts:
-            places.append(Place(part.name, part.shape, rows, head_order=order if _turns(part) else None))
+            places.append(Place(part.name, part.shape, rows, head_order=order if _is_rotary(part) else None))
             rows += part.shape[0]
         shape = parts[0].shape if len(parts) == 1 else (rows, *parts[0].shape[1:])
         return DiskTensor(name, shape, tuple(places), linear=parts[0].linear if parts[0].is_linear_weight else None)
@@ -377,6 +377,6 @@ def disk_tensor(
     return DiskTensor(name, (experts, *(matrix[::-1] if stacked.transposed else matrix)), found, stacked)
 
 
-def _turns(parameter: Parameter) -> bool:
-    """Whether a tensor has rotary rows: of queries and keys, and of norms on them."""
+def _is_rotary(parameter: Parameter) -> bool:
+    """Whether a tensor has rotary rows: queries, keys and their norms."""
     return parameter.rotary or parameter.role in ("attention.q_norm", "attention.k_norm")

@@ -685,7 +685,7 @@ def test_a_params_json_renamed_to_config_json_is_recognized(hf: Path, meta: Path
     [
         ({"hidden_size": "wide"}, ("wrong type", "wide")),
         ({"num_attention_heads": 0}, ("'num_attention_heads' is out of range", "found 0")),
-        ({"num_attention_heads": 7}, ("no multiple of the KV heads", "found 7 and 2")),
+        ({"num_attention_heads": 7}, ("not a multiple of the KV heads", "found 7 and 2")),
         ({"num_hidden_layers": -1}, ("'num_hidden_layers' is out of range", "found -1")),
         ({"rope_parameters": "linear"}, ("wrong type",)),
         ({"rope_parameters": {"rope_type": "linear", "factor": "four"}}, ("wrong type", "four")),

@@ -251,7 +251,7 @@ def test_one_expert_too_many_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         opened(folder)
     assert str(caught.value) == (
-        f"{folder}: tensor '{_MIXTRAL}4.w1.weight' is of an expert that the config does not count (found expert 4, "
+        f"{folder}: tensor '{_MIXTRAL}4.w1.weight' belongs to an expert beyond those of the config (found expert 4, "
         "expected experts 0 to 3); the config is another model's"
     )
 
@@ -264,9 +264,9 @@ def test_experts_in_two_forms_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         opened(folder)
     assert str(caught.value) == (
-        f"{folder}: the experts of layer 1 are there in two forms (found '{_MIXTRAL}0.w1' and "
+        f"{folder}: the experts of layer 1 are stored in two forms (found '{_MIXTRAL}0.w1' and "
         "'model.layers.1.mlp.experts.down_proj', expected a tensor for each expert, or one for all); "
-        "weight files of two versions of the model lie side by side"
+        "the folder has weight files of two versions of the model"
     )
 
 
