@@ -83,7 +83,8 @@ def generate(**given: Any) -> None:
     --prompts and --output a whole file is continued, several prompts at a time. Under torchrun all processes share
     the model.
     """
-    asked = GenerateArgs(**given)
+    sampling, others = options.split_sampling(given)
+    asked = GenerateArgs(**others, sampling_options=sampling)
     job = None
 
     def check() -> None:

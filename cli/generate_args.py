@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.cli import options
 from quantkit.cli.processes import require_models
 from quantkit.errors import RequestError
 from quantkit.formats.detect import is_model_folder
@@ -43,12 +42,6 @@ class GenerateArgs:
     logprobs: int | None
     truncate: bool
     max_new_tokens: int
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float | None
-    seed: int | None
     stop: tuple[str, ...]
     n: int
     logit_bias: tuple[tuple[int, float], ...]
@@ -64,6 +57,7 @@ class GenerateArgs:
     draft: Path | None
     draft_tokens: int | None
     weights: WeightKind | None
+    sampling_options: SamplingOptions
 
     @property
     def batch_size(self) -> int:
@@ -76,11 +70,9 @@ class GenerateArgs:
         return min(self.n, BATCH_SIZE)
 
     def sampling(self) -> SamplingOptions:
-        """What was said of how tokens are drawn."""
-        said = options.requested_sampling(vars(self))
-        if self.logit_bias:
-            said["logit_bias"] = dict(self.logit_bias)
-        return said
+        """How tokens are drawn, as far as it was requested."""
+        bias: SamplingOptions = {"logit_bias": dict(self.logit_bias)} if self.logit_bias else {}
+        return {**self.sampling_options, **bias}
 
     def options(self) -> dict[str, Any]:
         """How prompts are continued, as `prompts_file.OPTIONS` calls it."""

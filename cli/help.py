@@ -16,6 +16,7 @@ from quantkit.errors import (
     ResumeError,
     UnsupportedError,
 )
+from quantkit.runtime.sampling_params import OPTIONS
 
 COMPLETION = "_QUANTKIT_COMPLETE"
 """The variable through which a shell asks for completions."""
@@ -48,6 +49,9 @@ _OUTPUT = "Output"
 _SCHEMES = "Schemes"
 _CALIBRATION = "Calibration, with --method gptq"
 _RUN = "How it runs"
+
+SAMPLING_NAMES = tuple(option.name for option in OPTIONS if option.type is not None)
+"""The sampling options of ``generate`` and ``chat``."""
 
 _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "convert": {
@@ -86,12 +90,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
             "max_new_tokens",
             "stop",
             "n",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "seed",
+            *SAMPLING_NAMES,
             "logit_bias",
         ),
         "Speculative decoding": ("draft", "draft_tokens"),
@@ -101,12 +100,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "Conversation": ("template", "system", "context"),
         "Sampling": (
             "max_new_tokens",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "seed",
+            *SAMPLING_NAMES,
             "stop",
         ),
         _RUN: ("dtype", "backend", "device", "compiled", "int8_cache"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quantkit.distributed.group import ProcessGroup
     from quantkit.model.decoder import Decoder
     from quantkit.runtime.engine import Engine
-    from quantkit.runtime.generate_batch import Runner
+    from quantkit.runtime.generate import Runner
     from quantkit.runtime.stream import Pace
     from quantkit.text.tokenizer import Tokenizer
 
@@ -124,7 +124,7 @@ def _samples(
     """Several continuations, one after the other, each below a line with its number."""
     from quantkit.runtime.generate_batch import completions
 
-    if not asked.temperature:
+    if not asked.sampling_options.get("temperature"):
         note("without `temperature` all samples are alike")
     request = with_prompt(config, checked_options(asked.max_new_tokens, asked.sampling(), samples=asked.n), ids)
     texts: dict[int, str] = {}

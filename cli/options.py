@@ -11,11 +11,12 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from quantkit.cli.help import Command
+from quantkit.cli.help import SAMPLING_NAMES, Command
 from quantkit.cli.output import note
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 from quantkit.kernels.registry import BACKENDS
+from quantkit.runtime.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
@@ -131,15 +132,12 @@ _SOURCE_CHECK = click.option(
 )  # fmt: skip
 
 _SAMPLING = (
-    click.option("--temperature", type=float, help="Of the draw; 0 takes the likeliest token."),
-    click.option("--top-p", type=float, help="Draw from the likeliest tokens that exceed this probability together."),
-    click.option("--top-k", type=int, help="Draw from so many of the likeliest tokens; 0 is all."),
-    click.option("--min-p", type=float, help="Draw from tokens with this share of the likeliest one's probability."),
-    click.option("--repetition-penalty", type=float, help="Of tokens that the text holds already; 1 is none."),
-    click.option("--seed", type=int, help="Of the draw; unpredictable by default."),
+    *(
+        click.option(f"--{option.name.replace('_', '-')}", type=option.type, help=option.help)
+        for option in SAMPLING_OPTIONS if option.type is not None
+    ),
     click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be given several times."),
-)
-_SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+)  # fmt: skip
 
 
 def target(default: str, *, quantized: bool = False) -> Callable[[Function], Function]:
@@ -181,16 +179,22 @@ def sampling(max_new_tokens: int | None, about: str = "") -> Callable[[Function]
     return decorated
 
 
+def split_sampling(given: Mapping[str, Any]) -> tuple[SamplingOptions, dict[str, Any]]:
+    """The sampling options among the arguments of a command with `sampling`, not checked yet; and the other ones."""
+    requested: Any = {name: given[name] for name in SAMPLING_NAMES if given[name] is not None}
+    options: SamplingOptions = requested
+    return options, {name: value for name, value in given.items() if name not in SAMPLING_NAMES}
+
+
 def requested_sampling(given: Mapping[str, Any]) -> SamplingOptions:
-    """What of the arguments of a command with `sampling` says how tokens are drawn; checked, without torch.
+    """The sampling options among the arguments of a command with `sampling`; checked, without torch.
 
     Raises:
         RequestError: for a value out of its range.
     """
-    asked: Any = {name: given[name] for name in _SAMPLING_NAMES if given[name] is not None}
-    SamplingParams(**asked)
-    options: SamplingOptions = asked
-    return options
+    requested, _ = split_sampling(given)
+    SamplingParams(**requested)
+    return requested
 
 
 def token_bias(text: str) -> tuple[int, float]:

@@ -19,7 +19,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.decoder import Decoder
 from quantkit.model.feed_forward import Experts
 from quantkit.model.load import load_model
-from quantkit.runtime.captured import LateTokens
+from quantkit.runtime.captured import PendingTokens
 from quantkit.runtime.engine import Engine
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import finite_logits
@@ -182,17 +182,11 @@ class Decoding:
         tokens.tolist()
         self.engine.last[: len(slots)] = tokens
         started = time.perf_counter()
-        drawn: LateTokens | None = None
+        pending: PendingTokens | None = None
         for position in range(length, length + self._new):
-            drawn = self.engine.decode(slots, [position] * len(slots))
-            if drawn is None:
-                logits = self.engine.step(tokens, slots, [position] * len(slots), slots)
-                with self.engine.model.ops.single_threaded():
-                    tokens = logits.argmax(-1)
-        if drawn is None:
-            tokens.tolist()
-        else:
-            drawn.read()
+            pending = self.engine.decode(slots, [position] * len(slots))
+        if pending is not None:
+            pending.read()
         return time.perf_counter() - started
 
 

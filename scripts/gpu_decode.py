@@ -46,13 +46,13 @@ def decode_seconds(engine: Engine, kind: str, context: int) -> float:
         for position in positions:
             token = engine.step(token, [0], [position], [0]).argmax(-1)
 
-    def recorded() -> None:
-        late = deque(engine.decode([0], [position]) for position in positions[:BEHIND])
+    def captured() -> None:
+        pending = deque(engine.decode([0], [position]) for position in positions[:BEHIND])
         for position in positions[BEHIND:]:
-            late.append(engine.decode([0], [position]))
-            late.popleft().read()
+            pending.append(engine.decode([0], [position]))
+            pending.popleft().read()
 
-    return gpu.wall_seconds(steps if kind == "steps" else recorded, 1 if gpu.DRY else 3) / STEPS
+    return gpu.wall_seconds(steps if kind == "steps" else captured, 1 if gpu.DRY else 3) / STEPS
 
 
 def read(engine: Engine, prompt: torch.Tensor) -> None:
@@ -107,8 +107,9 @@ def measure(
                 gpu.synchronize()
                 found["first token, compiling included"] = time.perf_counter() - started
                 found[f"prefill {prefill}"] = gpu.wall_seconds(partial(read, engine, prompt), 1 if gpu.DRY else 5)
-            if kind != "steps" and engine.decode([0], [0]) is None:
-                raise RuntimeError("no step can be recorded")
+            engine.decode([0], [0])
+            if kind != "steps" and engine._captured is None:
+                raise RuntimeError("no step can be captured")
             for context in contexts:
                 found[f"decode at {context}, {kind}"] = decode_seconds(engine, kind, context)
             if profiled:

@@ -64,19 +64,19 @@ def serve(folder: str, mode: str) -> None:
     from quantkit.formats.detect import open_checkpoint
     from quantkit.model.decoder import Decoder
     from quantkit.model.load import load_model
-    from quantkit.runtime.batch import Batch
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.request import checked_request
+    from quantkit.runtime.scheduler import Scheduler
 
     def together(model: Decoder, prompts: list[list[int]], new: int) -> float:
         length = max(len(prompt) for prompt in prompts) + new
-        batch = Batch(Engine(model, length, slots=len(prompts)))
-        running = [batch.add(checked_request(model.config, prompt, new, {}))[0] for prompt in prompts]
+        scheduler = Scheduler(Engine(model, length, slots=len(prompts)))
+        running = [scheduler.add(checked_request(model.config, prompt, new, {}))[0] for prompt in prompts]
         while not all(one.tokens for one in running):
-            batch.step()
+            scheduler.step()
         there, started = sum(len(one.tokens) for one in running), time.perf_counter()
-        while batch.busy:
-            batch.step()
+        while scheduler.busy:
+            scheduler.step()
         return (sum(len(one.tokens) for one in running) - there) / (time.perf_counter() - started)
 
     def of_one(model: Decoder, prompt: list[int], steps: int) -> float:

@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from quantkit.kernels.registry import BackendName
     from quantkit.model.decoder import Decoder
     from quantkit.runtime.engine import Engine
-    from quantkit.runtime.generate_batch import BatchModel, Runner
+    from quantkit.runtime.generate import Runner
+    from quantkit.runtime.generate_batch import BatchModel
     from quantkit.runtime.request import Request
     from quantkit.tensors.dtypes import FloatName
 

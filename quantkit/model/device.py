@@ -1,4 +1,4 @@
-"""Where models and solvers compute, and in which float type."""
+"""Devices and float types that models and solvers compute with."""
 
 from __future__ import annotations
 
@@ -32,20 +32,27 @@ def usable_device(name: str | torch.device | None) -> torch.device:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a device has left for tensors."""
+    """Memory that a device has left for tensors."""
     if device.type != "cuda":
         return available_bytes()
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for tensors to come
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for later tensors
     return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
 def float_type(dtype: FloatName | torch.dtype | None) -> torch.dtype | None:
-    """What `float_name` finds, as torch's own."""
+    """`float_name` as torch's type."""
     named = float_name(dtype)
     return None if named is None else named.torch
 
 
 def numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    """Integers on a device; a GPU takes them when it comes to it, and nobody waits for that."""
+    """Integers on a device, without waiting for a GPU."""
     found = torch.tensor(values, dtype=torch.long)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A tensor on the host; one from a GPU holds its values once an event that is recorded later has happened."""
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

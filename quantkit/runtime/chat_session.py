@@ -13,13 +13,13 @@ from quantkit.arguments import as_text, as_whole, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
-from quantkit.runtime.batch import Batch
 from quantkit.runtime.completion import FinishReason
 from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Generation
 from quantkit.runtime.request import checked_count, checked_request, checked_stop, require_model
 from quantkit.runtime.sampling_params import SamplingOptions
+from quantkit.runtime.scheduler import Scheduler
 from quantkit.text.chat import Chat
 from quantkit.text.tokenizer import Tokenizer
 
@@ -108,7 +108,7 @@ class ChatSession:
         self.messages: list[dict[str, Any]] = []
         self.finish_reason: FinishReason | None = None
         self.system = system
-        self._batch = Batch(self._engine, any_prefix=True)
+        self._scheduler = Scheduler(self._engine, any_prefix=True)
         self._answer: Generator[str, None, None] | None = None
         self._told = False
         self._turn = threading.RLock()
@@ -125,7 +125,7 @@ class ChatSession:
     @property
     def reused(self) -> int:
         """Tokens that turns did not compute, as the cache held them."""
-        return self._batch.reused
+        return self._scheduler.reused
 
     def reset(self) -> None:
         """Forget what was said; the system prompt stays.
@@ -207,7 +207,7 @@ class ChatSession:
             del self.messages[:dropped]
             self._tell(dropped)
             self.messages.append(question)
-            (found,) = self._batch.add(request)
+            (found,) = self._scheduler.add(request)
             said: list[str] = []
             self.finish_reason = None
             try:
@@ -217,12 +217,12 @@ class ChatSession:
             except GeneratorExit:
                 raise
             except BaseException as error:  # amid a step: the slots may not be what they were taken for
-                self._batch = Batch(self._engine, any_prefix=True)
+                self._scheduler = Scheduler(self._engine, any_prefix=True)
                 if isinstance(error, Exception):
                     said.clear()
                 raise
             finally:
-                self._batch.end(found)
+                self._scheduler.end(found)
                 if said or self.finish_reason is not None:
                     self.messages.append({"role": "assistant", "content": "".join(said)})
                 else:
@@ -243,13 +243,13 @@ class ChatSession:
         while found.finish_reason is None:
             if interrupted is not None and interrupted():
                 return
-            self._batch.step()
+            self._scheduler.step()
             for token in found.tokens[given:]:
                 ended = token in self._chat.end_ids
                 if not ended and (piece := text.add(token)):
                     yield piece
                 if ended or text.stopped is not None:
-                    self._batch.end(found)
+                    self._scheduler.end(found)
                     break
             given = len(found.tokens)
         if piece := text.close():

@@ -1,4 +1,4 @@
-"""A model over a cache of slots, and its one step, which any mixture of sequences may share; eager or compiled."""
+"""A model over a cache of slots, and its one step for any mixture of sequences; eager, compiled or captured."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from quantkit.runtime.captured import (
     CapturedDecode,
     EagerRecorder,
     GraphRecorder,
-    LateTokens,
+    PendingTokens,
     Recorder,
     decode_kind,
     greedy_step,
+    only_finite,
 )
 from quantkit.runtime.request import require_model
+from quantkit.runtime.slots import SlotTable
 from quantkit.tensors.dtypes import FloatName
 
 CacheName: TypeAlias = FloatName | Literal["int8"]
 
-LEAST_BUCKET = 16  # rows of a step with several of one sequence
-_LEAST_CACHE = 256
-_CPU_CHUNK, _CHUNK = 240, 1024  # the first leaves room for 16 sequences that decode, within a bucket of 256
+MIN_BUCKET = 16  # rows of a step that has several rows of one sequence
+_MIN_CACHE = 256
+_CPU_CHUNK, _CHUNK = 240, 1024  # the first leaves room for 16 decoding sequences in a bucket of 256
 _GRAPHS = 64  # of one function: buckets of rows times sizes of caches
 _SINGLE_THREADED: dict[str, str | int | bool | Callable[..., Any]] = {
     "cpp.threads": 1
@@ -45,13 +47,13 @@ _SINGLE_THREADED: dict[str, str | int | bool | Callable[..., Any]] = {
 class Engine:
     """Runs sequences, each in a slot of a cache.
 
-    Compiled, rows are padded to buckets, powers of two, so that only the first step of a bucket compiles anything.
-    What pads a step goes to the positions that follow in the last row's sequence, and is never seen: each later token
-    is stored over it first. Beyond a slot's last position there is one more, of which nothing is ever read.
+    Compiled steps are padded to buckets, powers of two, so only the first step of a bucket compiles anything. Padding
+    rows take the positions after the last row's, and are never read: later tokens are stored over them first. Each
+    slot has one more position at its end, from which nothing is ever read.
 
-    One user at a time: whoever begins on it (`quantkit.generate`, `stream`, `generate_batch`, a `ChatSession`) takes
-    over all slots. A conversation that has lost its slots reads its history anew; a generation that was still going on
-    ends with an error at its next step. Of threads, only one may be in an engine's methods.
+    One user at a time: `quantkit.generate`, `stream`, `generate_batch` and a `ChatSession` take over all slots when
+    they begin. A conversation that has lost its slots reads its history again; a generation that was still running
+    raises an error at its next step. Only one thread may be in an engine's methods.
     """
 
     def __init__(
@@ -61,70 +63,76 @@ class Engine:
         """
         Args:
             model: from `quantkit.load`.
-            length: positions that a slot holds, of prompt and new tokens.
-            slots: sequences that it holds at a time.
-            cache_dtype: of keys and values, float or int8; None is the activations', int8 takes half of that.
-            compiled: by `torch.compile`; None is so on GPUs, while on a CPU eager steps are as fast and begin at once.
+            length: positions of a slot, for prompt and new tokens.
+            slots: sequences that run at the same time.
+            cache_dtype: of keys and values, float or int8; None is the activations'. int8 takes half of that.
+            compiled: use `torch.compile`; None is True on GPUs. On a CPU eager steps are as fast and start at once.
 
         Raises:
             RequestError: for arguments of the wrong type, numbers below 1, a length beyond the model's context, or a
                 cache that does not fit in memory.
         """
         require_model("model", model, Decoder)
-        length, slots = _at_least_one("length", length), _at_least_one("slots", slots)
+        length, slots = _positive("length", length), _positive("slots", slots)
         if compiled is not None:
             require_flags(compiled=compiled)
         context = model.config.max_positions
         if length > context:
             raise RequestError(
                 "prompt and new tokens exceed the model's context", found=length, expected=f"at most {context}",
-                hint="give a shorter prompt, or ask for fewer new tokens",
+                hint="use a shorter prompt, or fewer new tokens",
             )  # fmt: skip
+        on_gpu = model.device.type == "cuda"
         self.model = model
         self.slots = slots
         self._follows_length = model.config.follows_length
-        self.chunk = _CPU_CHUNK if model.device.type == "cpu" else _CHUNK
+        self.chunk = _CHUNK if on_gpu else _CPU_CHUNK
         """Rows of one prompt that a step should have at most."""
-        self._loans = 0
-        self._compiled = model.device.type == "cuda" if compiled is None else compiled
-        self.length = min(bucket(length, _LEAST_CACHE), context) if self._compiled else length
-        """Positions that a slot holds."""
+        self.slot_table: SlotTable | None = None
+        """What the slots hold, for their current user, see `take_over`."""
+        self._compiled = on_gpu if compiled is None else compiled
+        self.length = min(bucket(length, _MIN_CACHE), context) if self._compiled else length
+        """Positions of a slot."""
         kind = decode_kind(model.device, self._compiled) if model.group.size == 1 else "steps"
         padded = self._compiled or kind != "steps"
         cache = model.config, slots, self.length + padded, _cached_type(cache_dtype) or model.dtype
         _require_memory(cache_bytes(*cache), slots, self.length, model.device)
         with enough_memory(None):
             self._cache = KVCache(*cache, model.device)
-        if self._compiled and model.device.type == "cuda":
-            for tensor in self._cache.tensors():  # else recorded steps would copy the cache
+        if self._compiled and on_gpu:
+            for tensor in self._cache.tensors():  # else captured steps would copy the cache
                 torch._dynamo.mark_static_address(tensor, guard=False)
         self.last = torch.zeros(slots + 1, dtype=torch.long, device=model.device)
-        """The token of each slot that was drawn last, and one more of no meaning."""
+        """The last token drawn in each slot, and one unused element."""
+        self._recorder: Recorder = GraphRecorder(model.device) if on_gpu else EagerRecorder()
         self._captured: CapturedDecode | None = None
         if kind != "steps":
-            on_gpu = model.device.type == "cuda"
-            recorder: Recorder = GraphRecorder(model.device) if on_gpu else EagerRecorder()
             step = _compile(greedy_step, model.device.type) if kind == "compiled" else greedy_step
-            self._captured = CapturedDecode(model, self._cache, self.last, step, recorder)
+            self._captured = CapturedDecode(model, self._cache, self.last, step, self._recorder)
 
     @property
     def cache_bytes(self) -> int:
-        """What keys and values take up in memory."""
+        """Memory of keys and values."""
         return sum(tensor.nbytes for tensor in self._cache.tensors())
 
-    def acquire(self) -> int:
-        """Let somebody have the slots, whoever had them before; the number of this loan."""
-        self._loans += 1
-        return self._loans
+    def take_over(self, *, any_prefix: bool) -> SlotTable:
+        """Give all slots to a new user, who has them as long as `slot_table` is the table returned.
 
-    def is_owned(self, loan: int | None) -> bool:
-        """Whether nobody else was lent the slots since."""
-        return loan == self._loans
+        Args:
+            any_prefix: see `SlotTable`.
+        """
+        config = self.model.config
+        self.slot_table = SlotTable(
+            self.slots, self.chunk, any_prefix=any_prefix, windows=any(config.windows),
+            unscaled=config.max_unscaled_context if config.follows_length else None,
+            switches=config.rope_switch is not None,
+        )  # fmt: skip
+        return self.slot_table
 
     def require_length(self, length: int) -> None:
         """
         Raises:
-            RequestError: unless a slot holds so many positions.
+            RequestError: if a slot has fewer positions.
         """
         if length > self.length:
             raise RequestError(
@@ -136,17 +144,17 @@ class Engine:
         self, tokens: Tensor, slots: Sequence[int], positions: Sequence[int], wanted: Sequence[int],
         lengths: Sequence[int] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Take up N tokens of any sequences.
+        """Append N tokens to any sequences.
 
         Args:
             tokens: their ids [N], on the model's device.
-            slots: of their sequences [N]; tokens of one lie side by side.
-            positions: in their sequences [N], rising in each. A token sees what its slot holds up to its position,
-                and is stored there first, with the others of the step.
-            wanted: rows [M] whose logits are asked for.
-            lengths: of the sequences as each token finds them [N], which rotary positions may be stretched to: a
-                prompt's whole length where it is read in parts. None is up to each token. Past `rope_switch` of the
-                config a sequence must be read anew, all of it.
+            slots: of their sequences [N]; tokens of one sequence are adjacent.
+            positions: in their sequences [N], increasing in each. A token is stored at its position with the others of
+                the step, and then sees what its slot holds up to there.
+            wanted: rows [M] whose logits are returned.
+            lengths: of the sequences as each token sees them [N], to which rotary positions may be scaled: the whole
+                length of a prompt, also where it is read in parts. None is up to each token. Past `rope_switch` of the
+                config, a sequence must be read again from the start.
 
         Returns:
             Logits [M, V].
@@ -160,97 +168,111 @@ class Engine:
         parts = [range(len(slots))] if self.model.ops.ragged else _rectangles(slots)
         if len(parts) == 1:
             return self._run(tokens, slots, positions, wanted, lengths)
-        places, logits = {row: place for place, row in enumerate(wanted)}, []
+        places, logits, order = {row: place for place, row in enumerate(wanted)}, [], list[int]()
         for part in parts:
             own = [[values[row] for row in part] for values in (slots, positions, lengths)]
-            asked = [index for index, row in enumerate(part) if row in places]
-            logits.append(self._run(tokens[self._numbers(part)], own[0], own[1], asked, own[2]))
-        given = [places[row] for part in parts for row in part if row in places]
-        return torch.cat(logits)[self._numbers(sorted(range(len(given)), key=given.__getitem__))]
+            rows = [index for index, row in enumerate(part) if row in places]
+            logits.append(self._run(tokens[self._numbers(part)], own[0], own[1], rows, own[2]))
+            order += [places[part[index]] for index in rows]
+        return torch.cat(logits)[self._numbers(sorted(range(len(order)), key=order.__getitem__))]
 
     @torch.inference_mode()
-    def decode(self, slots: Sequence[int], positions: Sequence[int]) -> LateTokens | None:
-        """Take up the last token of each of some slots, and draw the next one greedily: from `last`, into `last`.
+    def decode(self, slots: Sequence[int], positions: Sequence[int]) -> PendingTokens:
+        """Append the last token of some slots to their sequences and draw the next ones greedily: from `last`, into
+        `last`. On a GPU this replays a captured step, where one can be captured.
 
         Args:
             slots: different ones [N].
-            positions: of those tokens in their sequences [N].
-
-        Returns:
-            The tokens drawn, on their way to the host; None where `step` is to be taken instead.
+            positions: of the last tokens in their sequences [N].
 
         Raises:
             RequestError: if there is no such slot or position.
         """
         self._require_room(slots, positions)
-        if self._captured is None:
-            return None
-        return self._captured.decode(*self._padded(slots, positions, bucket(len(slots), 1)), rows=len(slots))
+        count = bucket(len(slots), 1)
+        if (captured := self._prepared(count)) is not None:
+            return captured.decode(*self._padded(slots, positions, count), rows=len(slots))
+        logits = self.step(self.last[self._numbers(slots)], slots, positions, range(len(slots)))
+        with self.model.ops.single_threaded():
+            return self.set_last(slots, logits.argmax(-1), logits)
+
+    def set_last(self, slots: Sequence[int], tokens: Tensor, logits: Tensor) -> PendingTokens:
+        """Let tokens [N], drawn from logits [N, V], be the last ones of their slots, and begin to copy them to the
+        host."""
+        self.last[self._numbers(slots)] = tokens
+        return self._recorder.fetch(only_finite(tokens, logits))
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a slot begin with what the first positions of another hold."""
+        """Copy the first positions of a slot to another."""
         if source != target:
             for tensor in self._cache.tensors():
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def warm_up(self) -> int:
-        """Compile each step that will be needed, over slots that hold nothing yet; how many there are.
+        """Compile each step that will be needed, over empty slots.
 
-        Log-probabilities of a prompt need steps of their own, which are compiled when they are asked for.
+        Log-probabilities of a prompt need other steps, which are compiled at their first use.
+
+        Returns:
+            The number of steps.
         """
-        self.acquire()
+        self.slot_table = None
         steps = self._sizes() if self._compiled else []
-        for step in steps * (2 if self.model.device.type == "cuda" else 1):  # the second is recorded
+        for step in steps * (2 if self.model.device.type == "cuda" else 1):  # the second run is captured
             slots, positions = zip(*step, strict=True)
             self.step(self._numbers([0] * len(step)), slots, positions, [0])
-        if self._captured is None:
-            return len(steps)
-        return len(steps) + sum(self._captured.prepare(count) for count in _buckets(1, self.slots))
+        return len(steps) + sum(self._prepared(count) is not None for count in _buckets(1, self.slots))
+
+    def _prepared(self, count: int) -> CapturedDecode | None:
+        """The captured step, if there is one for `count` rows; after one failure no more steps are captured."""
+        if self._captured is not None and not self._captured.prepare(count):
+            self._captured = None
+        return self._captured
 
     def _sizes(self) -> list[list[tuple[int, int]]]:
-        """A step of each bucket: slots and positions of its rows."""
+        """Slots and positions of the rows of a step, for each bucket."""
         steps = [[(slot, 0) for slot in range(min(count, self.slots))] for count in _buckets(1, self.slots)]
         if self.model.ops.ragged:
-            most = min(self.chunk + self.slots, self.slots * self.length)
-            rows = list(islice(product(range(self.slots), range(self.length)), most))
-            return steps + [rows[:count] for count in _buckets(LEAST_BUCKET, most)]
-        for start in (0, 1):  # attention among themselves, and over what is stored
+            count = min(self.chunk + self.slots, self.slots * self.length)
+            rows = list(islice(product(range(self.slots), range(self.length)), count))
+            return steps + [rows[:size] for size in _buckets(MIN_BUCKET, count)]
+        for start in (0, 1):  # attention to each other, and over the cache
             rows = [(0, position) for position in range(start, min(start + self.chunk, self.length))]
-            steps += [rows[:count] for count in _buckets(LEAST_BUCKET, len(rows)) if len(rows) > 1]
+            steps += [rows[:count] for count in _buckets(MIN_BUCKET, len(rows)) if len(rows) > 1]
         return steps
 
     def _run(
         self, tokens: Tensor, slots: Sequence[int], positions: Sequence[int], wanted: Sequence[int],
         lengths: Sequence[int],
     ) -> Tensor:  # fmt: skip
-        """`step` for rows that run together: of one sequence, or one of each, or, with ragged kernels, any."""
+        """`step` for rows that run together: all of one sequence, or one of each; with ragged kernels, any rows."""
         rows, ragged = len(slots), self.model.ops.ragged
         several = rows > len(set(slots))
         in_line = self.slots == 1 or (several and not ragged)  # as [1, T], else as [N, 1]
         first = several and not ragged and positions[0] == 0
-        step, asked = (_many if several else _few), list(wanted)
+        step, heads = (_many if several else _few), list(wanted)
         if self._compiled:
             step = _compile(step, tokens.device.type)
-            size = bucket(rows, LEAST_BUCKET if several else 1)
-            idle, heads = size - rows, min(size, bucket(self.slots, 1))
+            size = bucket(rows, MIN_BUCKET if several else 1)
+            idle, few = size - rows, min(size, bucket(self.slots, 1))
             tokens = torch.nn.functional.pad(tokens, (0, idle))
             slots, positions = self._padded(slots, positions, size)
             lengths = [*lengths, *[lengths[-1]] * idle]
-            asked += [0] * ((heads if len(asked) <= heads else size) - len(asked))
+            heads += [0] * ((few if len(heads) <= few else size) - len(heads))
         shape = (1, -1) if in_line else (-1, 1)
         place = self._numbers(positions)
         logits: Tensor = step(
             self.model, tokens.view(shape), place if in_line else place.view(shape),
             None if self.slots == 1 else self._numbers(slots[:1] if in_line else slots),
             self._numbers(lengths).view(shape) if self._follows_length else None,
-            self._numbers(asked) if asked else None, self._cache, first,
+            self._numbers(heads) if heads else None, self._cache, first,
         )  # fmt: skip
-        # A recorded step writes its logits where it wrote the last ones.
+        # A captured step writes its logits over the previous ones.
         return logits[: len(wanted)].clone() if self._compiled else logits[: len(wanted)]
 
     def _padded(self, slots: Sequence[int], positions: Sequence[int], size: int) -> tuple[list[int], list[int]]:
-        """Rows up to so many; those that are added follow the last one."""
+        """Rows padded to a size with the positions that follow the last one."""
         idle = size - len(slots)
         after = (min(positions[-1] + more, self.length) for more in range(1, idle + 1))
         return [*slots, *[slots[-1]] * idle], [*positions, *after]
@@ -259,14 +281,14 @@ class Engine:
         return numbers(values, self.model.device)
 
     def _require_room(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        """Writes beyond the cache would be lost on some devices without a word."""
-        if (most := max(positions)) >= self.length:
-            raise RequestError("the cache is full", found=most + 1, expected=f"at most {self.length} positions")
+        """Some devices silently drop writes beyond the cache."""
+        if (last := max(positions)) >= self.length:
+            raise RequestError("the cache is full", found=last + 1, expected=f"at most {self.length} positions")
         if not all(0 <= slot < self.slots for slot in slots):
             raise RequestError("there is no such slot", found=max(slots), expected=f"0 to {self.slots - 1}")
 
 
-def _at_least_one(name: str, value: object) -> int:
+def _positive(name: str, value: object) -> int:
     found = as_whole(name, value)
     if found < 1:
         raise RequestError(f"`{name}` must be at least 1", found=found)
@@ -279,37 +301,35 @@ def _cached_type(dtype: CacheName | torch.dtype | None) -> torch.dtype | None:
     try:
         return float_type(dtype)
     except RequestError as error:
-        raise RequestError(
-            "`cache_dtype` is no type that a cache can have", found=shown(dtype), expected=f"int8, {error.expected}"
-        ) from error
+        raise RequestError("unknown `cache_dtype`", found=shown(dtype), expected=f"int8, {error.expected}") from error
 
 
 def _require_memory(size: int, slots: int, length: int, device: torch.device) -> None:
-    """Systems promise more than they have, and end who takes it."""
+    """Systems grant more memory than they have, and kill the process that uses it."""
     if size > (free := free_bytes(device)):
         raise RequestError(
             "the cache does not fit in memory",
             found=f"{size_text(size)} for {slots} x {length} positions", expected=f"at most {size_text(free)}",
-            hint=f"ask for fewer {'sequences at once with `batch_size`' if slots > 1 else 'tokens'}",
+            hint="use a smaller `batch_size`" if slots > 1 else "use fewer tokens",
         )  # fmt: skip
 
 
 def _rectangles(slots: Sequence[int]) -> list[list[int]]:
-    """Rows that can run together: single ones of several sequences, then those of each other sequence."""
+    """Rows that can run together: those of sequences with one row, then those of each other sequence."""
     starts = [0, *(row for row in range(1, len(slots)) if slots[row] != slots[row - 1]), len(slots)]
     runs = [list(range(*pair)) for pair in pairwise(starts)]
     single = [run[0] for run in runs if len(run) == 1]
     return [*([single] if single else []), *(run for run in runs if len(run) > 1)]
 
 
-def bucket(count: int, least: int) -> int:
-    """The smallest power of two, `least` or above, that holds `count`."""
-    return max(least, 1 << (count - 1).bit_length())
+def bucket(count: int, smallest: int) -> int:
+    """The smallest power of two, at least `smallest`, that holds `count`."""
+    return max(smallest, 1 << (count - 1).bit_length())
 
 
-def _buckets(least: int, most: int) -> list[int]:
-    """Buckets from the least on to that which holds the most."""
-    return [least << power for power in range((bucket(most, least) // least).bit_length())]
+def _buckets(smallest: int, count: int) -> list[int]:
+    """All buckets up to the one that holds `count`."""
+    return [smallest << power for power in range((bucket(count, smallest) // smallest).bit_length())]
 
 
 def _few(
@@ -327,20 +347,20 @@ def _many(
     model: Decoder, tokens: Tensor, positions: Tensor, slots: Tensor | None, lengths: Tensor | None,
     wanted: Tensor | None, cache: KVCache, first: bool,
 ) -> Tensor:  # fmt: skip
-    """As `_few`, with several tokens of a sequence."""
+    """`_few` for several tokens of a sequence; a function of its own, compiled with other options."""
     return _few(model, tokens, positions, slots, lengths, wanted, cache, first)
 
 
 @functools.cache
 def _compile(step: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """One graph for each set of shapes; on GPUs recorded and replayed where it is of one token of each sequence.
+    """One graph for each set of shapes; on GPUs captured if each sequence has one token.
 
-    What is compiled is kept for the next process, in ``TORCHINDUCTOR_CACHE_DIR`` or the cache of kernels.
+    Compiled code is cached for the next process, in ``TORCHINDUCTOR_CACHE_DIR`` or the kernel cache.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
     options: dict[str, str | int | bool | Callable[..., Any]] | None
     if device == "cuda":
-        # The second makes a reduction of a float weight's product with one token, which can read as fast as a copy.
+        # With the second, a float weight's product with one token becomes a reduction, which reads as fast as a copy.
         options = {"triton.cudagraphs": step is _few, "coordinate_descent_tuning": step is not _many}
     else:
         options = _SINGLE_THREADED if device == "cpu" else None

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar, Unpack, runtime_checkable
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 import torch
 
@@ -16,10 +16,10 @@ from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
 from quantkit.progress import Progress, deduplicated
-from quantkit.runtime.batch import Batch
 from quantkit.runtime.completion import Completion
 from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine
+from quantkit.runtime.generate import Runner
 from quantkit.runtime.generation import Continuation
 from quantkit.runtime.request import (
     BATCH_SIZE,
@@ -35,21 +35,9 @@ from quantkit.runtime.request import (
     text_ids,
 )
 from quantkit.runtime.sampling_params import SamplingOptions
+from quantkit.runtime.scheduler import Scheduler
 from quantkit.runtime.stream import text_pieces
 from quantkit.text.tokenizer import Tokenizer
-
-T = TypeVar("T", bound=Continuation)
-
-
-class Runner(Protocol[T]):
-    """Runs requests, several at a time, as `Batch` does over an engine's slots, and says what each method means."""
-
-    @property
-    def slots(self) -> int: ...
-    def require(self, request: Request) -> None: ...
-    def add(self, request: Request) -> list[T]: ...
-    def step(self) -> list[T]: ...
-    def end(self, generation: T) -> None: ...
 
 
 @runtime_checkable
@@ -179,21 +167,21 @@ def completions(
         stops: strings at which the text of each request ends.
         counted: told of so many new tokens after each step.
     """
-    batch: Runner[Any] = Batch(engine) if isinstance(engine, Engine) else engine
+    runner: Runner[Any] = Scheduler(engine) if isinstance(engine, Engine) else engine
     for request in requests:
-        batch.require(request)
+        runner.require(request)
     waiting = deque(enumerate(requests))
     begun: dict[Continuation, _Reader] = {}
     while waiting or begun:
-        while waiting and len(begun) < 2 * batch.slots:  # enough to fill the slots that become free
+        while waiting and len(begun) < 2 * runner.slots:  # enough to fill the slots that become free
             number, request = waiting.popleft()
-            for one in batch.add(request):
+            for one in runner.add(request):
                 begun[one] = _Reader(number, one, tokenizer, stops[number])
-        for one in batch.step():
+        for one in runner.step():
             reader = begun[one]
             before = reader.tokens
             if reader.read():
-                batch.end(one)
+                runner.end(one)
             if counted is not None:
                 counted(reader.tokens - before)
             if one.finish_reason is not None:

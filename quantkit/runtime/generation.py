@@ -1,4 +1,4 @@
-"""A continuation of a prompt as it grows."""
+"""A continuation of a prompt while it grows."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from torch import Tensor
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.completion import FinishReason, Logprobs
 from quantkit.runtime.request import Request
-from quantkit.runtime.sampling import TokenLogprobs, agreed, generator_of, sample, token_logprobs
-from quantkit.runtime.sampling_params import SamplingParams
+from quantkit.runtime.sampling import Sampler, TokenLogprobs, token_logprobs
 from quantkit.tensors.finite import finite_logits
-
-_GREEDY = SamplingParams()
 
 
 class Continuation:
-    """One of the continuations that a request asks for, whatever runs it.
+    """One of the continuations of a request.
 
     Attributes:
-        request, sample: what was asked for, and which of its continuations this is.
-        sampling: how it is drawn; with a seed of its own, where the request has one.
+        request, sample: the request, and the number of this continuation.
+        sampling: the request's options; if these have a seed, it is increased by `sample`, modulo 2^64.
         tokens: the new ones so far, without an end token.
-        logprobs: of them; where the prompt is echoed, of its tokens before them.
-        finish_reason: None while it goes on.
+        logprobs: of `tokens`; if the prompt is echoed, of its tokens before them.
+        finish_reason: None while it runs.
     """
 
     def __init__(self, request: Request, sample: int) -> None:
         self.request, self.sample = request, sample
-        self.sampling = _of_sample(request.sampling, sample)
+        self.sampling = request.sampling
+        if self.sampling.seed is not None:
+            self.sampling = replace(self.sampling, seed=(self.sampling.seed + sample) % 2**64)
         self.tokens: list[int] = []
         self.logprobs = None if request.logprobs is None else Logprobs()
         self.finish_reason: FinishReason | None = None
 
-    def take(self, token: int, logprobs: TokenLogprobs | None, ends: tuple[int, ...]) -> None:
-        """Take up a token that was drawn.
+    def append(self, token: int, logprobs: TokenLogprobs | None, ends: tuple[int, ...]) -> None:
+        """Append a token that was drawn.
 
         Args:
-            logprobs: of it, where they are asked for.
+            logprobs: of the token, if requested.
             ends: the model's end tokens.
         """
         if token in ends or token in self.request.end_ids:
@@ -54,36 +53,34 @@ class Continuation:
 
 
 class Generation(Continuation):
-    """A continuation over the slots of an engine.
+    """A continuation in a slot of an engine.
 
     Attributes:
         siblings: the continuations of the same prompt.
-        slot: where it runs; None before.
-        text: what is read before it goes on: its prompt; where rotary positions switch, all there is.
-        stored: how much of that is in the slot.
-        drawn: new tokens, of which the host may have seen fewer.
+        sampler: draws its tokens.
+        text: the tokens to read before it continues: its prompt; after rotary positions switch, all tokens.
+        stored: how many tokens of `text` are in the slot.
+        drawn: the number of new tokens, of which the host may have seen fewer.
     """
 
     def __init__(self, request: Request, sample: int, siblings: Siblings, model: Decoder) -> None:
         super().__init__(request, sample)
         self.siblings = siblings
-        self.slot: int | None = None
+        self.sampler = Sampler(self.sampling, request.prompt, model.config.vocab_size, model.device, model.group)
         self.text: Sequence[int] = request.prompt
         self.stored = 0
         self.drawn = 0
-        self._sampling = agreed(self.sampling, model.group)
-        self._generator = generator_of(self._sampling, model.device) if self._sampling.temperature > 0 else None
-        self._greedy = replace(self._sampling, seed=None) == _GREEDY
-        self._held: Tensor | None = None
-        if self._sampling.repetition_penalty != 1:
-            self._held = torch.zeros(1, model.config.vocab_size, dtype=torch.bool, device=model.device)
-            self._held[0, request.prompt] = True
+        self._slot: int | None = None
 
     @property
-    def place(self) -> int:
-        """Its slot, which it has."""
-        assert self.slot is not None
-        return self.slot
+    def slot(self) -> int:
+        """Its slot; it must have one."""
+        assert self._slot is not None
+        return self._slot
+
+    @slot.setter
+    def slot(self, slot: int) -> None:
+        self._slot = slot
 
     @property
     def position(self) -> int:
@@ -92,52 +89,52 @@ class Generation(Continuation):
 
     @property
     def prefilled(self) -> bool:
-        """Whether all that it goes on from is in the slot."""
+        """Whether all tokens before the next new one are in the slot."""
         return self.stored == len(self.text)
 
     @property
     def echoes(self) -> bool:
-        """Whether log-probabilities of what it reads are asked for."""
-        return self.request.echo and self.logprobs is not None and not self.drawn
+        """Whether log-probabilities of the tokens being read are requested."""
+        return self.request.scores_prompt and not self.drawn
 
     @property
-    def takes_likeliest(self) -> bool:
-        """Whether its tokens are the likeliest ones, and nothing more is asked of their logits."""
-        return self._greedy and self.logprobs is None
+    def needs_tokens_only(self) -> bool:
+        """Whether its next token is the likeliest one, and its logits are not used otherwise."""
+        return self.sampler.params.likeliest_only and self.logprobs is None
 
     @property
     def added(self) -> list[int]:
-        """Tokens in the slot after what it has read."""
+        """Tokens in the slot after `text`."""
         read = len(self.text) - len(self.request.prompt)
         return self.tokens[read : max(read, self.drawn - 1)]
 
-    def read_anew(self) -> None:
-        """Let all there is be read once more; the host has seen every token."""
+    def read_again(self) -> None:
+        """Read all tokens again; the host has seen each."""
         self.text, self.stored = [*self.request.prompt, *self.tokens], 0
 
-    def draw(self, logits: Tensor) -> Tensor:
-        """The next token [1], of logits [1, V]."""
+    def draw(self, logits: Tensor) -> tuple[Tensor, TokenLogprobs | None]:
+        """The next token [1] from logits [1, V], and its log-probabilities, if requested."""
         self.drawn += 1
-        if self._greedy:
-            return logits.argmax(-1)
-        token = sample(logits, self._sampling, self._generator, self._held)[0]
-        if self._held is not None:
-            self._held[0, token] = True
-        return token
+        token = self.sampler.draw(logits)
+        count = self.request.logprobs
+        return token, None if count is None else token_logprobs(logits, token, count).on_host()
 
-    def note_prompt(self, logits: Tensor, start: int, stop: int) -> None:
-        """Take up what logits [T, V] at the positions from `start` to `stop` say of the prompt's next tokens.
+    def score_prompt(self, logits: Tensor, start: int, stop: int) -> None:
+        """Add log-probabilities of the prompt's tokens after the positions from `start` to `stop`.
+
+        Args:
+            logits: [T, V] at these positions.
 
         Raises:
-            NonFiniteError: if they are NaN or Inf.
+            NonFiniteError: if the logits are NaN or Inf.
         """
         assert self.logprobs is not None and self.request.logprobs is not None
-        told = self.request.prompt[start + 1 : stop + 1]
+        tokens = self.request.prompt[start + 1 : stop + 1]
         if start == 0:
             self.logprobs.add([None], [{}])
-        if told:
-            finite_logits(logits[: len(told)])
-            found = token_logprobs(logits[: len(told)], torch.tensor(told, device=logits.device), self.request.logprobs)
+        if tokens:
+            logits = finite_logits(logits[: len(tokens)])
+            found = token_logprobs(logits, torch.tensor(tokens, device=logits.device), self.request.logprobs)
             self.logprobs.add(*found.listed())
 
 
@@ -146,10 +143,10 @@ class Siblings:
     """Continuations of one prompt, which is read once.
 
     Attributes:
-        waiting: how many have not begun.
+        waiting: how many have no slot yet.
         reader: the one that reads the prompt.
-        logits: what follows the prompt, [1, V], once it is read and as long as one waits.
-        echoed: the prompt's log-probabilities, where they are asked for, once it is read.
+        logits: for the first new token, [1, V], kept from when the prompt is read until none waits.
+        echoed: the prompt's log-probabilities, if requested, once it is read.
     """
 
     waiting: int
@@ -159,12 +156,5 @@ class Siblings:
 
     @property
     def unread(self) -> bool:
-        """Whether nobody reads the prompt, or has read it."""
+        """Whether a continuation has to read the prompt."""
         return self.logits is None and (self.reader is None or self.reader.finish_reason is not None)
-
-
-def _of_sample(params: SamplingParams, number: int) -> SamplingParams:
-    """The same, with a seed of its own where there is one; after the largest comes the smallest."""
-    if params.seed is None:
-        return params
-    return replace(params, seed=(params.seed + number) % 2**64)

@@ -219,12 +219,7 @@ def with_prompt(config: ModelConfig, asked: Request, ids: list[int], most: int |
         RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context together with the
             new tokens; or if a bias is of unknown tokens.
     """
-    biased = asked.sampling.logit_bias
-    if not all(0 <= token < config.vocab_size for token in biased):
-        raise RequestError(
-            "logit_bias names tokens outside the vocabulary", found=sorted(biased)[:8],
-            expected=f"0 to {config.vocab_size - 1}",
-        )  # fmt: skip
+    asked.sampling.require_vocabulary(config.vocab_size)
     checked_length(config, ids, asked.max_new_tokens, most)
     return replace(asked, prompt=ids)
 

@@ -1,18 +1,24 @@
-"""How tokens are drawn, as it is asked for; without torch."""
+"""The sampling options. All that an option needs is here: its field, range, help text and effect on logits.
+
+A new option is a key of `SamplingOptions`, a field of `SamplingParams` and an entry of `OPTIONS`. Everything that
+generates, on torch or XLA, files of prompts and the command line take it from there. torch is not imported.
+
+V vocabulary.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from quantkit.arguments import as_number, as_seed, as_whole, wrong_type
 from quantkit.errors import RequestError
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of `SamplingParams`, as arguments of what generates."""
+    """The fields of `SamplingParams`, as keyword arguments of every function that generates."""
 
     temperature: float
     top_p: float
@@ -30,18 +36,18 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 takes the likeliest token; else logits are divided by it.
-        top_p: draw from the likeliest tokens, up to the one with which their probabilities together exceed this
+        top_p: draw from the likeliest tokens, up to the one with which the sum of their probabilities exceeds this
             (nucleus sampling, 1904.09751).
-        seed: of the draw; None is unpredictable. torch's global generator is not used.
-        top_k: draw from so many of the likeliest tokens; 0 is all.
+        seed: of the random numbers; None is unpredictable. torch's global generator is not used.
+        top_k: draw from the `top_k` likeliest tokens; 0 is all.
         min_p: draw from tokens with at least this share of the likeliest one's probability (2407.01082).
-        repetition_penalty: logits of tokens that the text holds already are divided by it where positive, and
+        repetition_penalty: logits of tokens that the text already contains are divided by it where positive, and
             multiplied where negative (1909.05858); 1 does nothing; 0.01 to 100.
-        logit_bias: what is added to the logits of tokens, by their ids; -10000 to 10000, of which 100 mostly forces or
-            forbids a token.
+        logit_bias: added to the logits of tokens, by token id; -10000 to 10000, of which 100 mostly forces or forbids
+            a token.
 
     Raises:
-        RequestError: for a value of another type or out of its range, or a seed that does not fit 64 bits.
+        RequestError: for a value of the wrong type or out of range, or a seed that does not fit 64 bits.
     """
 
     temperature: float = 0.0
@@ -53,32 +59,149 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, right, rule in _NUMBERS:
-            value = as_number(name, getattr(self, name))
-            if not right(value):
-                raise RequestError(f"{name} must {rule}", found=value)
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "top_k", as_whole("top_k", self.top_k))
-        if self.top_k < 0:
-            raise RequestError("top_k must not be negative", found=self.top_k)
-        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
-        if self.seed is not None:
-            object.__setattr__(self, "seed", as_seed("seed", self.seed))
+        for option in OPTIONS:
+            object.__setattr__(self, option.name, option.validate(option.name, getattr(self, option.name)))
+
+    def active(self, option: Option) -> bool:
+        """Whether an option differs from its default, where it has no effect."""
+        return bool(getattr(self, option.name) != getattr(_DEFAULTS, option.name))
+
+    @property
+    def needs_seen_tokens(self) -> bool:
+        """Whether an option depends on the tokens that the text already contains."""
+        return any(option.needs_seen_tokens and self.active(option) for option in OPTIONS)
+
+    @property
+    def likeliest_only(self) -> bool:
+        """Whether the next token is the one with the highest logit, as the model returns it."""
+        return not any(self.active(option) for option in OPTIONS if option.name != "seed")
+
+    def require_vocabulary(self, size: int) -> None:
+        """
+        Raises:
+            RequestError: if an option names a token that the vocabulary does not have.
+        """
+        if unknown := [token for token in self.logit_bias if not 0 <= token < size]:
+            raise RequestError(
+                "logit_bias names tokens outside the vocabulary", found=sorted(unknown)[:8],
+                expected=f"0 to {size - 1}",
+            )  # fmt: skip
 
 
-# What logits are changed by goes beyond any use, but not so far that float32 would overflow.
-_NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("temperature", lambda x: 0 <= x < math.inf, "be finite and not negative"),
-    ("top_p", lambda x: 0 < x <= 1, "lie in (0, 1]"),
-    ("min_p", lambda x: 0 <= x <= 1, "lie in [0, 1]"),
-    ("repetition_penalty", lambda x: 0.01 <= x <= 100, "lie in [0.01, 100]"),
-)
+def _number(allowed: Callable[[float], bool], rule: str) -> Callable[[str, object], float]:
+    def validate(name: str, value: object) -> float:
+        found = as_number(name, value)
+        if not allowed(found):
+            raise RequestError(f"{name} must {rule}", found=found)
+        return found
+
+    return validate
 
 
-def _checked_bias(given: object) -> dict[int, float]:
-    if not isinstance(given, Mapping):
-        raise wrong_type("logit_bias", given, "numbers by token ids")
-    found = {as_whole("logit_bias", token): as_number("logit_bias", bias) for token, bias in given.items()}
-    if wrong := [bias for bias in found.values() if not abs(bias) <= 10_000]:
-        raise RequestError("logit_bias must lie in [-10000, 10000]", found=wrong[0])
+def _top_k(name: str, value: object) -> int:
+    found = as_whole(name, value)
+    if found < 0:
+        raise RequestError(f"{name} must not be negative", found=found)
     return found
+
+
+def _seed(name: str, value: object) -> int | None:
+    return None if value is None else as_seed(name, value)
+
+
+def _logit_bias(name: str, value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise wrong_type(name, value, "numbers by token ids")
+    found = {as_whole(name, token): as_number(name, bias) for token, bias in value.items()}
+    if wrong := [bias for bias in found.values() if not abs(bias) <= 10_000]:
+        raise RequestError(f"{name} must lie in [-10000, 10000]", found=wrong[0])
+    return found
+
+
+def _add_bias(xp: Any, logits: Any, bias: Any, seen: Any) -> Any:
+    """`bias` is by token id, or where XLA runs the model, an array [V]."""
+    if not isinstance(bias, Mapping):
+        return logits + bias
+    tokens, values = (xp.tensor(list(part), device=logits.device) for part in (bias, bias.values()))
+    return logits.index_add(-1, tokens, values.expand(len(logits), -1))
+
+
+def _bias_row(bias: Mapping[int, float], vocab_size: int) -> list[float]:
+    return [bias.get(token, 0.0) for token in range(vocab_size)]
+
+
+def _penalize(xp: Any, logits: Any, penalty: Any, seen: Any) -> Any:
+    return xp.where(seen, xp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def _keep_top_k(probabilities: Any, top_k: int) -> Any:
+    if top_k >= probabilities.shape[-1]:
+        return probabilities
+    ranked, order = probabilities.topk(top_k, dim=-1)
+    return probabilities.new_zeros(probabilities.shape).scatter(-1, order, ranked)
+
+
+def _keep_min_p(probabilities: Any, min_p: float) -> Any:
+    return probabilities.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), 0)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A sampling option: which values it takes, and what it does.
+
+    Attributes:
+        name: of the field of `SamplingParams`.
+        validate: the value that a name and an argument stand for; raises `RequestError`.
+        help: on the command line.
+        type: of its value on the command line; None where it is no option of both ``generate`` and ``chat``.
+        adjust: changes logits. Called with ``torch`` or ``jax.numpy``, float32 logits [..., V], the value, and which
+            tokens the text already contains, bool [..., V].
+        needs_seen_tokens: whether `adjust` uses these.
+        row: the value as an array [V] for XLA, given the vocabulary size; None where it is a number.
+        drops: which tokens are not drawn. Called with probabilities in falling order [..., V], their ranks from 0, and
+            the value; in torch and in JAX.
+        keep: the same in torch without sorting: probabilities [..., V] with zeros for the tokens that are dropped.
+    """
+
+    name: str
+    validate: Callable[[str, object], Any]
+    help: str
+    type: type | None = None
+    adjust: Callable[[Any, Any, Any, Any], Any] | None = None
+    needs_seen_tokens: bool = False
+    row: Callable[[Any, int], list[float]] | None = None
+    drops: Callable[[Any, Any, Any], Any] | None = None
+    keep: Callable[[Any, Any], Any] | None = None
+
+
+# The bounds of options that change logits are wider than any use, but float32 does not overflow within them.
+OPTIONS = (
+    Option("logit_bias", _logit_bias, "Add to the logits of a token.", adjust=_add_bias, row=_bias_row),
+    Option(
+        "repetition_penalty", _number(lambda x: 0.01 <= x <= 100, "lie in [0.01, 100]"),
+        "Lower the logits of tokens that the text already contains; 1 does nothing.", float,
+        adjust=_penalize, needs_seen_tokens=True,
+    ),
+    Option(
+        "temperature", _number(lambda x: 0 <= x < math.inf, "be finite and not negative"),
+        "Sampling temperature; 0 takes the likeliest token.", float,
+    ),
+    Option(
+        "top_k", _top_k, "Draw from the K likeliest tokens; 0 is all.", int,
+        drops=lambda ranked, rank, top_k: (top_k > 0) & (rank >= top_k), keep=_keep_top_k,
+    ),
+    Option(
+        "top_p", _number(lambda x: 0 < x <= 1, "lie in (0, 1]"),
+        "Draw from the likeliest tokens whose probabilities together exceed this.", float,
+        drops=lambda ranked, rank, top_p: (top_p < 1) & (ranked.cumsum(-1) - ranked > top_p),
+    ),
+    Option(
+        "min_p", _number(lambda x: 0 <= x <= 1, "lie in [0, 1]"),
+        "Draw from tokens with at least this share of the likeliest one's probability.", float,
+        drops=lambda ranked, rank, min_p: ranked < min_p * ranked[..., :1], keep=_keep_min_p,
+    ),
+    Option("seed", _seed, "Seed of the random numbers; unpredictable by default.", int),
+)  # fmt: skip
+"""In the order in which they are applied."""
+
+_DEFAULTS = SamplingParams()

@@ -17,7 +17,7 @@ from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_request, prompt_ids, require_model
-from quantkit.runtime.sampling import agreed, generator_of, probabilities
+from quantkit.runtime.sampling import generator_of, probabilities, same_seed
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.finite import finite_logits
 
@@ -55,7 +55,7 @@ def speculate(
         )
     prompt = prompt_ids(ids)
     request, _ = (checked_request(one.config, prompt, max_new_tokens, sampling) for one in (model, draft))
-    params, length = agreed(request.sampling, model.group), request.length
+    params, length = same_seed(request.sampling, model.group), request.length
     target, helper = (_Reader(one, len(prompt), length) for one in (model, draft))
     return _tokens(target, helper, prompt, length, draft_tokens, params)
 
@@ -85,8 +85,8 @@ class _Reader:
             self._step(text, self.stored + self._engine.chunk, 0)
         logits = self._step(text, len(text), last)
         with self.model.ops.single_threaded():
-            held = None if params.repetition_penalty == 1 else self._held(text, last)
-            return probabilities(finite_logits(logits), params, held)
+            seen = self._seen(text, last) if params.needs_seen_tokens else None
+            return probabilities(finite_logits(logits), params, seen)
 
     def _step(self, text: list[int], stop: int, last: int) -> Tensor:
         """Take up a text to where it says; logits of its last tokens."""
@@ -97,12 +97,12 @@ class _Reader:
         self.stored = stop
         return self._engine.step(tokens, [0] * count, positions, wanted, lengths)
 
-    def _held(self, text: list[int], last: int) -> Tensor:
+    def _seen(self, text: list[int], last: int) -> Tensor:
         """Which tokens the text holds up to each of its last, bool [last, V]."""
-        held = torch.zeros(last, self.model.config.vocab_size, dtype=torch.bool, device=self.model.device)
+        seen = torch.zeros(last, self.model.config.vocab_size, dtype=torch.bool, device=self.model.device)
         for row in range(last):
-            held[row, text[: len(text) - last + row + 1]] = True
-        return held
+            seen[row, text[: len(text) - last + row + 1]] = True
+        return seen
 
 
 def _tokens(

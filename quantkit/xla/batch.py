@@ -28,7 +28,7 @@ from quantkit.xla.programs import NO_TOKEN, Drawn, Rows, ShardedModel, cache_sha
 from quantkit.xla.sampling import Sampling
 from quantkit.xla.weights import float_dtype, zeros
 
-_LEAST, _STEP = 32, 512  # buckets are powers of two from the one to the other, then multiples of it
+_MIN, _STEP = 32, 512  # buckets are powers of two from the one to the other, then multiples of it
 
 Array = np.ndarray[Any, Any]
 
@@ -70,7 +70,7 @@ class CachedBatch:
         self._ends = np.array(model.config.eos_token_ids, np.int32)
         self._rows = Rows(lengths.astype(np.int32), counts.astype(np.int32))
         if penalized:
-            self._rows = self._rows._replace(held=_held(tokens, lengths, model.config.vocab_size))
+            self._rows = self._rows._replace(seen=_seen_tokens(tokens, lengths, model.config.vocab_size))
         shape = cache_shape(model.split, tokens.shape[0], capacity)
         layers = range(model.config.num_layers)
         with enough_memory(None):
@@ -166,7 +166,7 @@ class XlaBatch:
         """Take up what was drawn for a text up to its end; of tokens that end it alone the device knows nothing."""
         for index, token in enumerate(drawn.tokens.tolist()):
             if token != NO_TOKEN and one.finish_reason is None:
-                one.take(token, _logprobs(one, drawn, index), self._model.config.eos_token_ids)
+                one.append(token, _logprobs(one, drawn, index), self._model.config.eos_token_ids)
         if one.finish_reason is not None:
             self.end(one)
 
@@ -192,9 +192,9 @@ def cached_batch(model: ShardedModel, texts: Sequence[Continuation], rows: int) 
         tokens[row, : len(one.request.prompt)] = one.request.prompt
     counts = np.array([*(one.request.max_new_tokens for one in texts), *[0] * idle])
     params = [*(one.sampling for one in texts), *[SamplingParams()] * idle]
-    penalized = any(one.repetition_penalty != 1 for one in params)
+    penalized = any(one.needs_seen_tokens for one in params)
     sampling = None
-    if penalized or any(one.temperature or one.logit_bias for one in params):
+    if not all(one.likeliest_only for one in params):
         sampling = Sampling.of(params, _shared_seeds(params), model.config.vocab_size)
     told = [one.request.logprobs for one in texts if one.request.logprobs is not None]
     return CachedBatch(
@@ -205,15 +205,15 @@ def cached_batch(model: ShardedModel, texts: Sequence[Continuation], rows: int) 
 
 def bucket(length: int) -> int:
     """A length that many share, so that what is compiled for one serves all: no shorter, at most twice as long."""
-    return power_of_two(length, _LEAST) if length <= _STEP else -(-length // _STEP) * _STEP
+    return power_of_two(length, _MIN) if length <= _STEP else -(-length // _STEP) * _STEP
 
 
-def _held(tokens: Array, lengths: Array, vocabulary: int) -> Array:
+def _seen_tokens(tokens: Array, lengths: Array, vocabulary: int) -> Array:
     """Which tokens each prompt holds, bool [B, V]."""
-    held = np.zeros((len(tokens), vocabulary), bool)
+    seen = np.zeros((len(tokens), vocabulary), bool)
     for row, length in enumerate(lengths):
-        held[row, tokens[row, :length]] = True
-    return held
+        seen[row, tokens[row, :length]] = True
+    return seen
 
 
 def _shared_seeds(params: Sequence[SamplingParams]) -> list[int]:

@@ -16,7 +16,8 @@ from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.kernels.build import cache_folder
 from quantkit.progress import Progress, silent
-from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, checked_request, prompt_ids
+from quantkit.runtime.generate import new_tokens
+from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_request, prompt_ids
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.tensors.dtypes import DType
 from quantkit.xla.batch import XlaBatch
@@ -45,7 +46,7 @@ class XlaModel(ShardedModel):
         request = checked_request(self.config, prompt_ids(ids), max_new_tokens, sampling)
         runner = self.runner(1)
         runner.require(request)
-        return _tokens(runner, request)
+        return new_tokens(runner, request)
 
 
 def model_on_devices(
@@ -109,12 +110,3 @@ def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
 def _number(variable: str) -> int | None:
     value = os.environ.get(variable)
     return None if value is None else int(value)
-
-
-def _tokens(batch: XlaBatch, request: Request) -> Iterator[int]:
-    (found,) = batch.add(request)
-    given = 0
-    while found.finish_reason is None:
-        batch.step()
-        yield from found.tokens[given:]
-        given = len(found.tokens)

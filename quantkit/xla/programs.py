@@ -42,12 +42,12 @@ class Rows(NamedTuple):
     Attributes:
         positions: [B], where each text's next token goes.
         left: [B], tokens that may still be drawn for each; 0 where a text has ended, or a row has none.
-        held: bool [B, V], which tokens each text holds already; None where none is penalized for that.
+        seen: bool [B, V], which tokens each text holds already; None where none is penalized for that.
     """
 
     positions: Any
     left: Any
-    held: Any = None
+    seen: Any = None
 
 
 class Drawn(NamedTuple):
@@ -169,7 +169,7 @@ def _next(
     A text that has ended, or a row that has none, draws too, since all rows are computed; nobody is told.
     """
     active = rows.left > 0
-    tokens = sample(logits, sampling, rows.positions, rows.held)
+    tokens = sample(logits, sampling, rows.positions, rows.seen)
     drawn = Drawn(jnp.where(active, tokens, NO_TOKEN), jnp.isfinite(logits).all(-1) | ~active)
     if logprobs is not None:
         all_ = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
@@ -177,10 +177,10 @@ def _next(
         likeliest, top = lax.top_k(all_, logprobs)
         drawn = drawn._replace(logprobs=chosen, top=top, top_logprobs=likeliest)
     ended = (tokens[:, None] == ends).any(-1)
-    held = rows.held
-    if held is not None:
-        held = held.at[jnp.arange(len(tokens)), tokens].set(True)
-    return drawn, Rows(rows.positions, jnp.where(active & ~ended, rows.left - 1, 0), held), tokens
+    seen = rows.seen
+    if seen is not None:
+        seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
+    return drawn, Rows(rows.positions, jnp.where(active & ~ended, rows.left - 1, 0), seen), tokens
 
 
 def _run_shard(

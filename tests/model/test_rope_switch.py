@@ -9,7 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from rows import alone, together
+from rows import alone, read_late, together
 from torch import Tensor
 
 import quantkit
@@ -18,10 +18,9 @@ from quantkit.errors import RequestError, UnsupportedError
 from quantkit.evals.harness import Scorer
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.runtime import batch as scheduler
-from quantkit.runtime.batch import Batch
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.request import Request, checked_length
+from quantkit.runtime.scheduler import Scheduler
 from quantkit.runtime.slots import SlotTable
 from quantkit.runtime.speculative import speculate
 
@@ -69,12 +68,12 @@ def _generated(theirs: Any, prompt: list[int], count: int) -> list[int]:
     return found[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("looks", [{"cpu": 1}, {}], ids=["each", "late"])
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_sequences_beside_each_other_are_as_with_transformers(
-    compiled: bool, looks: dict[str, int], theirs: Any, model: Decoder, monkeypatch: pytest.MonkeyPatch
+    compiled: bool, late: bool, theirs: Any, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "_LOOKS", looks)
+    read_late(monkeypatch, late=late)
     if compiled:
         monkeypatch.setattr("quantkit.runtime.engine._compile", lambda step, device: step)  # what is padded, as it is
     engine = Engine(model, 140, slots=3, compiled=compiled)
@@ -156,22 +155,22 @@ def test_samples_and_their_log_probabilities_go_on_past_it(model: Decoder) -> No
 @pytest.mark.parametrize(("count", "asked", "expected"), [(9, 3, [0, 20, 52, 96]), (3, 11, [0, 16, 16, 60])])
 def test_a_conversation_goes_on_past_it(count: int, asked: int, expected: list[int], model: Decoder) -> None:
     """Within an answer, or between two: then nothing of the turns before is of use."""
-    batch, text = Batch(Engine(model, 120), any_prefix=True), _prompts()[4][: 12 if count == 9 else 14]
+    scheduler, text = Scheduler(Engine(model, 120), any_prefix=True), _prompts()[4][: 12 if count == 9 else 14]
     reused = []
     for _ in expected:
         request = Request(text, count)
-        (found,) = batch.add(request)
+        (found,) = scheduler.add(request)
         while found.finish_reason is None:
-            batch.step()
+            scheduler.step()
         assert found.tokens == alone(model, request)[0].token_ids
         text = [*text, *found.tokens, *range(7, 7 + asked)]
-        reused.append(batch.reused)
+        reused.append(scheduler.reused)
     assert reused == expected
 
 
 def test_prompts_on_two_sides_of_it_share_nothing() -> None:
     text = list(range(60))
-    table = SlotTable(2, 16, any_prefix=True, windows=False, unstretched=SWITCH, switches=True)
+    table = SlotTable(2, 16, any_prefix=True, windows=False, unscaled=SWITCH, switches=True)
     table.hold(table.take(text[:30]), text[:30], 30)
     table.hold(table.take(text[:50]), text[:50], 50)
     assert table.best(text[:35]) == (0, 30)

@@ -14,7 +14,7 @@ import forked
 import oracle
 import pytest
 import torch
-from rows import alone, forward_logprobs, require_same, together
+from rows import alone, forward_logprobs, read_late, require_same, together
 from test_architectures import ROPES
 from torch import Tensor
 
@@ -25,12 +25,11 @@ from quantkit.errors import NonFiniteError, RequestError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.runtime import batch as scheduler
 from quantkit.runtime import engine as engine_module
-from quantkit.runtime.batch import Batch
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.request import Request
 from quantkit.runtime.sampling_params import SamplingParams
+from quantkit.runtime.scheduler import Scheduler
 from quantkit.tensors.qtensor import QuantTensor
 
 pytestmark = pytest.mark.cpu_kernels
@@ -282,16 +281,16 @@ def test_a_short_prompt_waits_for_no_long_one(folders: Path, monkeypatch: pytest
     rows: list[int] = []
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda *given: rows.append(len(given[1])) or step(*given))
-    batch = Batch(engine)
-    running = [batch.add(Request(prompt, 100))[0] for prompt in _prompts((9,) * 8)]
+    scheduler = Scheduler(engine)
+    running = [scheduler.add(Request(prompt, 100))[0] for prompt in _prompts((9,) * 8)]
     while any(len(one.tokens) < 3 for one in running):
-        batch.step()
-    long, drawn = batch.add(Request([5] * 2000, 10))[0], [len(one.tokens) for one in running]
-    batch.step()
-    short = batch.add(Request(_prompts((16,))[0], 10))[0]
+        scheduler.step()
+    long, drawn = scheduler.add(Request([5] * 2000, 10))[0], [len(one.tokens) for one in running]
+    scheduler.step()
+    short = scheduler.add(Request(_prompts((16,))[0], 10))[0]
     rows.clear()
     while not short.tokens:
-        batch.step()
+        scheduler.step()
     assert len(rows) <= 3
     assert max(rows) <= engine.chunk + 9
     assert not long.prefilled
@@ -301,10 +300,10 @@ def test_a_short_prompt_waits_for_no_long_one(folders: Path, monkeypatch: pytest
 def test_long_prompts_take_turns(folders: Path) -> None:
     model = _model(folders / "llama-int8")
     model.config = replace(model.config, max_context=2500)
-    batch = Batch(Engine(model, 1500, slots=2))
-    first, second = (batch.add(Request([token] * 1400, 2))[0] for token in (5, 6))
+    scheduler = Scheduler(Engine(model, 1500, slots=2))
+    first, second = (scheduler.add(Request([token] * 1400, 2))[0] for token in (5, 6))
     for _ in range(4):
-        batch.step()
+        scheduler.step()
     assert first.stored == second.stored == 480
 
 
@@ -322,16 +321,16 @@ def test_requests_that_come_and_go_as_they_like(
     cached = chance.choice([None, torch.int8])
     engine = Engine(model, 260, slots=chance.choice([1, 2, 5]), cache_dtype=cached)
     monkeypatch.setattr(engine, "chunk", chance.choice([32, 48, 240]))
-    batch = Batch(engine)
+    scheduler = Scheduler(engine)
     left = [_any_request(chance, texts) for _ in range(14)]
     requests, begun = list(left), []
-    while left or batch.busy:
+    while left or scheduler.busy:
         while left and chance.random() < 0.4:
-            begun.append(batch.add(left.pop(0)))
-        batch.step()
+            begun.append(scheduler.add(left.pop(0)))
+        scheduler.step()
         for one in (one for several in begun for one in several):
             if one.finish_reason is None and chance.random() < 0.01:
-                batch.end(one)
+                scheduler.end(one)
     for request, several in zip(requests, begun, strict=True):
         own = Engine(model, 260, cache_dtype=cached)
         monkeypatch.setattr(own, "chunk", engine.chunk)
@@ -344,9 +343,9 @@ def test_requests_that_come_and_go_as_they_like(
                 assert one.logprobs == right.logprobs.cut(echoed + count)
 
 
-def _finish(batch: Batch) -> None:
-    while batch.busy:
-        batch.step()
+def _finish(scheduler: Scheduler) -> None:
+    while scheduler.busy:
+        scheduler.step()
 
 
 def _any_request(chance: random.Random, texts: list[list[int]]) -> Request:
@@ -390,12 +389,12 @@ def test_samples_go_on_without_the_one_that_read_their_prompt(steps: int, folder
     request = Request(prompt, 6, SamplingParams(1.5, seed=4), samples=3)
     expected = [one.token_ids for one in alone(model, request)]
     for slots in (1, 2, 3):
-        batch = Batch(Engine(model, 310, slots=slots))
-        several = batch.add(request)
+        scheduler = Scheduler(Engine(model, 310, slots=slots))
+        several = scheduler.add(request)
         for _ in range(steps):
-            batch.step()
-        batch.end(several[0])
-        _finish(batch)
+            scheduler.step()
+        scheduler.end(several[0])
+        _finish(scheduler)
         assert [one.tokens for one in several[1:]] == expected[1:]
         assert several[0].tokens == expected[0][: len(several[0].tokens)]
 
@@ -429,9 +428,10 @@ def test_what_is_looked_at_late_is_cut_at_the_same_place(
     cases = [{}, {"stop": stop}, {"stop": stop, "n": 3, "temperature": 0.8, "seed": 1}, {"echo": True, "n": 2}]
     for case in cases:
         found = []
-        for looks in ({"cpu": 1}, {}):
-            monkeypatch.setattr(scheduler, "_LOOKS", looks)
+        for late in (False, True):
+            read_late(monkeypatch, late=late)
             found.append(quantkit.generate_batch(model, prompts, **options, **case))
+            monkeypatch.undo()
         assert found[0] == found[1]
         assert {one.finish_reason for one in found[0]} >= {"stop"}
         for one in found[0]:
@@ -441,13 +441,13 @@ def test_what_is_looked_at_late_is_cut_at_the_same_place(
                 assert not any(string in (one.text or "") for string in stop)
 
 
-@pytest.mark.parametrize("looks", [{"cpu": 1}, {}], ids=["each", "late"])
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("wrong", ["prompt", "new"])
 @pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"logprobs": 1, "echo": True}], ids=str)
 def test_what_is_not_finite_is_given_to_nobody(
-    options: dict[str, Any], wrong: str, looks: dict[str, int], folders: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], wrong: str, late: bool, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "_LOOKS", looks)
+    read_late(monkeypatch, late=late)
     engine = Engine(_model(folders / "llama-int8"), 420, slots=4)
     step, count = engine.step, iter(range(1000))
 
@@ -458,10 +458,10 @@ def test_what_is_not_finite_is_given_to_nobody(
         return logits
 
     monkeypatch.setattr(engine, "step", broken)
-    batch = Batch(engine)
-    several = [batch.add(Request(prompt, 30, **options))[0] for prompt in _prompts((300, 5, 7))]
+    scheduler = Scheduler(engine)
+    several = [scheduler.add(Request(prompt, 30, **options))[0] for prompt in _prompts((300, 5, 7))]
     with pytest.raises(NonFiniteError):
-        _finish(batch)
+        _finish(scheduler)
     assert all(len(one.tokens) < 10 for one in several)
 
 
@@ -478,7 +478,7 @@ def test_a_cache_that_cannot_fit_is_refused_at_once(folders: Path) -> None:
     with pytest.raises(RequestError, match="does not fit in memory") as refused:
         quantkit.generate_batch(model, [[3] * 100] * 60, n=4096, batch_size=10**8, max_new_tokens=390)
     model.config = replace(model.config, max_context=10**12)
-    with pytest.raises(RequestError, match="ask for fewer tokens"):
+    with pytest.raises(RequestError, match="use fewer tokens"):
         Engine(model, 10**12)
 
 
@@ -497,7 +497,7 @@ def test_what_is_available_is_what_the_process_and_its_groups_may_have(
 
 
 def test_a_slot_must_hold_what_is_asked_for(folders: Path) -> None:
-    batch = Batch(Engine(_model(folders / "llama-int8"), 20, slots=2))
+    scheduler = Scheduler(Engine(_model(folders / "llama-int8"), 20, slots=2))
     with pytest.raises(RequestError, match="exceed the engine"):
-        batch.add(Request([5] * 15, 6))
-    assert not batch.busy
+        scheduler.add(Request([5] * 15, 6))
+    assert not scheduler.busy

@@ -11,6 +11,7 @@ import oracle
 import pytest
 import torch
 from command import Capture, run
+from rows import read_late
 from torch import Tensor
 
 import quantkit
@@ -20,7 +21,6 @@ from quantkit.model.attention import masked_attention
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.runtime import batch as loop
 from quantkit.runtime import engine as engine_module
 from quantkit.runtime.engine import Engine, bucket
 from quantkit.tensors.cached_rows import CachedRows
@@ -124,19 +124,19 @@ def test_looking_at_tokens_late_gives_the_same_ones(quantized: Path, monkeypatch
     model = _without_end(quantized)
     prompt = oracle.random_tokens(5)
     expected = _tokens(model, prompt, 20)
-    monkeypatch.setattr(loop, "_LOOKS", {})
+    read_late(monkeypatch)
     assert _tokens(model, prompt, 20) == expected
     end = expected[10]
     model.config = replace(model.config, eos_token_ids=(end,))
     assert _tokens(model, prompt, 20) == expected[: expected.index(end)]
 
 
-@pytest.mark.parametrize("looks", [{"cpu": 1}, {}], ids=["each", "late"])
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_is_not_finite_is_never_given_out(
-    looks: dict[str, int], temperature: float, quantized: Path, monkeypatch: pytest.MonkeyPatch
+    late: bool, temperature: float, quantized: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "_LOOKS", looks)
+    read_late(monkeypatch, late=late)
     engine = Engine(_without_end(quantized), 30)
     step, steps = engine.step, iter(range(100))
     monkeypatch.setattr(engine, "step", lambda *given: step(*given) * (torch.nan if next(steps) == 4 else 1))

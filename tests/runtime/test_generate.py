@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from command import Capture, run
+from rows import read_late
 from terminal import screen
 
 import quantkit
@@ -24,6 +25,7 @@ from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.request import MAX_NEW_TOKENS
+from quantkit.runtime.scheduler import READ_LAG
 from quantkit.runtime.stream import Pace
 from quantkit.text.tokenizer import Tokenizer
 
@@ -184,14 +186,14 @@ def test_what_is_left_early_can_be_closed_and_leaves_the_thread_as_it_was(
 
 
 def test_the_first_token_is_not_kept_back(loaded: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a device draws several before the host looks at them."""
-    monkeypatch.setattr("quantkit.runtime.batch._LOOKS", {})
+    """The engine runs ahead of the tokens that the host reads."""
+    read_late(monkeypatch)
     engine = Engine(loaded[0], 100)
     steps: list[int] = []
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda *given: steps.append(1) or step(*given))
     tokens = quantkit.generate(engine, loaded[1].encode(PROMPT), max_new_tokens=20)
-    assert [(next(tokens), len(steps))[1] for _ in range(3)] == [1, 9, 9]
+    assert [(next(tokens), len(steps))[1] for _ in range(3)] == [1, 2 + READ_LAG, 3 + READ_LAG]
 
 
 @pytest.mark.parametrize(

@@ -100,10 +100,10 @@ def test_a_nucleus_ends_with_the_token_that_exceeds_it() -> None:
 
 def test_tokens_that_a_text_holds_are_penalized() -> None:
     logits = torch.tensor([[2.0, 1.5, -1.0], [2.0, 1.5, -1.0]])
-    held = torch.tensor([[True, False, True], [False, False, False]])
+    seen = torch.tensor([[True, False, True], [False, False, False]])
     params = SamplingParams(repetition_penalty=2.0)
-    assert adjusted(logits, params, held).tolist() == [[1.0, 1.5, -2.0], [2.0, 1.5, -1.0]]
-    assert sample(logits, params, torch.Generator(), held).tolist() == [[1], [0]]
+    assert adjusted(logits, params, seen).tolist() == [[1.0, 1.5, -2.0], [2.0, 1.5, -1.0]]
+    assert sample(logits, params, torch.Generator(), seen).tolist() == [[1], [0]]
 
 
 def test_a_bias_forbids_and_forces_tokens() -> None:
@@ -131,14 +131,14 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_settings_within_range_make_probabilities_break(dtype: torch.dtype) -> None:
-    held = torch.tensor([[True, True, False, True]])
+    seen = torch.tensor([[True, True, False, True]])
     bases = [torch.tensor([[1.0, -1.0, 0.5, 1.0]]) * scale for scale in (1e-30, 1.0, 900.0, 60000.0)]
     for logits, temperature, top_p, top_k, min_p, penalty, bias in itertools.product(
         bases, (5e-324, 1e-30, 1.7e308), (5e-324, 1.0), (0, 10**30), (0.0, 5e-324, 1.0), (0.01, 1.0, 100.0),
         ({}, {0: 1e4, 1: 1e4}, {0: 1e4, 1: -1e4}, dict.fromkeys(range(4), -10000.0)),
     ):  # fmt: skip
         params = SamplingParams(temperature, top_p, 0, top_k, min_p, penalty, bias)
-        found = probabilities(logits.to(dtype), params, held)
+        found = probabilities(logits.to(dtype), params, seen)
         assert found.sum() == pytest.approx(1), (logits, params)
         assert (found >= 0).all()
 

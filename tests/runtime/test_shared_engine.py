@@ -14,10 +14,10 @@ import torch
 import quantkit
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
-from quantkit.runtime.batch import Batch
 from quantkit.runtime.chat_session import ChatSession
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.request import Request
+from quantkit.runtime.scheduler import Scheduler
 from quantkit.text.chat import Chat
 from quantkit.text.tokenizer import Tokenizer
 
@@ -94,7 +94,7 @@ def test_of_two_that_generate_on_an_engine_the_first_is_told(loaded: Loaded) -> 
     begun = next(first)
     assert expected[0].startswith(begun)
     begun = next(second)
-    with pytest.raises(RequestError, match=f"{IN_USE}; give each an engine of its own, or run them in one batch"):
+    with pytest.raises(RequestError, match=f"{IN_USE}; give each its own engine, or run them in one batch"):
         next(first)
     assert begun + "".join(second) == expected[1]
     assert list(first) == []
@@ -114,7 +114,7 @@ def test_an_answer_whose_engine_was_taken_over_is_told_and_forgotten(loaded: Loa
 
 def test_a_batch_takes_its_engine_back_once_nothing_of_it_runs(loaded: Loaded) -> None:
     engine = Engine(loaded[0], 40)
-    mine, other = Batch(engine), Batch(engine)
+    mine, other = Scheduler(engine), Scheduler(engine)
     (running,) = mine.add(Request([1, 5, 7], 9))
     other.add(Request([1, 6], 2))
     for use in (mine.step, lambda: mine.add(Request([1, 8], 2))):

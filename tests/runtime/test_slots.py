@@ -16,11 +16,11 @@ import quantkit
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.runtime.batch import Batch
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Generation
 from quantkit.runtime.request import Request
-from quantkit.runtime.slots import Held, SlotTable, common, exact
+from quantkit.runtime.scheduler import Scheduler
+from quantkit.runtime.slots import Held, SlotTable, bitwise_reusable_prefix, common_prefix
 
 pytestmark = pytest.mark.cpu_kernels
 
@@ -53,10 +53,10 @@ def _stored(engine: Engine, slot: int, length: int) -> list[Tensor]:
     return [tensor[slot, :, :length].clone() for tensor in engine._cache.tensors()]
 
 
-def _run(batch: Batch, request: Request) -> Generation:
-    (found,) = batch.add(request)
+def _run(scheduler: Scheduler, request: Request) -> Generation:
+    (found,) = scheduler.add(request)
     while found.finish_reason is None:
-        batch.step()
+        scheduler.step()
     return found
 
 
@@ -68,17 +68,17 @@ def _require_bits(
     length = max(map(len, prompts)) + 3
     engine = Engine(model, length, slots=slots, cache_dtype=cached)
     monkeypatch.setattr(engine, "chunk", chunk)
-    batch = Batch(engine)
+    scheduler = Scheduler(engine)
     for prompt in prompts:
-        found = _run(batch, Request(prompt, 3, logprobs=2))
+        found = _run(scheduler, Request(prompt, 3, logprobs=2))
         own = Engine(model, length, cache_dtype=cached)
         monkeypatch.setattr(own, "chunk", chunk)
-        right = _run(Batch(own), Request(prompt, 3, logprobs=2))
+        right = _run(Scheduler(own), Request(prompt, 3, logprobs=2))
         assert (found.tokens, found.logprobs) == (right.tokens, right.logprobs)
         stored = len(prompt) + 2
-        for ours, theirs in zip(_stored(engine, found.place, stored), _stored(own, 0, stored), strict=True):
+        for ours, theirs in zip(_stored(engine, found.slot, stored), _stored(own, 0, stored), strict=True):
             assert torch.equal(ours, theirs)
-    return batch.reused
+    return scheduler.reused
 
 
 @pytest.mark.parametrize(
@@ -123,21 +123,21 @@ def test_a_system_prompt_is_read_once(folders: Path, monkeypatch: pytest.MonkeyP
     engine = Engine(model, 560, slots=2)
     rows, step = list[int](), engine.step
     monkeypatch.setattr(engine, "step", lambda *given: rows.append(len(given[1])) or step(*given))
-    batch = Batch(engine)
+    scheduler = Scheduler(engine)
     for question in range(5):
         request = Request([*system, *[10 + question] * 30], 1)
-        assert _run(batch, request).tokens == alone(model, request)[0].token_ids
+        assert _run(scheduler, request).tokens == alone(model, request)[0].token_ids
     assert sum(rows) == 530 + 4 * 30
-    assert batch.reused == 4 * 500
+    assert scheduler.reused == 4 * 500
 
 
 def test_a_conversation_goes_on_from_the_answer_before(folders: Path) -> None:
     model = _model(folders / "llama-int8")
-    batch = Batch(Engine(model, 300), any_prefix=True)
+    scheduler = Scheduler(Engine(model, 300), any_prefix=True)
     text = oracle.random_tokens(40)[0].tolist()
     for turn in range(4):
-        before, found = batch.reused, _run(batch, Request(text, 20))
-        assert batch.reused - before == (0 if turn == 0 else len(text) - 6)
+        before, found = scheduler.reused, _run(scheduler, Request(text, 20))
+        assert scheduler.reused - before == (0 if turn == 0 else len(text) - 6)
         assert found.tokens == alone(model, Request(text, 20))[0].token_ids
         text = [*text, *found.tokens, 7, 8, 9, 10, 11]
 
@@ -151,9 +151,9 @@ def test_where_positions_are_stretched_prompts_of_other_lengths_share_nothing(
     within, past = [text[:60], text[:90]], [text[:150], text[:170], text[:90]]
     assert _require_bits(model, within, monkeypatch, chunk=16) > 0
     assert _require_bits(model, past, monkeypatch, chunk=16) == 0
-    batch = Batch(Engine(model, 200), any_prefix=True)
+    scheduler = Scheduler(Engine(model, 200), any_prefix=True)
     for prompt in (text[:90], text[:120]):
-        assert _run(batch, Request(prompt, 3)).tokens == alone(model, Request(prompt, 3))[0].token_ids
+        assert _run(scheduler, Request(prompt, 3)).tokens == alone(model, Request(prompt, 3))[0].token_ids
     with pytest.raises(RequestError, match="found 201, expected at most 200"):
         quantkit.generate(model, text[:191], max_new_tokens=10)
 
@@ -176,20 +176,20 @@ def test_where_positions_are_stretched_a_prompt_has_the_same_bits_beside_others(
 
 
 def test_what_two_begin_with() -> None:
-    assert common([1, 2, 3], Held()) == 0
-    assert common([1, 2, 3], Held([1, 2, 3, 4])) == 2  # the last is read for its logits
-    assert common([1, 2, 3, 4], Held([1, 2, 9])) == 2
+    assert common_prefix([1, 2, 3], Held()) == 0
+    assert common_prefix([1, 2, 3], Held([1, 2, 3, 4])) == 2  # the last is read for its logits
+    assert common_prefix([1, 2, 3, 4], Held([1, 2, 9])) == 2
 
 
 def test_what_has_the_same_bits() -> None:
     text = list(range(200))
     held = Held(text, 200)
-    assert exact(text[:100], held, 64, windows=False) == 83  # 17 are left: many rows
-    assert exact(text[:100], held, 64, windows=True) == 64
-    assert exact(text[:70], held, 64, windows=False) == 64  # 6 rows, which are summed in another order
-    assert exact(text[:100], Held(text[:70], 70), 64, windows=False) == 64
-    assert exact(text[:100], Held(text[:100], 30), 64, windows=False) == 30  # not of its answer
-    assert exact(text[:10], held, 64, windows=False) == 0
+    assert bitwise_reusable_prefix(text[:100], held, 64, windows=False) == 83  # 17 are left: many rows
+    assert bitwise_reusable_prefix(text[:100], held, 64, windows=True) == 64
+    assert bitwise_reusable_prefix(text[:70], held, 64, windows=False) == 64  # 6 rows, summed in another order
+    assert bitwise_reusable_prefix(text[:100], Held(text[:70], 70), 64, windows=False) == 64
+    assert bitwise_reusable_prefix(text[:100], Held(text[:100], 30), 64, windows=False) == 30  # not of its answer
+    assert bitwise_reusable_prefix(text[:10], held, 64, windows=False) == 0
 
 
 def test_slots_are_taken_by_what_they_hold_and_then_in_turn() -> None:

@@ -1,11 +1,17 @@
-"""What several sequences in one batch are held against: each of them alone."""
+"""Sequences that run together compared with each of them alone, and tokens that reach the host late."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor
 
 from quantkit.model.decoder import Decoder
+from quantkit.runtime import engine as engine_module
+from quantkit.runtime.captured import EagerRecorder
 from quantkit.runtime.completion import Completion
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate_batch import completions
@@ -46,3 +52,45 @@ def forward_logprobs(model: Decoder, tokens: list[int]) -> Tensor:
     """Log-probabilities of each token but the first, [T - 1], by one pass without a cache."""
     logits = model(torch.tensor([tokens[:-1]]), torch.arange(len(tokens) - 1))[0]
     return logits.float().log_softmax(-1).gather(-1, torch.tensor(tokens[1:]).unsqueeze(-1)).squeeze(-1)
+
+
+class Late:
+    """Tokens that have not arrived until somebody waits for them, which has to be in their order."""
+
+    def __init__(self, tokens: Tensor, recorder: LateRecorder) -> None:
+        self._tokens, self._recorder, self._number = tokens.tolist(), recorder, recorder.steps
+        recorder.steps += 1
+
+    @property
+    def arrived(self) -> bool:
+        return self._recorder.dice.random() < self._recorder.soon
+
+    def read(self) -> list[int]:
+        assert self._number >= self._recorder.read
+        self._recorder.read = self._number + 1
+        self._recorder.behind.append(self._recorder.steps - 1 - self._number)
+        return self._tokens
+
+
+class LateRecorder(EagerRecorder):
+    """Counts what is recorded, run and read."""
+
+    def __init__(self, soon: float = 0.0) -> None:
+        self.dice, self.soon = random.Random(1), soon
+        self.recorded = self.steps = self.read = 0
+        self.behind: list[int] = []
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        self.recorded += 1
+        for _ in range(3):
+            step()
+        return step
+
+    def fetch(self, tokens: Tensor) -> Late:
+        return Late(tokens, self)
+
+
+def read_late(monkeypatch: pytest.MonkeyPatch, *, late: bool = True) -> None:
+    """Let engines run ahead of the tokens that the host reads, as on a GPU."""
+    if late:
+        monkeypatch.setattr(engine_module, "EagerRecorder", LateRecorder)

@@ -1,0 +1,340 @@
+"""Runs requests that share the steps of an engine, and start and end while others run."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import RequestError
+from quantkit.model.device import numbers
+from quantkit.runtime.captured import PendingTokens
+from quantkit.runtime.completion import FinishReason
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.generation import Generation, Siblings
+from quantkit.runtime.request import Request
+from quantkit.runtime.sampling import TokenLogprobs
+from quantkit.runtime.slots import SlotTable
+from quantkit.tensors.finite import finite_logits, nonfinite_logits
+
+READ_LAG = 2
+"""Steps that a GPU may be ahead of the tokens that the host reads, so that it always has work. Tokens drawn beyond the
+end of a sequence are dropped."""
+
+
+@dataclass
+class _Rows:
+    """The rows of the next step. The first `decoding` rows append the last token of a running sequence each, which is
+    on the device; the others read `texts`.
+
+    Attributes:
+        lengths, wanted: see `Engine.step`.
+        drawing: the sequences that get a new token, each with the index of its logits.
+    """
+
+    decoding: int = 0
+    texts: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
+    drawing: dict[Generation, int] = field(default_factory=dict)
+    chunks: list[_Chunk] = field(default_factory=list)
+
+
+@dataclass
+class _Chunk:
+    """A part of a prompt that a step reads.
+
+    Attributes:
+        stop: its end.
+        echoed: the index of the logits of its first row, if all its logits are needed.
+    """
+
+    reader: Generation
+    stop: int
+    echoed: int | None = None
+
+
+@dataclass
+class _Drawn:
+    """One new token of each of several sequences, which the host has not read."""
+
+    sequences: list[Generation]
+    tokens: PendingTokens
+    logprobs: list[TokenLogprobs | None]
+
+
+class Scheduler:
+    """Runs requests in an engine's slots.
+
+    Each step has one row of each sequence that decodes, and chunks of prompts in turn, so a short prompt never waits
+    for all of a long one. Chunks begin at fixed places of a prompt, so its numbers do not depend on other requests.
+
+    The first request takes over the engine's slots. If another user takes them over later, the next request takes them
+    back.
+    """
+
+    def __init__(self, engine: Engine, *, any_prefix: bool = False) -> None:
+        """
+        Args:
+            any_prefix: reuse all tokens that a slot has in common with a prompt, also new tokens of the last answer, as
+                a conversation does. Else only those whose keys and values have the same bits.
+        """
+        self.engine = engine
+        self.reused = 0
+        """Tokens of prompts that were not computed, because a slot held them."""
+        self._any_prefix = any_prefix
+        self._switch = engine.model.config.rope_switch
+        self._slots: SlotTable | None = None
+        self._waiting: deque[Generation] = deque()
+        self._reading: deque[Generation] = deque()
+        self._running: list[Generation] = []
+        self._pending: deque[_Drawn] = deque()
+
+    @property
+    def slots(self) -> int:
+        """Continuations that run at the same time."""
+        return self.engine.slots
+
+    def require(self, request: Request) -> None:
+        """
+        Raises:
+            RequestError: if its prompt and new tokens do not fit into a slot.
+        """
+        self.engine.require_length(request.length)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self._waiting or self._reading or self._running)
+
+    def add(self, request: Request) -> list[Generation]:
+        """Add a request; its continuations.
+
+        Raises:
+            RequestError: if its prompt and new tokens do not fit into a slot, or another user has taken over the engine
+                while continuations of this one run.
+        """
+        self.require(request)
+        self._require_engine()
+        if self._slots is None or self._slots is not self.engine.slot_table:
+            self._slots = self.engine.take_over(any_prefix=self._any_prefix)
+        siblings = Siblings(waiting=request.samples)
+        found = [Generation(request, number, siblings, self.engine.model) for number in range(request.samples)]
+        self._waiting.extend(found)
+        return found
+
+    def end(self, generation: Generation, reason: FinishReason = "stop") -> None:
+        """End a continuation now."""
+        generation.finish_reason = generation.finish_reason or reason
+        if generation in self._waiting:
+            self._remove_waiting(generation)
+        elif generation in self._reading:
+            self._reading.remove(generation)
+            self._table.release(generation.slot)
+        elif generation in self._running:
+            self._running.remove(generation)
+            self._table.release(generation.slot, generation.added)
+
+    @torch.inference_mode()
+    def step(self) -> list[Generation]:
+        """Run one step of the engine.
+
+        Returns:
+            The continuations that have new tokens or have ended, as far as the host knows.
+
+        Raises:
+            RequestError: if another user has taken over the engine.
+            NonFiniteError: if the model's logits are NaN or Inf.
+        """
+        self._require_engine()
+        self._admit()
+        rows, scored = self._next_rows(), list[Generation]()
+        sequences = list(rows.drawing)
+        tokens_only = all(one.needs_tokens_only for one in sequences)
+        if rows.slots and not rows.chunks and self._switch is None and tokens_only:
+            for one in sequences:
+                one.drawn += 1
+            tokens = self.engine.decode(rows.slots, rows.positions)
+            self._pending.append(_Drawn(sequences, tokens, [None] * len(sequences)))
+        elif rows.slots:
+            logits = self.engine.step(self._tokens(rows), rows.slots, rows.positions, rows.wanted, rows.lengths)
+            scored = self._finish_chunks(rows, logits)
+            if sequences:
+                places = list(rows.drawing.values())
+                if places != list(range(len(logits))):
+                    logits = logits[numbers(places, logits.device)]
+                self._draw(logits, sequences)
+        return [*scored, *self._collect_tokens(idle=not rows.slots)]
+
+    @property
+    def _table(self) -> SlotTable:
+        assert self._slots is not None
+        return self._slots
+
+    def _require_engine(self) -> None:
+        if self.busy and self._slots is not self.engine.slot_table:
+            raise RequestError(
+                "the engine is in use by another generation",
+                hint="give each its own engine, or run them in one batch",
+            )  # fmt: skip
+
+    def _admit(self) -> None:
+        """Assign free slots to waiting continuations."""
+        for one in list(self._waiting):
+            if not self._table.free:
+                return
+            prompt, siblings = one.request.prompt, one.siblings
+            if siblings.logits is not None and (source := self._table.with_all_of(prompt)) is not None:
+                logits = siblings.logits
+                one.slot = self._table.take_for(source)
+                self._reuse(one, source, len(prompt))
+                if siblings.echoed is not None:
+                    one.logprobs = siblings.echoed.cut(len(prompt))
+                self._running.append(one)
+                self._remove_waiting(one)
+                self._draw(logits, [one])
+            elif siblings.logits is not None or siblings.unread:
+                siblings.reader, siblings.logits = one, None
+                one.slot = self._table.take(prompt)
+                self._reading.append(one)
+                self._remove_waiting(one)
+
+    def _remove_waiting(self, one: Generation) -> None:
+        self._waiting.remove(one)
+        one.siblings.waiting -= 1
+        if not one.siblings.waiting:
+            one.siblings.logits = None
+
+    def _reuse(self, one: Generation, source: int, count: int) -> None:
+        """Copy the first tokens of what it reads from a slot that holds them."""
+        if count:
+            self.engine.copy_prefix(source, one.slot, count)
+            self.reused += count
+            self._set_stored(one, count)
+
+    def _set_stored(self, one: Generation, count: int) -> None:
+        one.stored = count
+        self._table.hold(one.slot, one.text, count)
+
+    def _next_rows(self) -> _Rows:
+        rows = _Rows()
+        running = [one for one in self._running if one.drawn < one.request.max_new_tokens and not self._switches(one)]
+        for place, one in enumerate(sorted(running, key=lambda one: one.position, reverse=True)):
+            rows.slots.append(one.slot)
+            rows.positions.append(one.position)
+            rows.lengths.append(one.position + 1)
+            rows.wanted.append(place)
+            rows.drawing[one] = place
+        rows.decoding = len(running)
+        for chunk in self._next_chunks():
+            one, row = chunk.reader, len(rows.slots)
+            count, length = chunk.stop - one.stored, len(one.text)
+            rows.texts += one.text[one.stored : chunk.stop]
+            rows.slots += [one.slot] * count
+            rows.positions += range(one.stored, chunk.stop)
+            rows.lengths += [length] * count
+            rows.chunks.append(chunk)
+            if one.echoes:
+                chunk.echoed = len(rows.wanted)
+                rows.wanted += range(row, row + count)
+            elif chunk.stop == length:
+                rows.wanted.append(row + count - 1)
+            if chunk.stop == length and one.request.max_new_tokens:
+                rows.drawing[one] = len(rows.wanted) - 1
+        return rows
+
+    def _next_chunks(self) -> list[_Chunk]:
+        """The parts of prompts that the next step reads; who was served last comes last next time."""
+        size = left = self.engine.chunk
+        chunks: list[_Chunk] = []
+        for one in list(self._reading):
+            if not one.stored and not one.echoes:
+                self._reuse(one, *self._table.best(one.text))
+            stop = min(len(one.text), (one.stored // size + 1) * size)
+            left -= stop - one.stored
+            if chunks and left < 0:
+                break
+            chunks.append(_Chunk(one, stop))
+            self._reading.rotate(-1)
+        return chunks
+
+    def _tokens(self, rows: _Rows) -> Tensor:
+        device, parts = self.engine.model.device, []
+        if rows.decoding:
+            parts.append(self.engine.last[numbers(rows.slots[: rows.decoding], device)])
+        if rows.texts:
+            parts.append(numbers(rows.texts, device))
+        return torch.cat(parts)
+
+    def _finish_chunks(self, rows: _Rows, logits: Tensor) -> list[Generation]:
+        """Note which parts of prompts a step has read; the continuations that end with it."""
+        ended = []
+        for chunk in rows.chunks:
+            one = chunk.reader
+            if chunk.echoed is not None:
+                one.score_prompt(logits[chunk.echoed :], one.stored, chunk.stop)
+            self._set_stored(one, chunk.stop)
+            if not one.prefilled:
+                continue
+            self._reading.remove(one)
+            self._running.append(one)
+            if one.siblings.waiting and not one.drawn:
+                one.siblings.logits = logits[rows.drawing[one]].unsqueeze(0).clone()
+                if one.echoes and one.logprobs is not None:
+                    one.siblings.echoed = one.logprobs.cut(len(one.text))
+            if not one.request.max_new_tokens:
+                finite_logits(logits)
+                self.end(one, "length")
+                ended.append(one)
+        return ended
+
+    def _draw(self, logits: Tensor, sequences: list[Generation]) -> None:
+        """Draw the next token of each sequence from logits [B, V]."""
+        with self.engine.model.ops.single_threaded():
+            drawn = [one.draw(logits[row : row + 1]) for row, one in enumerate(sequences)]
+            tokens, logprobs = torch.cat([token for token, _ in drawn]), [found for _, found in drawn]
+            pending = self.engine.set_last([one.slot for one in sequences], tokens, logits)
+        self._pending.append(_Drawn(sequences, pending, logprobs))
+
+    def _collect_tokens(self, *, idle: bool) -> list[Generation]:
+        """Append tokens that have reached the host to their sequences; those that have new ones."""
+        ends = self.engine.model.config.eos_token_ids
+        news: dict[Generation, None] = {}
+        for drawn in [self._pending.popleft() for _ in range(self._num_ready_steps(idle))]:
+            rows = zip(drawn.sequences, drawn.tokens.read(), drawn.logprobs, strict=True)
+            running = [row for row in rows if row[0].finish_reason is None]
+            if any(token < 0 for _, token, _ in running):
+                raise nonfinite_logits(dtype=self.engine.model.dtype)
+            for one, token, logprobs in running:
+                news[one] = None
+                one.append(token, logprobs, ends)
+                if one.finish_reason is not None:
+                    self.end(one)
+        for one in [one for one in self._running if self._switches(one)]:
+            self._running.remove(one)
+            one.read_again()
+            self._set_stored(one, 0)
+            self._reading.append(one)
+        return list(news)
+
+    def _num_ready_steps(self, idle: bool) -> int:
+        """The number of steps whose tokens are to be read now.
+
+        Args:
+            idle: whether the device has nothing else to do.
+        """
+        pending = self._pending
+        if idle or any(one.drawn == 1 or self._switches(one) for drawn in pending for one in drawn.sequences):
+            return len(pending)
+        count = max(0, len(pending) - READ_LAG)
+        while count < len(pending) and pending[count].tokens.arrived:
+            count += 1
+        return count
+
+    def _switches(self, one: Generation) -> bool:
+        """Whether its last token makes it longer than LongRoPE's short factors serve."""
+        return self._switch is not None and len(one.text) <= self._switch <= one.position
