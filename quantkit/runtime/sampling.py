@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.model.device import host_copy
-from quantkit.runtime.sampling_params import OPTIONS, SamplingParams
+from quantkit.runtime.sampling_params import SamplingParams
 
 _MIN_TEMPERATURE = 1e-6  # below this, float32 leaves nothing but the likeliest tokens
 
@@ -84,8 +84,8 @@ def adjusted(logits: Tensor, params: SamplingParams, seen: Tensor | None = None)
         RequestError: if an option names a token outside the vocabulary.
     """
     params.require_vocabulary(logits.shape[-1])
-    for option in OPTIONS:
-        if option.adjust is not None and params.active(option):
+    for option in params.active:
+        if option.adjust is not None:
             # In float32: float16 may not hold the result.
             logits = option.adjust(torch, logits.float(), getattr(params, option.name), seen)
     return logits
@@ -103,8 +103,8 @@ def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = 
     wide = logits.float()
     below = wide - wide.amax(-1, keepdim=True)  # at most 0, so that no quotient is inf - inf
     found = torch.softmax(below / max(params.temperature, _MIN_TEMPERATURE), dim=-1)
-    for option in OPTIONS:
-        if option.drops is None or not params.active(option):
+    for option in params.active:
+        if option.drops is None:
             continue
         value = getattr(params, option.name)
         if option.keep is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypedDict
 
 from quantkit.arguments import as_number, as_seed, as_whole, wrong_type
@@ -62,19 +63,20 @@ class SamplingParams:
         for option in OPTIONS:
             object.__setattr__(self, option.name, option.validate(option.name, getattr(self, option.name)))
 
-    def active(self, option: Option) -> bool:
-        """Whether an option differs from its default, where it has no effect."""
-        return bool(getattr(self, option.name) != getattr(_DEFAULTS, option.name))
+    @cached_property
+    def active(self) -> tuple[Option, ...]:
+        """The options whose value differs from the default, with which they have no effect."""
+        return tuple(one for one in OPTIONS if getattr(self, one.name) != getattr(_DEFAULTS, one.name))
 
-    @property
+    @cached_property
     def needs_seen_tokens(self) -> bool:
         """Whether an option depends on the tokens that the text already contains."""
-        return any(option.needs_seen_tokens and self.active(option) for option in OPTIONS)
+        return any(option.needs_seen_tokens for option in self.active)
 
-    @property
+    @cached_property
     def likeliest_only(self) -> bool:
         """Whether the next token is the one with the highest logit, as the model returns it."""
-        return not any(self.active(option) for option in OPTIONS if option.name != "seed")
+        return all(option.name == "seed" for option in self.active)
 
     def require_vocabulary(self, size: int) -> None:
         """

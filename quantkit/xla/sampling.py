@@ -42,7 +42,7 @@ class Sampling(NamedTuple):
         for option in OPTIONS:
             found = [getattr(one, option.name) for one in params]
             if option.row is not None:
-                if any(one.active(option) for one in params):
+                if any(option in one.active for one in params):
                     values[option.name] = np.array([option.row(one, vocab_size) for one in found], np.float32)
             elif option.type is int and option.name != "seed":
                 values[option.name] = np.array([min(one, _MAX_COUNT) for one in found], np.int32)

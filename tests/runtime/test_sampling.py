@@ -16,7 +16,7 @@ from quantkit.errors import NonFiniteError, RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime.sampling import adjusted, generator_of, probabilities, sample
-from quantkit.runtime.sampling_params import SamplingParams
+from quantkit.runtime.sampling_params import OPTIONS, Option, SamplingParams
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1])
 
@@ -89,6 +89,18 @@ def test_the_likeliest_are_kept_and_share_what_the_others_had(params: SamplingPa
     hot = PROBABILITIES ** (1 / params.temperature)
     expected[kept] = hot[kept] / hot[kept].sum()
     torch.testing.assert_close(found, expected.expand(2, -1))
+
+
+@pytest.mark.parametrize("option", [one for one in OPTIONS if one.keep is not None], ids=lambda one: one.name)
+def test_an_option_keeps_without_sorting_what_it_does_not_drop(option: Option) -> None:
+    """XLA uses the one, torch the other."""
+    assert option.drops is not None
+    assert option.keep is not None
+    for value in (2, 7, 400) if option.type is int else (0.1, 0.5, 1.0):
+        found = torch.randn(3, 300).softmax(-1)
+        ranked, order = found.sort(dim=-1, descending=True)
+        kept = ranked.masked_fill(option.drops(ranked, torch.arange(300), torch.tensor(value)), 0)
+        assert torch.equal(option.keep(found, value), torch.zeros_like(found).scatter(-1, order, kept))
 
 
 def test_a_nucleus_ends_with_the_token_that_exceeds_it() -> None:
