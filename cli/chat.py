@@ -16,7 +16,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.entry import raise_if_interrupted
-from quantkit.cli.help import Command
+from quantkit.cli.help import RUN, Command, section
 from quantkit.cli.output import is_rank0_process, mention, note, require_stdout
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
@@ -35,45 +35,46 @@ if TYPE_CHECKING:
 
 _COMMANDS = {
     "/system": "set the system prompt to the text after it, or to none",
-    "/reset": "forget what was said",
-    "/help": "show this",
+    "/reset": "start a new conversation",
+    "/help": "show this list",
     "/exit": "leave, as Ctrl-D does",
 }
-_TEXT = "//word", "a question that begins with /word"
+_ESCAPED = "//word", "a question that begins with /word"
 _LEAVE = ("/exit", "/quit", "/bye")
 _COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
 
 
 @click.command(cls=Command)
 @click.argument("path", type=options.PATH)
-@click.option(
-    "--template", metavar="NAME", shell_complete=options.complete_files,
-    help="llama2, llama3, one of the folder's templates by name, or a file *.jinja; the folder's own by default.",
+@section(
+    "Conversation",
+    click.option(
+        "--template", metavar="NAME", shell_complete=options.complete_files,
+        help="llama2, llama3, one of the folder's templates by name, or a file *.jinja. Default: the folder's own.",
+    ),
+    click.option("--system", metavar="TEXT", help="System prompt."),
+    click.option(
+        "--context", type=int, help="Tokens of the conversation to keep. Default: the model's context, at most 8192."
+    ),
 )  # fmt: skip
-@click.option("--system", metavar="TEXT", help="System prompt.")
-@click.option("--context", type=int, help="Tokens to remember; the model's context by default, 8192 at most.")
-@options.sampling(1024, " in an answer")
-@options.dtype
-@options.backend()
-@options.device
-@options.int8_cache
-@options.compiled
+@section("Sampling", options.sampling(1024, " in an answer"))
+@section(RUN, options.dtype, options.backend(), options.device, options.int8_cache, options.compiled)
 @options.weights
 def chat(**given: Any) -> None:
-    """Talk with the instruct model in PATH.
+    """Chat with the instruct model in PATH.
 
-    Answers appear as they are generated. Tokens are drawn as the model's generation_config.json says, unless options
-    say otherwise. Ctrl-C stops an answer; /help tells what else may be typed. Once the context is full the oldest
-    questions and answers are forgotten.
+    Answers appear as they are generated. The sampling options of the model's generation_config.json apply, unless
+    given here. Ctrl-C stops an answer; /help lists the commands. When the context is full, the oldest questions and
+    answers are dropped.
 
-    Where stdin or stdout is no terminal each line of stdin is a question, and answers alone are printed. Under
-    torchrun all processes share the model, and the first one asks.
+    If stdin or stdout is not a terminal, each line of stdin is a question, and only answers are printed. Under
+    torchrun all processes share the model, and rank 0 reads the questions.
     """
 
     def check() -> None:
         if is_rank0_process():
             require_stdout()
-        _require_sense(given)
+        _validate(given)
 
     with together({**given, "path": None}, given["device"], check=check) as group:
         session = _session(given, group)
@@ -84,7 +85,7 @@ def chat(**given: Any) -> None:
             _answer_lines(session, group)
 
 
-def _require_sense(given: dict[str, Any]) -> None:
+def _validate(given: dict[str, Any]) -> None:
     """
     Raises:
         RequestError: if numbers are out of range, or the model has no chat template.
@@ -122,16 +123,16 @@ def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:
 
 
 def _answer_lines(session: ChatSession, group: ProcessGroup) -> None:
-    """Answer each line of stdin, and print nothing else."""
+    """Answer each line of stdin, and print only the answers."""
     lines = _lines() if group.is_rank0 else iter(())
     while (line := group.broadcast_from_rank0(next(lines, None))) is not None:
         if (command := _command(line)) is not None:
             name, text = command
             if name in (*_COMMANDS, *_LEAVE):
-                if _obey(session, name, text) == "leave":
+                if _run_command(session, name, text) == "leave":
                     return
                 continue
-            note(f"{name} is no command, and is asked as a question; //{name[1:]} says that it is one")
+            note(f"{name} is not a command, so the line is a question; //{name[1:]} makes that explicit")
         for piece in session.ask(_question(line)):
             raise_if_interrupted()
             if group.is_rank0:
@@ -144,7 +145,7 @@ def _lines() -> Iterator[str]:
     """The lines of stdin that are not empty.
 
     Raises:
-        RequestError: if one is no text.
+        RequestError: if one is not UTF-8.
     """
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
@@ -165,11 +166,11 @@ def _talk(session: ChatSession, group: ProcessGroup, path: Path) -> None:
             continue
         try:
             if (command := _command(line)) is not None:
-                told = _obey(session, *command)
-                if told == "leave":
+                reply = _run_command(session, *command)
+                if reply == "leave":
                     return
                 if group.is_rank0:
-                    mention(told)
+                    mention(reply)
             else:
                 _answer(session, group, _question(line))
         except RequestError as error:  # this question's fault
@@ -181,7 +182,7 @@ def _answer(session: ChatSession, group: ProcessGroup, question: str) -> None:
     try:
         with _interruptible() as interrupted:
             pieces = session.ask(question, interrupted=lambda: group.broadcast_from_rank0(interrupted()))
-            interrupted()  # may have come: the answer, which is begun now, ends at once
+            interrupted()  # a Ctrl-C so far ends the answer, which begins now, at once
             for piece in pieces:
                 if group.is_rank0:
                     click.echo(piece, nl=False)
@@ -189,33 +190,34 @@ def _answer(session: ChatSession, group: ProcessGroup, question: str) -> None:
         raise_if_interrupted()  # SIGTERM was not typed
         if group.size > 1:
             raise
-        mention("quantkit: note: the question was stopped before its answer began, and is forgotten", err=True)
+        mention("quantkit: note: the question was stopped before its answer began, and is dropped", err=True)
         return
     if group.is_rank0:
         click.echo()
         if session.finish_reason == "length":
-            mention("quantkit: note: the answer was cut off: it may have no more tokens", err=True)
+            mention("quantkit: note: the answer was cut off at the maximum number of tokens", err=True)
 
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C has come. Once that is asked it raises nothing any more: a step that is begun is ended.
+    """Yields a function that returns whether Ctrl-C was pressed. From its first call on, Ctrl-C raises nothing: a step
+    that has begun is finished.
 
     Raises:
-        KeyboardInterrupt: at once, where it comes before, while the question is made ready.
+        KeyboardInterrupt: at once if Ctrl-C is pressed before, while the question is prepared.
     """
-    came = begun = False
+    pressed = polled = False
 
     def remember(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
-        if not begun:
+        nonlocal pressed
+        pressed = True
+        if not polled:
             raise KeyboardInterrupt
 
     def interrupted() -> bool:
-        nonlocal begun
-        begun = True
-        return came
+        nonlocal polled
+        polled = True
+        return pressed
 
     before = signal.signal(signal.SIGINT, remember)
     try:
@@ -231,39 +233,39 @@ def _questions(path: Path) -> Iterator[str]:
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.keys import Keys
 
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it tells of tasks that a signal has ended
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it logs tasks that a signal has ended
     words = WordCompleter(list(_COMMANDS), sentence=True)
     keys = KeyBindings()
-    keys.add(Keys.Vt100MouseEvent, eager=True)(lambda event: None)  # nobody asked for any; a part of one fails
+    keys.add(Keys.Vt100MouseEvent, eager=True)(lambda event: None)  # not requested; a partial one fails
     prompts: PromptSession[str] = PromptSession("> ", completer=words, complete_while_typing=False, key_bindings=keys)
-    mention(f"{path}: /help tells the commands, Ctrl-D leaves")
+    mention(f"{path}: /help lists the commands, Ctrl-D leaves")
     while True:
         try:
             yield prompts.prompt().strip()
         except EOFError:
             return
-        except KeyboardInterrupt:  # it was typed, and clears the line
+        except KeyboardInterrupt:  # clears the line
             raise_if_interrupted()  # SIGTERM was not
             if not prompts.default_buffer.text:
                 mention("Ctrl-D leaves.")
 
 
 def _command(line: str) -> tuple[str, str] | None:
-    """The name of the command that a line begins with, there be such a one or not, and the text after it."""
+    """The command name that a line begins with, whether it exists or not, and the text after it."""
     found = _COMMAND.fullmatch(line)
     return None if found is None else (found[1].lower(), found[2] or "")
 
 
 def _question(line: str) -> str:
-    """What a line asks: two slashes before a word stand for one, where it would be a command with one."""
+    """The question in a line: two slashes before a word mean one, if one slash would make it a command."""
     return line[1:] if line.startswith("//") and _command(line[1:]) else line
 
 
-def _obey(session: ChatSession, name: str, text: str) -> str:
-    """Carry out a command.
+def _run_command(session: ChatSession, name: str, text: str) -> str:
+    """Run a command.
 
     Returns:
-        What to tell of it; ``leave`` for one that ends the conversation.
+        The reply; ``leave`` for a command that ends the conversation.
 
     Raises:
         RequestError: if there is no such command, or it takes no text.
@@ -279,7 +281,7 @@ def _obey(session: ChatSession, name: str, text: str) -> str:
         raise RequestError(f"{name} takes no text", found=shown(text), hint=f"/{name} begins a question with {name}")
     if name == "/reset":
         session.reset()
-        return "What was said is forgotten."
+        return "The conversation starts again."
     if name == "/help":
-        return "\n".join(f"{command:<8} {about}" for command, about in (*_COMMANDS.items(), _TEXT))
+        return "\n".join(f"{command:<8} {about}" for command, about in (*_COMMANDS.items(), _ESCAPED))
     return "leave"

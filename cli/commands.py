@@ -11,7 +11,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
-from quantkit.cli.help import Command, exit_codes
+from quantkit.cli.help import Command, exit_codes, section
 from quantkit.cli.output import columns, mention, note
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.option("--output", type=options.PATH, help="Keep the checkpoints in this new folder.")
+@click.option("--output", type=options.PATH, help="Keep the models in this new folder.")
 @click.option("--quick", is_flag=True, help="Try one scheme only.")
 @options.data
 def demo(output: Path | None, quick: bool, data: str | None) -> None:
-    """Run the whole job on a small model that ships with quantkit.
+    """Try everything on a small model that ships with quantkit.
 
-    Converts it, quantizes it, verifies the results against their source, measures them and lets them write.
+    Converts and quantizes it, verifies and measures the results, and generates text with them.
     """
     from quantkit.evals.demo import run_demo
 
@@ -37,17 +37,17 @@ def demo(output: Path | None, quick: bool, data: str | None) -> None:
     with ProgressDisplay() as progress:
         report = run_demo(output, quick=quick, progress=progress)
     lines = [*report.lines(columns()), "", *_next_steps(output, report.rows[-1].name)]
-    outputs.write(report.to_json(), tell=lambda: outputs.say(lines))
+    outputs.write(report.to_json(), show=lambda: outputs.say(lines))
 
 
 def _next_steps(output: Path | None, quantized: str) -> list[str]:
-    """Commands to go on with after the demo."""
+    """Commands to try after the demo."""
     folder = Path("demo") if output is None else output
     floats, last = shlex.quote(str(folder / "bf16")), shlex.quote(str(folder / quantized))
     lines = [
         *(["quantkit demo --output demo  # keeps these models"] if output is None else []),
         f'quantkit generate {last} "The people"',
-        f"quantkit chat {last} --template llama2  # a base model: it goes on with what you say",
+        f"quantkit chat {last} --template llama2  # a base model: it continues your text",
         f"quantkit eval {last} --against {floats} --window 256",
         f"quantkit bench {floats} {last}",
         "quantkit quantize YOUR_MODEL NEW_FOLDER --scheme int4-g128",
@@ -61,28 +61,42 @@ def _next_steps(output: Path | None, quantized: str) -> list[str]:
 @options.tensors_only
 @options.data
 def inspect(path: Path, weights: WeightKind | None, tensors_only: bool, data: str | None) -> None:
-    """Say what model PATH holds, from headers alone."""
+    """Describe the model in PATH, from headers alone."""
     from quantkit.jobs.inspect import inspect as job
 
     outputs = Outputs(data)
     found = job(path, weights=weights, tensors_only=tensors_only)
-    outputs.write(found.to_json(), tell=lambda: outputs.say(found.lines()))
+    outputs.write(found.to_json(), show=lambda: outputs.say(found.lines()))
 
 
 @click.command(cls=Command)
-@options.writing
-@options.target("what SRC is: hf of floats, SRC's own of quantized models")
-@options.split_max_size
-@click.option("--dequantize", is_flag=True, help="Write the floats that a quantized model means.")
-@click.option("--requantize", is_flag=True, help="Cast scales or round anew where the target is not exact.")
-@click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards.")
-@options.dtype
-@options.template
+@options.src
+@options.dst
+@section(
+    "Target",
+    options.target("hf for floats, SRC's own format for quantized models"),
+    options.dtype,
+    click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards."),
+    options.split_max_size,
+    options.template,
+)
+@section(
+    "Quantized models",
+    click.option("--dequantize", is_flag=True, help="Write the floats that the codes of a quantized model mean."),
+    click.option(
+        "--requantize", is_flag=True, help="Cast scales, or round again, what the target cannot hold exactly."
+    ),
+)
+@section("Checks", options.source_check, options.allow_nonfinite)
+@section("Output", options.resume, options.data)
+@options.weights
+@options.tensors_only
 def convert(data: str | None, **given: Any) -> None:
     """Write a model in another format, sharding or float type.
 
-    The model in SRC goes to the new folder DST, or to a file DST.gguf. Codes of a quantized model stay what they are,
-    or it is refused; the result is read back and compared. Under torchrun the first process does the work.
+    The model in SRC is written to the new folder DST, or to a file DST.gguf. Codes of a quantized model stay exactly
+    the same, or the conversion fails. The result is read back and compared with SRC. Under torchrun, rank 0 does the
+    work.
     """
     require_models(given["src"], makes=given["dst"])
 
@@ -100,13 +114,13 @@ def convert(data: str | None, **given: Any) -> None:
 @click.command(cls=Command, epilog=exit_codes(0, 8, 10, 11))
 @click.argument("a", type=options.PATH)
 @click.argument("b", type=options.PATH, required=False)
-@click.option("--allow-bound", is_flag=True, help="Exit with 0, not 10, where the two are within their bound.")
+@click.option("--allow-bound", is_flag=True, help="Exit with 0, not 10, if the two are within the bound.")
 @options.data
 def verify(a: Path, b: Path | None, allow_bound: bool, data: str | None) -> None:
-    """Say whether two models are the same, or how far apart.
+    """Check if two models are the same, or how far apart.
 
-    With A alone, its files are held against the sha256 in its manifest, and a quantized
-    model against the perplexities there.
+    With A alone, its files are checked against the sha256 in its manifest, and a quantized model against the
+    perplexities there.
     """
     if allow_bound and b is None:
         raise RequestError("--allow-bound goes with two models")
@@ -118,13 +132,13 @@ def verify(a: Path, b: Path | None, allow_bound: bool, data: str | None) -> None
 
     with ProgressDisplay() as progress:
         report = job(a, progress=progress) if b is None else job(a, b, progress=progress)
-    outputs.write(report.to_json(), tell=lambda: outputs.say(report.lines()))
+    outputs.write(report.to_json(), show=lambda: outputs.say(report.lines()))
     if isinstance(report, VerifyReport) and not (allow_bound and report.ok):
         sys.exit(report.verdict.value)
 
 
 def finish(made: ConvertResult | QuantizeResult, outputs: Outputs) -> None:
-    """Tell what a command has written, and what there is to note about it."""
+    """Print what a command has written, and the notes on it."""
     for line in made.notes:
         note(line)
     for line in made.lines():

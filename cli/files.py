@@ -1,4 +1,4 @@
-"""The files that a command writes of what it found: JSON, a report, a picture."""
+"""The files in which a command writes its results: JSON, a report, a picture."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from quantkit.errors import DestinationError, RequestError
 from quantkit.json_values import finite
 
 STDOUT = "-"
-_MODELS_OWN = (".safetensors", ".bin", ".pth", ".gguf", ".index.json")
+_MODEL_SUFFIXES = (".safetensors", ".bin", ".pth", ".gguf", ".index.json")
 _MARKDOWN = ("", ".md", ".markdown", ".txt")
 _PAGES = (".html", ".htm")
 _PICTURES = {"": "png", ".png": "png", ".pdf": "pdf", ".svg": "svg"}
 
 
 class Outputs:
-    """Where a command's findings go; what cannot be is refused before the work begins.
+    """Where a command writes its results; what cannot be written is refused before the work begins.
 
-    Each file is there whole or not at all. An earlier one is replaced; a file of a model, or one that the command
-    reads, never is.
+    Each file is written completely or not at all. An earlier one is replaced, but never a file of a model or one that
+    the command reads.
     """
 
     def __init__(
@@ -33,16 +33,16 @@ class Outputs:
     ) -> None:  # fmt: skip
         """
         Args:
-            data: a file for JSON; ``-`` is standard output, and what else is printed then goes to stderr.
-            report: a file for Markdown, or for a page of HTML, as its suffix says.
-            plot: a file for a picture, whose suffix decides its kind.
+            data: a file for JSON; ``-`` is standard output, and everything else is then printed to stderr.
+            report: a file for Markdown, or for an HTML page, by its suffix.
+            plot: a file for a picture; its suffix decides the format.
             reads: files that the command reads.
             makes: the folder that the command makes.
 
         Raises:
             DestinationError: if a file cannot be written, or must not be.
-            RequestError: if a suffix is of another kind of file, two files are one, or a picture is wanted and
-                matplotlib is not installed.
+            RequestError: if a suffix is not supported, two outputs are the same file, or matplotlib is missing for a
+                picture.
         """
         self._json_on_stdout = data == STDOUT
         self._data = None if data is None or self._json_on_stdout else Path(data)
@@ -68,17 +68,17 @@ class Outputs:
             optional("matplotlib")
 
     def say(self, lines: Iterable[str]) -> None:
-        """Print lines: to stdout, unless that is for JSON."""
+        """Print lines to stdout, or to stderr if stdout is for JSON."""
         say(lines, err=self._json_on_stdout)
 
     @property
     def wants_data(self) -> bool:
-        """Whether JSON is wanted."""
+        """Whether JSON was requested."""
         return self._json_on_stdout or self._data is not None
 
     @property
     def wants_page(self) -> bool:
-        """Whether the report is to be a page of HTML."""
+        """Whether the report is an HTML page."""
         return self._report is not None and self._report.suffix.lower() in _PAGES
 
     @property
@@ -88,32 +88,32 @@ class Outputs:
 
     def write(
         self, value: Any, *, report: Callable[[], str] | None = None,
-        picture: Callable[[str], bytes] | None = None, tell: Callable[[], None] | None = None,
+        picture: Callable[[str], bytes] | None = None, show: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """Write what is wanted, then print: what took hours is in its files whatever becomes of standard output, and
-        each of them, and what is printed, whatever becomes of another.
+        """Write the requested files, then print. Each step is done even if another fails, so results that took hours
+        are not lost when stdout is closed.
 
         Args:
-            value: for JSON; what is not finite becomes null.
-            report: gives the report, as a page where `wants_page` says so.
-            picture: draws, given the kind of file.
-            tell: prints.
+            value: for JSON; numbers that are not finite become null.
+            report: returns the report, an HTML page if `wants_page`.
+            picture: draws, given the format.
+            show: prints.
 
         Raises:
             DestinationError: if a file cannot be written.
             RequestError: if there is nothing to draw.
         """
-        with ExitStack() as last_first:
+        with ExitStack() as steps:
             if self._json_on_stdout:
-                last_first.callback(lambda: say([_json(value)]))
-            if tell is not None:
-                last_first.callback(tell)
+                steps.callback(lambda: say([_json(value)]))
+            if show is not None:
+                steps.callback(show)
             if (plot := self._plot) is not None and picture is not None:
-                last_first.callback(lambda: replace(plot, picture(_PICTURES[plot.suffix.lower()])))
+                steps.callback(lambda: replace(plot, picture(_PICTURES[plot.suffix.lower()])))
             if (data := self._data) is not None:
-                last_first.callback(lambda: replace(data, _json(value).encode() + b"\n"))
+                steps.callback(lambda: replace(data, _json(value).encode() + b"\n"))
             if (file := self._report) is not None and report is not None:
-                last_first.callback(lambda: replace(file, report().encode()))
+                steps.callback(lambda: replace(file, report().encode()))
 
 
 def _json(value: Any) -> str:
@@ -121,7 +121,7 @@ def _json(value: Any) -> str:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all; a pipe, a device or what a link leads to is written to.
+    """Write a file completely or not at all; a pipe, a device or the target of a link is written to directly.
 
     Raises:
         DestinationError: if it cannot be written.
@@ -139,7 +139,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether it is a pipe, a device or a link: what is written goes through it."""
+    """Whether it is a pipe, a device or a link, which is not replaced."""
     return path.is_symlink() or (path.exists() and not path.is_file())
 
 
@@ -156,13 +156,13 @@ def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Pat
         raise DestinationError("is a folder", path=path, expected="a file to write")
     if not os.access(path if _is_special(path) else path.parent, os.W_OK) or not path.parent.is_dir():
         raise DestinationError("cannot be written there", path=path, expected="a folder that can be written in")
-    there = Path(os.path.realpath(path))  # where a link leads
-    names_a_model = there.name in read_names() or there.name.endswith(_MODELS_OWN)
-    if is_model_folder(there.parent) and (path.exists() or names_a_model):
+    real = Path(os.path.realpath(path))
+    names_a_model = real.name in read_names() or real.name.endswith(_MODEL_SUFFIXES)
+    if is_model_folder(real.parent) and (path.exists() or names_a_model):
         raise DestinationError(
             "is a file of a model's folder, or would be read as one", path=path, hint="choose another name"
         )
     if any(one is not None and path.exists() and os.path.realpath(path) == os.path.realpath(one) for one in reads):
         raise DestinationError("is read by this command; it is not overwritten", path=path, hint="choose another name")
     if makes is not None and os.path.realpath(path) in map(os.path.realpath, (makes, partial_folder(makes))):
-        raise DestinationError("is where the model is to be written", path=path, hint="choose another name")
+        raise DestinationError("is where the model will be written", path=path, hint="choose another name")

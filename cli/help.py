@@ -1,6 +1,12 @@
-"""How help pages look: options in groups, exit codes at the end; and completion in shells."""
+"""How help pages look: options in sections, exit codes at the end; and completion in shells.
+
+click's own formatter writes the sections; it has no way to say which option belongs to which.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import click
 from click.shell_completion import get_completion_class, shell_complete
@@ -16,15 +22,15 @@ from quantkit.errors import (
     ResumeError,
     UnsupportedError,
 )
-from quantkit.runtime.sampling_params import OPTIONS
+from quantkit.jobs.option_fields import OTHER
 
 COMPLETION = "_QUANTKIT_COMPLETE"
-"""The variable through which a shell asks for completions."""
+"""The environment variable with which a shell requests completions."""
 
 SHELLS = ("bash", "zsh", "fish")
 
 BROKEN = 12
-"""Of `quantkit doctor` where something would break."""
+"""The exit code of `quantkit doctor` if something would break."""
 
 EXIT_CODES: dict[int, str] = {
     0: "done",
@@ -44,100 +50,47 @@ EXIT_CODES: dict[int, str] = {
     143: "ended by SIGTERM",
 }
 
-_CHECKS = "Checks"
-_OUTPUT = "Output"
-_SCHEMES = "Schemes"
-_CALIBRATION = "Calibration, with --method gptq"
-_RUN = "How it runs"
+RUN = "How it runs"
 
-SAMPLING_NAMES = tuple(option.name for option in OPTIONS if option.type is not None)
-"""The sampling options of ``generate`` and ``chat``."""
+Decorator = Callable[[Any], Any]
+"""Adds options to a command."""
+_sections: dict[click.Parameter, str] = {}
 
-_SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "convert": {
-        "Target": ("to", "dtype", "mp", "split_max_size", "template"),
-        "Quantized models": ("dequantize", "requantize"),
-        _CHECKS: ("source_check", "allow_nonfinite"),
-        _OUTPUT: ("resume", "data"),
-    },
-    "quantize": {
-        _SCHEMES: ("scheme", "target_bits", "max_size", "head", "embedding", "recipe", "keep", "strict"),
-        "Method": ("method",),
-        _CALIBRATION: ("calibration", "samples", "length", "seed", "thorough", "activation_memory", "device"),
-        _CHECKS: ("source_check", "allow_nonfinite", "accept_quality_loss", "certify_positions", "certify_text"),
-        "Model card": ("base_model", "license"),
-        _OUTPUT: ("to", "split_max_size", "template", "resume", "data"),
-    },
-    "eval": {
-        "What is measured": (
-            "texts",
-            "against",
-            "window",
-            "positions",
-            "position_windows",
-            "cache_logits",
-            "tasks",
-            "task_data",
-            "speed",
-        ),
-        _RUN: ("device",),
-        _OUTPUT: ("table", "report", "data", "plot"),
-    },
-    "generate": {
-        "Prompt": ("prompt", "prompt_file", "truncate"),
-        "A file of prompts": ("prompts", "output", "resume", "batch", "template", "echo", "logprobs"),
-        "Sampling": (
-            "max_new_tokens",
-            "stop",
-            "n",
-            *SAMPLING_NAMES,
-            "logit_bias",
-        ),
-        "Speculative decoding": ("draft", "draft_tokens"),
-        _RUN: ("dtype", "backend", "device", "compiled", "warmup", "int8_cache", "tp", "multi_host", "stats"),
-    },
-    "chat": {
-        "Conversation": ("template", "system", "context"),
-        "Sampling": (
-            "max_new_tokens",
-            *SAMPLING_NAMES,
-            "stop",
-        ),
-        _RUN: ("dtype", "backend", "device", "compiled", "int8_cache"),
-    },
-    "bench": {
-        "Random weights": ("synthetic", "quantized", "head"),
-        "What is measured": ("prompt_lengths", "batches", "contexts", "runs", "price_per_hour"),
-        _RUN: ("threads", "backend", "compiled", "device", "int8_cache"),
-        _OUTPUT: ("table", "data", "plot"),
-    },
-}
-"""Options of commands by title, in order; all others stand at the end."""
+
+def section(title: str, *options: Decorator) -> Decorator:
+    """Options that stand together in the help, under a title."""
+
+    def decorated(command: Any) -> Any:
+        for option in reversed(options):
+            before = len(getattr(command, "__click_params__", ()))
+            command = option(command)
+            _sections.update(dict.fromkeys(command.__click_params__[before:], title))
+        return command
+
+    return decorated
 
 
 class Command(click.Command):
-    """A command whose help shows options in groups."""
+    """A command whose help shows options in sections; those without a title stand at the end."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections = _SECTIONS.get(self.name or "", {})
-        titles = {name: title for title, names in sections.items() for name in names}
-        others = "Other options" if sections else "Options"
-        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in (*sections, others)}
+        groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None and isinstance(parameter, click.Option):
-                groups[titles.get(parameter.name or "", others)].append(record)
+                groups.setdefault(_sections.get(parameter, OTHER), []).append(record)
+        others = groups.pop(OTHER)  # --help is one of them
+        groups[OTHER if groups else "Options"] = others
         for title, records in groups.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 def exit_codes(*codes: int) -> str:
-    """The end of a help page: what exit codes mean.
+    """The end of a help page: the meaning of exit codes.
 
     Args:
-        codes: the ones to tell of; all without any.
+        codes: the ones to list; all without any.
     """
     chosen = codes or EXIT_CODES
     return "\n".join(["\b", "Exit codes:", *(f"  {code:>3}  {EXIT_CODES[code]}" for code in chosen)])
@@ -155,11 +108,11 @@ def completion(context: click.Context, shell: str) -> None:
     fish: quantkit completion fish > ~/.config/fish/completions/quantkit.fish
     """
     root = context.find_root().command
-    chosen = get_completion_class(shell)
-    assert chosen is not None  # `SHELLS` are click's own
-    click.echo(chosen(root, {}, "quantkit", COMPLETION).source())
+    completion_class = get_completion_class(shell)
+    assert completion_class is not None  # `SHELLS` are click's own
+    click.echo(completion_class(root, {}, "quantkit", COMPLETION).source())
 
 
 def complete(group: click.Group, instruction: str) -> int:
-    """Answer a shell that asks what may follow; the exit code."""
+    """Print completions for a shell; returns the exit code."""
     return shell_complete(group, {}, "quantkit", COMPLETION, instruction)

@@ -1,4 +1,4 @@
-"""``quantkit generate --prompts``: the prompts of a file into a file."""
+"""``quantkit generate --prompts``: continue the prompts of a file into another file."""
 
 from __future__ import annotations
 
@@ -14,55 +14,46 @@ from quantkit.cli.generate_args import STDIN, GenerateArgs
 from quantkit.cli.output import say
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.formats.output.lines import encoded
-from quantkit.jobs.generate_file import FileJob, Runtime
+from quantkit.jobs.generate_file import FileJob
 
 if TYPE_CHECKING:
     from quantkit.distributed.group import ProcessGroup
 
 
-def job_of(asked: GenerateArgs) -> FileJob:
-    """What is to be done.
+def job_of(args: GenerateArgs) -> FileJob:
+    """The job for the requested options.
 
     Raises:
-        RequestError: if it makes no sense.
+        RequestError: for invalid options.
     """
-    assert asked.prompts is not None and asked.output is not None
-    output = _show if asked.output == STDIN else as_path("output", asked.output)
-    runtime = Runtime(
-        device=asked.device, dtype=asked.dtype, backend=asked.backend, devices=asked.tp, weights=asked.weights,
-        int8_cache=asked.int8_cache, compiled=asked.compiled, warm_up=asked.warmup,
-    )  # fmt: skip
+    assert args.prompts is not None and args.output is not None
     return FileJob(
-        asked.path, asked.prompts, output, asked.options(), runtime,
-        template=asked.template, truncate=asked.truncate, batch_size=asked.batch_size, resume=asked.resume,
+        args.path, as_path("prompts", args.prompts), _print if args.output == STDIN else as_path("output", args.output),
+        args.continuation(), template=args.template, truncate=args.truncate, batch_size=args.batch_size,
+        resume=args.resume, device=args.device, dtype=args.dtype, backend=args.backend, devices=args.tp,
+        weights=args.weights, int8_cache=args.int8_cache, compiled=args.compiled, warm_up=args.warmup,
     )  # fmt: skip
 
 
 def run(job: FileJob, group: ProcessGroup) -> None:
-    """Do it, with a bar and tokens a second on stderr."""
-    pace = _Pace()
-    with ProgressDisplay(show=group.is_rank0, beside=pace.told) as progress:
-        made = job.run(tp=group, progress=progress, counted=pace.add)
+    """Run the job, with a bar and tokens per second on stderr."""
+    tokens, began = 0, 0.0
+
+    def count(new: int) -> None:
+        nonlocal tokens, began
+        began = began or time.monotonic()  # the first step is not timed
+        tokens += new
+
+    def rate() -> str | None:
+        seconds = time.monotonic() - began
+        return f"{tokens / seconds:.0f} tokens/s" if began and seconds > 1 else None
+
+    with ProgressDisplay(show=group.is_rank0, details=rate) as progress:
+        made = job.run(tp=group, progress=progress, counted=count)
     if group.is_rank0:
         say(made.lines(), err=made.output is None)
 
 
-def _show(line: Mapping[str, Any]) -> None:
+def _print(line: Mapping[str, Any]) -> None:
     raise_if_interrupted()
     click.echo(encoded(line), nl=False)
-
-
-class _Pace:
-    """Tokens a second over all sequences, from the first step on."""
-
-    def __init__(self) -> None:
-        self._tokens, self._begun = 0, 0.0
-
-    def add(self, tokens: int) -> None:
-        self._begun = self._begun or time.monotonic()
-        self._tokens += tokens
-
-    def told(self) -> str | None:
-        """The same for people, once there is something to tell."""
-        spent = time.monotonic() - self._begun
-        return f"{self._tokens / spent:.0f} tokens/s" if self._begun and spent > 1 else None

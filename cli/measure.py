@@ -11,7 +11,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
-from quantkit.cli.help import Command
+from quantkit.cli.help import RUN, Command, section
 from quantkit.cli.output import columns, note, warn
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
@@ -23,32 +23,45 @@ from quantkit.quality.positions import TOKENS
 if TYPE_CHECKING:
     from quantkit.evals.table import Style
 
+_MEASURED = "What is measured"
+
 
 @click.command("eval", cls=Command)
 @click.argument("models", metavar="[NAME=]PATH...", nargs=-1, required=True, shell_complete=options.complete_named)
-@click.option("--text", "texts", type=options.PATH, multiple=True, help="Text to measure on, UTF-8; repeatable.")
-@click.option("--tasks", default="", help="Tasks of lm-evaluation-harness, separated by commas.")
-@click.option("--task-data", type=options.PATH, help="Folder with data of tasks: TASK.jsonl, .json, .parquet or .txt.")
-@click.option(
-    "--against", metavar="[NAME=]PATH", shell_complete=options.complete_named,
-    help="The model that the others are held against.",
+@section(
+    _MEASURED,
+    click.option("--text", "texts", type=options.PATH, multiple=True, help="UTF-8 text to measure on; repeatable."),
+    click.option("--tasks", default="", help="Tasks of lm-evaluation-harness, separated by commas."),
+    click.option(
+        "--task-data", type=options.PATH, help="Folder with data of tasks: TASK.jsonl, .json, .parquet or .txt."
+    ),
+    click.option(
+        "--against",
+        metavar="[NAME=]PATH",
+        shell_complete=options.complete_named,
+        help="The model that the others are compared with.",
+    ),
+    click.option("--window", type=int, help="Tokens in a window. Default: see docs/evals.md."),
+    click.option(
+        "--positions",
+        type=int,
+        metavar="TOKENS",
+        help="Also measure divergence by position, up to this many tokens, with a float and an int8 cache.",
+    ),
+    click.option(
+        "--position-windows",
+        type=int,
+        metavar="N",
+        help=f"Number of --positions windows in each text. Default: as many as fit in {TOKENS} tokens.",
+    ),
+    click.option("--cache-logits", type=options.PATH, help="Folder that keeps the reference's results for later runs."),
+    click.option("--speed", is_flag=True, help="Also measure decoding."),
+)
+@section(RUN, options.device)
+@section(
+    "Output", options.table, options.report, options.data,
+    options.plot("KL or perplexity by bits per weight, and the worst layers"),
 )  # fmt: skip
-@click.option("--window", type=int, help="Tokens in a window; see docs/evals.md for the defaults.")
-@click.option(
-    "--positions", type=int, metavar="TOKENS",
-    help="Divergence by position too, up to so many tokens of a context, with a float and an int8 cache.",
-)  # fmt: skip
-@click.option(
-    "--position-windows", type=int, metavar="N",
-    help=f"Windows of --positions tokens in each text; as many as hold {TOKENS} tokens by default.",
-)  # fmt: skip
-@click.option("--cache-logits", type=options.PATH, help="Folder that keeps what the reference's logits follow from.")
-@click.option("--speed", is_flag=True, help="Measure decoding as well.")
-@options.device
-@options.table
-@options.report
-@options.data
-@options.plot("KL or perplexity by bits per weight, and the worst layers")
 def evaluate(
     models: tuple[str, ...], texts: tuple[Path, ...], tasks: str, task_data: Path | None, against: str | None,
     window: int | None, positions: int | None, position_windows: int | None, cache_logits: Path | None, speed: bool,
@@ -56,12 +69,11 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Measure models: perplexity, divergence, tasks, speed.
 
-    The models in PATHs are put side by side, under the NAMEs given. Perplexity and divergence are always computed in
-    float32 on the CPU; tasks and speed on --device. Under torchrun all processes share
-    each model, on CPUs.
+    Prints one table for all models, with the given NAMEs. Perplexity and divergence are always computed in float32 on
+    the CPU; tasks and speed on --device. Under torchrun all processes share each model, on CPUs.
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    if not names:  # which the job looks at first
+    if not names:  # the job checks tasks first
         require_models(*(path for _, path in named([*models, *([against] if against else [])])))
 
     from quantkit.evals.evaluate import evaluate as job
@@ -69,8 +81,8 @@ def evaluate(
     from quantkit.evals.report import markdown, sheet, tables
     from quantkit.evals.table import render
 
-    asked = {"tasks": tasks, "window": window, "speed": speed, "device": device}
-    with together({**asked, "positions": [positions, position_windows]}, "cpu") as group:
+    shared = {"tasks": tasks, "window": window, "speed": speed, "device": device}
+    with together({**shared, "positions": [positions, position_windows]}, "cpu") as group:
         outputs = Outputs(data, report=report, plot=plot, reads=texts)
         with ProgressDisplay(show=group.is_rank0) as progress:
             found = job(
@@ -80,41 +92,49 @@ def evaluate(
             )  # fmt: skip
         if group.is_rank0:
 
-            def tell() -> None:
+            def show() -> None:
                 outputs.say(render([sheet(found)] if table == "csv" else tables(found), table, width=columns()))
                 for line in found.notes:
                     note(line)
 
             report_of = found.to_html if outputs.wants_page else partial(markdown, found)
-            outputs.write(found.to_json(), report=report_of, picture=partial(picture, found), tell=tell)
+            outputs.write(found.to_json(), report=report_of, picture=partial(picture, found), show=show)
 
 
 @click.command(cls=Command)
 @click.argument("models", metavar="[[NAME=]PATH]...", nargs=-1, shell_complete=options.complete_named)
-@click.option("--synthetic", metavar="SHAPE", help="Random weights of a named shape instead, such as tinyllama-1.1b.")
-@click.option(
-    "--scheme", "quantized", type=options.Scheme(), multiple=True,
-    help="Of the random weights; repeatable; floats without.",
+@section(
+    "Random weights",
+    click.option(
+        "--synthetic", metavar="SHAPE", help="Random weights of a named shape instead, such as tinyllama-1.1b."
+    ),
+    click.option(
+        "--scheme", "quantized", type=options.Scheme(), multiple=True,
+        help="Scheme of the random weights; repeatable. Default: floats.",
+    ),
+    click.option(
+        "--head", type=options.Scheme(), metavar="SCHEME",
+        help="Scheme of the random weights' output head. Default: int8.",
+    ),
 )  # fmt: skip
-@click.option(
-    "--head", type=options.Scheme(), metavar="SCHEME", help="Of the random weights' output head; int8 by default."
-)
-@click.option("--prompt-lengths", default="16,128,512", show_default=True, help="Tokens of prefill.")
-@click.option("--batch", "batches", default="1,4,8", show_default=True, help="Sequences decoded at once.")
-@click.option("--contexts", help="Lengths of context to decode at as well, each --batch; such as 1024,2048,4096.")
-@click.option(
-    "--price-per-hour", type=float, metavar="PRICE",
-    help="What an hour of the machine costs, in any currency, to tell the cost of a thousand tokens.",
+@section(
+    _MEASURED,
+    click.option("--prompt-lengths", default="16,128,512", show_default=True, help="Tokens of prefill."),
+    click.option("--batch", "batches", default="1,4,8", show_default=True, help="Sequences decoded together."),
+    click.option("--contexts", help="Context lengths to decode at as well, for each --batch, such as 1024,2048,4096."),
+    click.option(
+        "--price-per-hour", type=float, metavar="PRICE",
+        help="Price of an hour of the machine, in any currency, for the cost of a thousand tokens.",
+    ),
+    click.option(
+        "--runs", type=int, default=5, show_default=True, help="Runs of each measurement, after one to warm up."
+    ),
 )  # fmt: skip
-@click.option("--threads", type=int, help="That compute; torch's own number by default.")
-@click.option("--runs", type=int, default=5, show_default=True, help="Of each measurement, after one to warm up.")
-@options.int8_cache
-@options.backend()
-@options.compiled
-@options.device
-@options.table
-@options.data
-@options.plot("decoding and prefill")
+@section(
+    RUN, options.int8_cache, options.backend(), options.compiled, options.device,
+    click.option("--threads", type=int, help="Number of CPU threads. Default: torch's."),
+)  # fmt: skip
+@section("Output", options.table, options.data, options.plot("decoding and prefill"))
 def bench(
     models: tuple[str, ...], synthetic: str | None, quantized: tuple[str, ...], head: str | None, prompt_lengths: str,
     batches: str, contexts: str | None, price_per_hour: float | None, threads: int | None, runs: int, int8_cache: bool,
@@ -122,19 +142,19 @@ def bench(
 ) -> None:  # fmt: skip
     """Time models: prefill, decoding, loading, memory, cost.
 
-    The models in PATHs are put side by side, each in a process of its own, under the NAMEs given. Under
-    torchrun all processes share one model; the figures are the first process's.
+    Prints one table for all models, with the given NAMEs; each model runs in a separate process. Under torchrun all
+    processes share one model, and the figures are those of rank 0.
     """
     if bool(models) == (synthetic is not None):
         raise RequestError("give folders, or --synthetic and a shape")
     if quantized and synthetic is None:
-        raise RequestError("--scheme goes with --synthetic", hint="a folder has schemes of its own")
+        raise RequestError("--scheme goes with --synthetic", hint="a folder has its own schemes")
     if head is not None and not quantized:
         raise RequestError("--head goes with --scheme")
     lengths, sizes = _numbers(prompt_lengths), _numbers(batches)
     long_contexts = () if contexts is None else _numbers(contexts)
-    given = named(models)
-    require_models(*(path for _, path in given))
+    paths = named(models)
+    require_models(*(path for _, path in paths))
 
     from quantkit.evals import bench_report
     from quantkit.evals.bench import BenchModel, BenchOptions
@@ -142,8 +162,8 @@ def bench(
     from quantkit.evals.bench_plot import picture
     from quantkit.evals.table import render
 
-    short = short_names([path for _, path in given])
-    sources = [BenchModel(path, name=name or end) for (name, path), end in zip(given, short, strict=True)]
+    short = short_names([path for _, path in paths])
+    sources = [BenchModel(path, name=name or end) for (name, path), end in zip(paths, short, strict=True)]
     if synthetic is not None:
         sources = [BenchModel(shape=synthetic, scheme=scheme, head=head) for scheme in quantized or (None,)]
     requested = BenchOptions(
@@ -158,14 +178,14 @@ def bench(
             below = [""] if (warnings or notes) and table == "terminal" else []
             tables = [bench_report.sheet(found)] if table == "csv" else bench_report.tables(found)
 
-            def tell() -> None:
+            def show() -> None:
                 outputs.say([*render(tables, table, width=columns()), *below])
                 for line in warnings:
                     warn(line)
                 for line in notes:
                     note(line)
 
-            outputs.write([one.to_json() for one in found], picture=partial(picture, found), tell=tell)
+            outputs.write([one.to_json() for one in found], picture=partial(picture, found), show=show)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

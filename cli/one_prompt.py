@@ -1,4 +1,4 @@
-"""``quantkit generate`` with one prompt: what continues it, as it grows."""
+"""``quantkit generate`` with one prompt: its continuation, as it grows."""
 
 from __future__ import annotations
 
@@ -26,61 +26,69 @@ if TYPE_CHECKING:
     from quantkit.text.tokenizer import Tokenizer
 
 
-def say(asked: GenerateArgs, group: ProcessGroup) -> None:
-    """Print the prompt and what continues it; of several processes the first one does."""
+def show(args: GenerateArgs, group: ProcessGroup) -> None:
+    """Print the prompt and its continuation, on rank 0."""
     from quantkit.jobs.load import load
-    from quantkit.runtime.stream import Pace, text_pieces
+    from quantkit.runtime.stream import Pace
 
-    prompt = group.broadcast_from_rank0(_prompt(asked) if group.is_rank0 else "")
-    how: dict[str, Any] = {
-        "device": group.device or asked.device, "dtype": asked.dtype, "backend": asked.backend, "tp": group,
+    prompt = group.broadcast_from_rank0(_prompt(args) if group.is_rank0 else "")
+    placement: dict[str, Any] = {
+        "device": group.device or args.device, "dtype": args.dtype, "backend": args.backend, "tp": group,
     }  # fmt: skip
     draft = None
     with ProgressDisplay(show=group.is_rank0 and sys.stderr.isatty()) as progress:
-        model, tokenizer = load(asked.path, weights=asked.weights, progress=progress, **how)
-        if asked.draft is not None:
-            draft = load(asked.draft, progress=progress, **how)
-    ids = _ids(asked, prompt, model.config, tokenizer)
+        model, tokenizer = load(args.path, weights=args.weights, progress=progress, **placement)
+        if args.draft is not None:
+            draft = load(args.draft, progress=progress, **placement)
+    ids = _ids(args, prompt, model.config, tokenizer)
     pace = Pace()
-    if asked.n > 1:
-        pieces = _samples(asked, _engine(asked, model, len(ids)), model.config, tokenizer, prompt, ids, pace)
+    if args.n > 1:
+        pieces = _samples(args, _engine(args, model, len(ids)), model.config, tokenizer, prompt, ids, pace)
+    elif draft is None:
+        pieces = _single(args, _tokens(args, model, ids), tokenizer, prompt, ids, pace)
     else:
-        tokens = pace.timed(
-            _tokens(asked, model, ids) if draft is None else _proposed(asked, model, *draft, prompt, ids)
-        )
-        pieces = _whole(prompt, text_pieces(tokenizer, ids, tokens, asked.stop))
+        pieces = _single(args, _speculative(args, model, *draft, prompt, ids), tokenizer, prompt, ids, pace)
     _print(pieces, show=group.is_rank0)
     if group.is_rank0:
-        _tell(asked, pace, len(ids), model if draft is None and asked.n == 1 else None)
+        _report_speed(args, pace, len(ids), model if draft is None and args.n == 1 else None)
 
 
-def say_on_devices(asked: GenerateArgs) -> None:
-    """The same through XLA; of several hosts the first has something to say."""
+def show_on_devices(args: GenerateArgs) -> None:
+    """The same through XLA; with several hosts, the first one prints."""
     from quantkit.jobs.load import load_xla
-    from quantkit.runtime.stream import Pace, text_pieces
+    from quantkit.runtime.stream import Pace
 
-    prompt = _prompt(asked)
+    prompt = _prompt(args)
     with ProgressDisplay() as progress:
         model, tokenizer = load_xla(
-            asked.path, devices=asked.tp, dtype=asked.dtype, weights=asked.weights,
-            multi_host=asked.multi_host, progress=progress,
+            args.path, devices=args.tp, dtype=args.dtype, weights=args.weights, multi_host=args.multi_host,
+            progress=progress,
         )  # fmt: skip
     if model.first:
         require_stdout()
-    ids = _ids(asked, prompt, model.config, tokenizer)
+    ids = _ids(args, prompt, model.config, tokenizer)
     pace = Pace(at_once=model.tokens_at_once)
-    if asked.n > 1:
-        pieces = _samples(asked, model.runner(asked.slots), model.config, tokenizer, prompt, ids, pace)
+    if args.n > 1:
+        pieces = _samples(args, model.runner(args.slots), model.config, tokenizer, prompt, ids, pace)
     else:
-        tokens = pace.timed(model.generate(ids, max_new_tokens=asked.max_new_tokens, **asked.sampling()))
-        pieces = _whole(prompt, text_pieces(tokenizer, ids, tokens, asked.stop))
+        tokens = model.generate(ids, max_new_tokens=args.max_new_tokens, **args.sampling())
+        pieces = _single(args, tokens, tokenizer, prompt, ids, pace)
     _print(pieces, show=model.first)
     if model.first:
-        _tell(asked, pace, len(ids), None)
+        _report_speed(args, pace, len(ids), None)
 
 
-def _whole(prompt: str, pieces: Iterable[str]) -> Iterator[str]:
-    """A prompt with what continues it, ended by a new line."""
+def _single(
+    args: GenerateArgs, tokens: Iterable[int], tokenizer: Tokenizer, prompt: str, ids: list[int], pace: Pace
+) -> Iterator[str]:
+    """A prompt with its continuation."""
+    from quantkit.runtime.stream import text_pieces
+
+    return _lines(prompt, text_pieces(tokenizer, ids, pace.timed(tokens), args.stop))
+
+
+def _lines(prompt: str, pieces: Iterable[str]) -> Iterator[str]:
+    """A prompt with its continuation and a newline."""
     yield prompt
     yield from pieces
     yield "\n"
@@ -93,74 +101,74 @@ def _print(pieces: Iterator[str], *, show: bool) -> None:
             click.echo(piece, nl=False)
 
 
-def _tokens(asked: GenerateArgs, model: Decoder, ids: list[int]) -> Iterator[int]:
+def _tokens(args: GenerateArgs, model: Decoder, ids: list[int]) -> Iterator[int]:
     from quantkit.runtime.generate import generate
 
-    return generate(_engine(asked, model, len(ids)), ids, max_new_tokens=asked.max_new_tokens, **asked.sampling())
+    return generate(_engine(args, model, len(ids)), ids, max_new_tokens=args.max_new_tokens, **args.sampling())
 
 
-def _proposed(
-    asked: GenerateArgs, model: Decoder, draft: Decoder, its_tokenizer: Tokenizer, prompt: str, ids: list[int]
+def _speculative(
+    args: GenerateArgs, model: Decoder, draft: Decoder, draft_tokenizer: Tokenizer, prompt: str, ids: list[int]
 ) -> Iterator[int]:
-    """The same with the help of a smaller model.
+    """The new tokens, with the help of a smaller model.
 
     Raises:
-        RequestError: if that reads the prompt as other tokens.
+        RequestError: if its tokenizer gives other tokens for the prompt.
     """
     from quantkit.runtime.speculative import DRAFT_TOKENS, speculate
 
-    if _ids(asked, prompt, model.config, its_tokenizer) != ids:
-        raise RequestError("the draft model reads the prompt as other tokens", path=asked.draft)
-    proposed = DRAFT_TOKENS if asked.draft_tokens is None else asked.draft_tokens
+    if _ids(args, prompt, model.config, draft_tokenizer) != ids:
+        raise RequestError("the draft model has other tokens for the prompt", path=args.draft)
+    draft_tokens = DRAFT_TOKENS if args.draft_tokens is None else args.draft_tokens
     return speculate(
-        model, draft, ids, draft_tokens=proposed, max_new_tokens=asked.max_new_tokens, **asked.sampling()
+        model, draft, ids, draft_tokens=draft_tokens, max_new_tokens=args.max_new_tokens, **args.sampling()
     )  # fmt: skip
 
 
 def _samples(
-    asked: GenerateArgs, engine: Engine | Runner[Any], config: ModelConfig, tokenizer: Tokenizer, prompt: str,
+    args: GenerateArgs, engine: Engine | Runner[Any], config: ModelConfig, tokenizer: Tokenizer, prompt: str,
     ids: list[int], pace: Pace,
 ) -> Iterator[str]:  # fmt: skip
     """Several continuations, one after the other, each below a line with its number."""
     from quantkit.runtime.generate_batch import completions
 
-    if not asked.sampling_options.get("temperature"):
-        note("without `temperature` all samples are alike")
-    request = with_prompt(config, checked_options(asked.max_new_tokens, asked.sampling(), samples=asked.n), ids)
+    if not args.sampling().get("temperature"):
+        note("without `temperature` all samples are the same")
+    request = with_prompt(config, checked_options(args.max_new_tokens, args.sampling(), samples=args.n), ids)
     texts: dict[int, str] = {}
-    told = 0
+    shown = 0
     pace.begin()
-    for one in completions(engine, [request], tokenizer, [asked.stop], pace.add):
+    for one in completions(engine, [request], tokenizer, [args.stop], pace.add):
         texts[one.sample] = one.text or ""
-        while told in texts:
-            yield f"--- {told + 1} of {asked.n} ---\n"
-            yield from _whole(prompt, [texts.pop(told)])
-            told += 1
+        while shown in texts:
+            yield f"--- {shown + 1} of {args.n} ---\n"
+            yield from _lines(prompt, [texts.pop(shown)])
+            shown += 1
 
 
-def _engine(asked: GenerateArgs, model: Decoder, prompt_tokens: int) -> Engine:
+def _engine(args: GenerateArgs, model: Decoder, prompt_tokens: int) -> Engine:
     import torch
 
     from quantkit.runtime.engine import Engine
 
     engine = Engine(
-        model, prompt_tokens + asked.max_new_tokens, slots=asked.slots,
-        cache_dtype=torch.int8 if asked.int8_cache else None, compiled=asked.compiled,
+        model, prompt_tokens + args.max_new_tokens, slots=args.slots,
+        cache_dtype=torch.int8 if args.int8_cache else None, compiled=args.compiled,
     )  # fmt: skip
-    if asked.warmup:
+    if args.warmup:
         note(warmed_up(engine.warm_up()))
     return engine
 
 
-def _prompt(asked: GenerateArgs) -> str:
-    """The prompt; where it is read from a file, without the new line at its end.
+def _prompt(args: GenerateArgs) -> str:
+    """The prompt; from a file, without the newline at its end.
 
     Raises:
-        RequestError: if the file cannot be read, or holds no text.
+        RequestError: if the file cannot be read, or is empty.
     """
-    file = STDIN if asked.text == STDIN else asked.prompt_file
+    file = STDIN if args.text == STDIN else args.prompt_file
     if file is None:
-        return asked.prompt or asked.text or ""
+        return args.prompt or args.text or ""
     prompt = _content(file).removesuffix("\n").removesuffix("\r")
     if not prompt:
         raise RequestError("the prompt is empty", path=file)
@@ -174,24 +182,22 @@ def _content(file: str) -> str:
     except OSError as error:
         raise RequestError(f"the prompt cannot be read: {error.strerror}", path=file) from error
     except UnicodeDecodeError as error:
-        raise RequestError(
-            "the prompt is not a text", path=file, found=f"byte {error.start}", expected="UTF-8"
-        ) from error
+        raise RequestError("the prompt is not UTF-8 text", path=file, found=f"byte {error.start}") from error
 
 
-def _ids(asked: GenerateArgs, prompt: str, config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
+def _ids(args: GenerateArgs, prompt: str, config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
     ids = text_ids(tokenizer, prompt, specials=True)
-    most = config.max_unscaled_context if asked.backend == "xla" else config.max_positions
-    return shortened(ids, most, asked.max_new_tokens, config.bos_token_id) if asked.truncate else ids
+    max_tokens = config.max_unscaled_context if args.backend == "xla" else config.max_positions
+    return shortened(ids, max_tokens, args.max_new_tokens, config.bos_token_id) if args.truncate else ids
 
 
-def _tell(asked: GenerateArgs, pace: Pace, prompt_tokens: int, model: Decoder | None) -> None:
-    """Say on stderr how fast it was: a line on a terminal, all there is where it is asked for.
+def _report_speed(args: GenerateArgs, pace: Pace, prompt_tokens: int, model: Decoder | None) -> None:
+    """Print the speed on stderr: a line on a terminal, more with --stats.
 
     Args:
-        model: all of whose weights each token took; None where that is not so.
+        model: if each token reads all of its weights.
     """
-    if not asked.stats:
+    if not args.stats:
         if sys.stderr.isatty():
             mention(pace.line(), err=True)
         return

@@ -1,19 +1,21 @@
-"""Options that several commands share, spelled and told alike, and old spellings that still work."""
+"""Options that several commands share, with the same spelling and help, and old spellings that still work."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from quantkit.cli.help import SAMPLING_NAMES, Command
+from quantkit.cli.help import Command, Decorator, section
 from quantkit.cli.output import note
+from quantkit.cli.spelling import as_options
 from quantkit.errors import RequestError
+from quantkit.jobs.option_fields import OptionInfo, declared
 from quantkit.json_values import shown
 from quantkit.kernels.registry import BACKENDS
 from quantkit.runtime.sampling_params import OPTIONS as SAMPLING_OPTIONS
@@ -21,13 +23,12 @@ from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 
-Function = Callable[..., Any]
 PATH = click.Path(path_type=Path)
 TARGETS = ("compressed-tensors", "int-quantized", "gptq", "awq", "mlx", "gguf", "hf", "meta")
 
 
 class Scheme(click.types.StringParamType):
-    """The name of a scheme, told to be none before anything large is imported."""
+    """The name of a scheme, checked before anything large is imported."""
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return str(QuantScheme.parse(value))
@@ -37,21 +38,21 @@ class Scheme(click.types.StringParamType):
 
 
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Completion of what is a file, or something else besides."""
+    """Complete what may be a file."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def complete_named(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Completion of ``NAME=PATH``; bash takes such a word apart itself."""
+    """Complete ``NAME=PATH``; bash splits such a word itself."""
     name, equals, start = incomplete.partition("=")
     if not equals:
         return complete_files(ctx, param, incomplete)
     folder, last = os.path.split(start)
     try:
-        found = sorted(Path(folder).iterdir())
+        paths = sorted(Path(folder).iterdir())
     except OSError:
         return []
-    return [CompletionItem(f"{name}={path}") for path in found if path.name.startswith(last)]
+    return [CompletionItem(f"{name}={path}") for path in paths if path.name.startswith(last)]
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -59,7 +60,7 @@ _AMOUNT = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+) *(?P<unit>[KMGT]I?)?(?P<byt
 
 
 def memory(text: str) -> int:
-    """The type of options that are amounts of memory: ``4GB``, ``512MB``, ``2GiB``; in bytes.
+    """The type of options that are amounts of memory, such as ``4GB``, ``512MB``, ``2GiB``; in bytes.
 
     Raises:
         RequestError: for anything else.
@@ -71,7 +72,7 @@ def memory(text: str) -> int:
 
 
 def file_size(text: str) -> int:
-    """The type of options that are sizes of files, in the same spellings, or a number of bytes.
+    """The type of options that are sizes of files: spelled like `memory`, or a number of bytes.
 
     Raises:
         RequestError: for anything else.
@@ -80,100 +81,134 @@ def file_size(text: str) -> int:
 
 
 def _bytes(text: str, what: str) -> int:
-    found = _AMOUNT.fullmatch(text.strip())
-    if found is None or not (found["unit"] or found["bytes"]):
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None or not (match["unit"] or match["bytes"]):
         raise RequestError(f"no {what}", found=shown(text), expected="one such as 4GB, 512MB or 2GiB")
-    return int(float(found["number"]) * _UNITS[(found["unit"] or "").upper()])
+    return int(float(match["number"]) * _UNITS[(match["unit"] or "").upper()])
 
 
 src = click.argument("src", type=PATH)
 dst = click.argument("dst", type=PATH)
 weights = click.option(
     "--weights", type=click.Choice(["meta", "safetensors", "bin", "gguf", "gpt-fast", "gpt-fast-int8"]), metavar="KIND",
-    help="Which weights to read where a folder holds several: meta, safetensors, bin, gguf or gpt-fast.",
+    help="Which weights to read if a folder has several: meta, safetensors, bin, gguf or gpt-fast.",
 )  # fmt: skip
 device = click.option("--device", metavar="DEVICE", help="Where to compute: cpu or cuda; a GPU if there is one.")
 dtype = click.option(
     "--dtype", type=click.Choice(list(FLOAT_NAMES)), metavar=f"[{'|'.join(SHORT_NAMES)}]",
-    help="Float type; the model's own by default.",
+    help="Float type. Default: the model's own.",
 )  # fmt: skip
 compiled = click.option(
-    "--compile/--eager", "compiled", default=None, help="Through torch.compile or not; by default on GPUs only."
+    "--compile/--eager", "compiled", default=None, help="Run through torch.compile or not. Default: on GPUs only."
 )
 int8_cache = click.option(
     "--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost."
 )
 template = click.option(
     "--template", metavar="NAME", shell_complete=complete_files,
-    help="Chat template to write: llama2, llama3 or a file *.jinja; SRC's own by default.",
+    help="Chat template to write: llama2, llama3 or a file *.jinja. Default: SRC's own.",
 )  # fmt: skip
 split_max_size = click.option(
     "--split-max-size", type=file_size, metavar="AMOUNT",
-    help="Largest file of weights, such as 2GB; 2GiB by default, and one file in GGUF.",
+    help="Maximum size of a file of weights, such as 2GB. Default: 2GiB, and one file for GGUF.",
 )  # fmt: skip
 data = click.option(
     "--json", "data", metavar="PATH", shell_complete=complete_files,
-    help="Write everything found as JSON; - is stdout.",
+    help="Write all results as JSON to this file; - is stdout.",
 )  # fmt: skip
-report = click.option("--report", type=PATH, help="Write the report: Markdown, or a page as .html.")
+report = click.option("--report", type=PATH, help="Write a report: Markdown, or a page if the name ends in .html.")
 table = click.option(
     "--table", type=click.Choice(["terminal", "markdown", "latex", "csv"]), default="terminal", show_default=True,
     help="How tables are printed.",
 )  # fmt: skip
-
 tensors_only = click.option(
-    "--tensors-only", is_flag=True, help="Take the tensors as they are, of whatever architecture."
+    "--tensors-only", is_flag=True, help="Use the tensors as they are, whatever the architecture."
 )
-_RESUME = click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same command.")
-_NONFINITE = click.option("--allow-nonfinite", is_flag=True, help="Write NaN, Inf and overflowing floats as they are.")
-_SOURCE_CHECK = click.option(
+resume = click.option("--resume", is_flag=True, help="Continue an interrupted run of the same command.")
+allow_nonfinite = click.option(
+    "--allow-nonfinite", is_flag=True, help="Write NaN, Inf and floats that overflow as they are."
+)
+source_check = click.option(
     "--source-check/--no-source-check", default=True,
-    help="Whether to see first that SRC predicts a text at all; by default, where it has a tokenizer.",
-)  # fmt: skip
-
-_SAMPLING = (
-    *(
-        click.option(f"--{option.name.replace('_', '-')}", type=option.type, help=option.help)
-        for option in SAMPLING_OPTIONS if option.type is not None
-    ),
-    click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be given several times."),
+    help="Check first that SRC predicts a sample text. Default: yes, if SRC has a tokenizer.",
 )  # fmt: skip
 
 
-def target(default: str, *, quantized: bool = False) -> Callable[[Function], Function]:
-    """The option for what a model is written as.
+def target(default: str, *, quantized: bool = False) -> Decorator:
+    """The option for the format of the output.
 
     Args:
         default: in words.
-        quantized: whether it goes for quantized models only.
+        quantized: whether it is for quantized models only.
     """
     names = [name for name in TARGETS if not quantized or name not in ("hf", "meta")]
-    about = f"{', '.join(names)}; by default {default}, and gguf where DST ends in .gguf."
+    about = f"{', '.join(names)}. Default: {default}; gguf if DST ends in .gguf."
     return click.option("--to", type=click.Choice(names), metavar="FORMAT", help=about)
 
 
-def writing(command: Function) -> Function:
-    """The arguments and options that all commands which write a checkpoint have."""
-    for option in (data, _SOURCE_CHECK, _NONFINITE, _RESUME, tensors_only, weights, dst, src):
-        command = option(command)
+def max_new_tokens(default: int | None, about: str = "") -> Decorator:
+    """The option for the length of what is generated.
+
+    Args:
+        about: for its help.
+    """
+    return click.option(
+        "--max-new-tokens", type=int, default=default, show_default=default is not None,
+        help=f"Maximum number of tokens to generate{about}.",
+    )  # fmt: skip
+
+
+SAMPLING_NAMES = tuple(option.name for option in SAMPLING_OPTIONS if option.type is not None)
+
+
+def _sampling(command: Any) -> Any:
+    for one in reversed(SAMPLING_OPTIONS):
+        if one.type is not None:
+            command = click.option(f"--{one.name.replace('_', '-')}", type=one.type, help=one.help)(command)
     return command
 
 
-def sampling(max_new_tokens: int | None, about: str = "") -> Callable[[Function], Function]:
-    """The options that say how tokens are drawn and what ends them; None where nothing is said.
+_SHARED: dict[str, Decorator] = {
+    "sampling_options": _sampling,
+    "stop": click.option("--stop", metavar="TEXT", multiple=True, help="Stop before this text; repeatable."),
+    "to": target("compressed-tensors", quantized=True), "device": device, "template": template, "weights": weights,
+    "split_max_size": split_max_size, "resume": resume, "allow_nonfinite": allow_nonfinite, "dtype": dtype,
+    "source_check": source_check, "tensors_only": tensors_only, "int8_cache": int8_cache, "compiled": compiled,
+}  # fmt: skip
+_KINDS: dict[type | str, dict[str, Any]] = {
+    "scheme": {"type": Scheme()}, "size": {"type": file_size}, "memory": {"type": memory}, "path": {"type": PATH},
+    "file": {"shell_complete": complete_files}, "patterns": {"multiple": True}, bool: {"is_flag": True},
+}  # fmt: skip
+
+
+def of_job(job_options: type, own: Mapping[str, Decorator] | None = None) -> Decorator:
+    """The options of a command, from the fields of its job's options.
 
     Args:
-        max_new_tokens: by default.
-        about: for the help of that option.
+        own: options of this command for fields without a help, instead of the shared ones.
     """
-    most = click.option(
-        "--max-new-tokens", type=int, default=max_new_tokens, show_default=max_new_tokens is not None,
-        help=f"Tokens to generate at most{about}.",
-    )  # fmt: skip
+    shared = {**_SHARED, **(own or {})}
 
-    def decorated(command: Function) -> Function:
-        for option in reversed((most, *_SAMPLING)):
-            command = option(command)
+    def decorated(command: Any) -> Any:
+        for name, info in reversed(declared(job_options).items()):
+            made = shared[name] if info.help is None else _of_field(name, info, info.help)
+            command = section(as_options(info.section), made)(command)
+        return command
+
+    return decorated
+
+
+def _of_field(name: str, info: OptionInfo, about: str) -> Decorator:
+    kind = {"type": click.Choice(info.choices)} if info.choices else _KINDS.get(info.kind, {"type": info.kind})
+    return click.option(f"--{name.replace('_', '-')}", metavar=info.metavar, help=as_options(about), **kind)
+
+
+def sampling(max_tokens: int, about: str) -> Decorator:
+    """The options for how tokens are sampled and what ends them; None where one is not given."""
+
+    def decorated(command: Any) -> Any:
+        for made in (_SHARED["stop"], _sampling, max_new_tokens(max_tokens, about)):
+            command = made(command)
         return command
 
     return decorated
@@ -210,24 +245,24 @@ def token_bias(text: str) -> tuple[int, float]:
         raise RequestError("no bias of a token", found=shown(text), expected="ID=NUMBER, such as 1234=-100") from None
 
 
-def backend(*others: str, more: str = "") -> Callable[[Function], Function]:
+def backend(*others: str, more: str = "") -> Decorator:
     """The option for kernels.
 
     Args:
-        others: what it may be besides.
+        others: more choices.
         more: for its help.
     """
     about = f"Kernels of quantized layers: {', '.join(BACKENDS)}; see docs/kernels.md."
     return click.option("--backend", type=click.Choice([*BACKENDS, *others]), metavar="NAME", help=about + more)
 
 
-def plot(what: str) -> Callable[[Function], Function]:
+def plot(what: str) -> Decorator:
     """The option for a picture of something."""
     return click.option("--plot", type=PATH, help=f"Draw {what}: a .png, .pdf or .svg file.")
 
 
 class BareJson(Command):
-    """Takes ``--json`` without a path for ``--json -``, as it was spelled once."""
+    """Accepts ``--json`` without a path for ``--json -``, the old spelling."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         place = args.index("--json") if "--json" in args else None
@@ -237,7 +272,7 @@ class BareJson(Command):
         if follows and (follows == ["-"] or not follows[0].startswith("-")):
             try:
                 return super().parse_args(ctx, list(args))
-            except click.MissingParameter:  # its path was taken for that of --json
+            except click.MissingParameter:  # the model's path was parsed as that of --json
                 ctx.params.clear()
         note("--json takes a path now, and - for stdout; without one it goes with the next release")
         return super().parse_args(ctx, [*args[:place], "--json=-", *args[place + 1 :]])

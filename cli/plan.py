@@ -1,4 +1,4 @@
-"""``quantkit plan``: what commands would take: those that write, and generation on a TPU slice."""
+"""``quantkit plan``: the memory, disk and time that commands would take, and generation on a TPU slice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quantkit.tensors.dtypes import FloatName
 
 
 class _Group(click.Group):
-    """Without the name of a command it is generation that is meant: ``quantkit plan DIR --target v5e-16``."""
+    """Without the name of a command, plans generation: ``quantkit plan DIR --target v5e-16``."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and not args[0].startswith("-"):
@@ -26,9 +26,9 @@ class _Group(click.Group):
 
 @click.group(cls=_Group)
 def plan() -> None:
-    """Say what memory, disk and time a command would take.
+    """Estimate the memory, disk and time of a command.
 
-    The checks of the command are made; nothing is written. `quantkit plan DIR --target v5e-16` does the same for
+    Makes the checks of the command and writes nothing. `quantkit plan DIR --target v5e-16` does the same for
     generation on a TPU slice.
     """
 
@@ -36,10 +36,10 @@ def plan() -> None:
 @plan.command(cls=options.BareJson)
 @click.argument("model", shell_complete=options.complete_files)
 @click.option("--target", required=True, metavar="SLICE", help="Kind and number of chips: v5e-16, v6e-8, ...")
-@click.option("--batch", type=int, default=1, show_default=True, help="Texts at once.")
-@click.option("--context", type=int, help="Tokens of a text, prompt included; all that the model can by default.")
+@click.option("--batch", type=int, default=1, show_default=True, help="Number of sequences.")
+@click.option("--context", type=int, help="Tokens of a sequence with its prompt. Default: the model's context.")
 @click.option(
-    "--scheme", type=options.Scheme(), help="Of a model without weights, such as int4-g128; floats by default."
+    "--scheme", type=options.Scheme(), help="Scheme of a model without weights, such as int4-g128. Default: floats."
 )
 @options.dtype
 @options.data
@@ -47,16 +47,16 @@ def generate(
     model: str, target: str, batch: int, context: int | None, scheme: str | None, dtype: FloatName | None,
     data: str | None,
 ) -> None:  # fmt: skip
-    """Say what each chip of a TPU slice would hold and exchange.
+    """Show what each chip of a TPU slice would hold and exchange.
 
-    The slice's own compiler says it; no TPU is needed. MODEL is a folder, one with nothing but a config.json, or the
-    name of a shape such as llama-2-70b. It takes minutes. A model that does not fit is an error.
+    The compiler for the slice computes it; no TPU is needed. MODEL is a folder, a folder with only a config.json, or
+    the name of a shape such as llama-2-70b. This takes minutes. A model that does not fit is an error.
     """
     from quantkit.evals.synthetic import shaped
     from quantkit.jobs.plan import generate as job
 
     outputs = Outputs(data)
-    _tell(job(shaped(model, scheme), target, batch=batch, context=context, dtype=dtype), outputs)
+    _show(job(shaped(model, scheme), target, batch=batch, context=context, dtype=dtype), outputs)
 
 
 def _convert(data: str | None, **given: Any) -> None:
@@ -65,7 +65,7 @@ def _convert(data: str | None, **given: Any) -> None:
     from quantkit.jobs.plan import convert as job
 
     outputs = Outputs(data, makes=given["dst"])
-    _tell(job(**given), outputs)
+    _show(job(**given), outputs)
 
 
 def _quantize(data: str | None, **given: Any) -> None:
@@ -76,13 +76,13 @@ def _quantize(data: str | None, **given: Any) -> None:
 
     from quantkit.jobs.plan import quantize as job
 
-    _tell(job(**arguments), outputs)
+    _show(job(**arguments), outputs)
 
 
-def _tell(estimate: Any, outputs: Outputs) -> None:
-    outputs.write(estimate.to_json(), tell=lambda: outputs.say(estimate.lines()))
+def _show(estimate: Any, outputs: Outputs) -> None:
+    outputs.write(estimate.to_json(), show=lambda: outputs.say(estimate.lines()))
 
 
 for command, planned in ((convert_command, _convert), (quantize_command, _quantize)):
-    about = f"Say what `quantkit {command.name}` with the same arguments would take.\n\nNothing is written."
+    about = f"Estimate `quantkit {command.name}` with the same arguments.\n\nNothing is written."
     plan.add_command(options.BareJson(command.name, params=command.params, callback=planned, help=about))

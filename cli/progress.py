@@ -29,57 +29,57 @@ _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}{postfix}
 
 @dataclass
 class _Phase:
-    """How far a phase is.
+    """The progress of a phase.
 
     Attributes:
-        first, begun: what was done when it began, and when that was.
-        done, since: what is done, and since when.
+        first, began: what was done when it began, and the time then.
+        done, since: what is done, and the time of the last change.
     """
 
     name: str
     total: int
     unit: str
     first: int
-    begun: float
+    began: float
     done: int
     since: float
 
     def left(self, now: float) -> str | None:
-        """The time left at the pace so far; None as long as nothing tells the pace."""
-        made, taken = self.done - self.first, self.since - self.begun
+        """The time left at the rate so far; None if the rate is not known yet."""
+        made, taken = self.done - self.first, self.since - self.began
         if made <= 0 or taken <= 0 or self.done >= self.total:
             return None
         return f"{_clock_time((self.total - self.done) * taken / made - (now - self.since))} left"
 
-    def line(self, now: float, beside: str | None) -> str:
-        told = f"quantkit: {self.name}: {self.done}/{self.total} {self.unit}"
-        return ", ".join(part for part in (told, beside, self.left(now)) if part)
+    def line(self, now: float, details: str | None) -> str:
+        state = f"quantkit: {self.name}: {self.done}/{self.total} {self.unit}"
+        return ", ".join(part for part in (state, details, self.left(now)) if part)
 
 
 class ProgressDisplay:
-    """Shows people what jobs tell of their progress, while the context lasts.
+    """Shows the progress of jobs while the context lasts.
 
-    On a terminal that is a bar with the phase's name, how much of it is done and the time left; it is gone when the
-    context ends. Elsewhere a line tells that a phase begins, and another every 30 seconds how far it is.
+    On a terminal it is a bar with the name of the phase, how much of it is done and the time left; it disappears when
+    the context ends. Elsewhere a line is printed when a phase begins, and then every 30 seconds.
     """
 
     def __init__(
         self, *, show: bool = True, clock: Callable[[], float] = time.monotonic, ticking: bool = True,
-        beside: Callable[[], str | None] = lambda: None,
+        details: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
         """
         Args:
-            show: unset, it shows nothing: of the processes of a group the first one speaks.
-            beside: gives what else is shown, such as a pace.
-            clock: tells seconds.
+            show: if unset, shows nothing; in a group of processes only rank 0 shows its progress.
+            details: returns what else is shown, such as a speed.
+            clock: the time in seconds.
             ticking: call `tick` every second, from a thread.
         """
         self._silent = not show
-        self._clock, self._beside = clock, beside
+        self._clock, self._details = clock, details
         self._ticking = ticking and show
         self._phase: _Phase | None = None
-        self._told = 0.0
-        self._stream = sys.stderr  # others may lead theirs elsewhere for a while
+        self._shown_at = 0.0
+        self._stream = sys.stderr  # other code may redirect it for a while
         self._bar: tqdm[Never] | None = None
         self._lock = threading.RLock()
         self._ended = threading.Event()
@@ -102,26 +102,26 @@ class ProgressDisplay:
         _shown.discard(self)
 
     def __call__(self, phase: str, done: int, total: int, unit: str, /) -> None:
-        """Take what a job tells; see `quantkit.progress.Progress`."""
+        """Show what a job reports; see `quantkit.progress.Progress`."""
         raise_if_interrupted()
         with self._writing():
             now, before = self._clock(), self._phase
-            goes_on = before is not None and (before.name, before.total, before.unit) == (phase, total, unit)
-            if before is None or not goes_on or done < before.done:
+            continues = before is not None and (before.name, before.total, before.unit) == (phase, total, unit)
+            if before is None or not continues or done < before.done:
                 self._phase = _Phase(phase, total, unit, done, now, done, now)
             elif done > before.done:
                 before.done, before.since = done, now
-            self._tell(now, begins=before is None or before.name != phase)
+            self._show(now, begins=before is None or before.name != phase)
 
     def tick(self) -> None:
-        """Tell how things stand if that has not been told for long."""
+        """Show the progress again if it was not shown for long."""
         with self._writing():
             if self._phase is not None:
-                self._tell(self._clock(), begins=False)
+                self._show(self._clock(), begins=False)
 
     @contextmanager
     def cleared(self) -> Iterator[None]:
-        """Without the bar, so that something else can be printed in its place."""
+        """Hide the bar, so that something else can be printed in its place."""
         with self._lock:
             if self._bar is not None:
                 self._bar.clear(nolock=True)
@@ -129,18 +129,18 @@ class ProgressDisplay:
             if self._bar is not None:
                 self._bar.refresh(nolock=True)
 
-    def _tell(self, now: float, *, begins: bool) -> None:
+    def _show(self, now: float, *, begins: bool) -> None:
         phase = self._phase
         if self._silent or phase is None:
             return
         terminal = self._stream.isatty()
-        if not begins and now - self._told < (_DRAW_SECONDS if terminal else _LINE_SECONDS):
+        if not begins and now - self._shown_at < (_DRAW_SECONDS if terminal else _LINE_SECONDS):
             return
-        self._told = now
+        self._shown_at = now
         if terminal:
             self._draw(phase, now)
         else:
-            click.echo(phase.line(now, self._beside()), file=self._stream)
+            click.echo(phase.line(now, self._details()), file=self._stream)
 
     def _draw(self, phase: _Phase, now: float) -> None:
         width = (_columns(self._stream) or _DEFAULT_COLUMNS) - 1
@@ -156,13 +156,13 @@ class ProgressDisplay:
         bar.ncols = width
         bar.n, bar.total, bar.unit = phase.done, max(phase.total, 1), phase.unit
         bar.set_description_str(phase.name, refresh=False)
-        beside = ", ".join(part for part in (self._beside(), phase.left(now)) if part)
-        bar.set_postfix_str(beside, refresh=False)
+        postfix = ", ".join(part for part in (self._details(), phase.left(now)) if part)
+        bar.set_postfix_str(postfix, refresh=False)
         bar.refresh(nolock=True)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """One thread at a time; where stderr takes nothing, the job goes on all the same."""
+        """Lock out other threads; if stderr cannot be written, the job continues without progress."""
         with self._lock:
             try:
                 yield
@@ -175,7 +175,7 @@ class ProgressDisplay:
 
 
 def _columns(stream: TextIO) -> int:
-    """Of a terminal; 0 where it does not know, as some that have no window do."""
+    """The width of a terminal; 0 if it has none, as some without a window."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
@@ -183,12 +183,12 @@ def _columns(stream: TextIO) -> int:
 
 
 _shown: set[ProgressDisplay] = set()
-"""Those that have a bar on the terminal."""
+"""The displays that have a bar on the terminal."""
 
 
 @contextmanager
 def room_to_print() -> Iterator[None]:
-    """Where a bar is on the terminal, take it away while something else is printed."""
+    """Hide the bar, if there is one on the terminal, while something else is printed."""
     for display in list(_shown):
         with display.cleared():
             yield

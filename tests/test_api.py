@@ -22,7 +22,7 @@ from quantkit import errors
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.formats.detect import WeightKind
 from quantkit.formats.registry import CONTAINERS, targets
-from quantkit.jobs.settings import Method
+from quantkit.jobs.quantize_options import Method
 from quantkit.jobs.target import TargetName
 from quantkit.kernels.dispatch import BACKENDS
 from quantkit.kernels.registry import BackendName

@@ -1,4 +1,4 @@
-"""The lines that come of prompts; see `quantkit.jobs.generate_file` for what they hold."""
+"""The result lines of prompts; `quantkit.jobs.generate_file` describes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def answers(
     """The lines of each prompt, with its number, as soon as all its continuations have ended.
 
     Args:
-        counted: told of so many new tokens after each step.
+        counted: called after each step with the number of new tokens.
     """
     texts = _TokenTexts(tokenizer)
     requests, stops = [prompt.request for _, prompt in prompts], [prompt.stop for _, prompt in prompts]
@@ -41,7 +41,7 @@ def _line(number: int, prompt: Prompt, found: Completion, texts: _TokenTexts) ->
     echoed = len(prompt.request.prompt) if prompt.request.echo else 0
     text = found.text or ""
     if prompt.messages and not prompt.request.echo and not texts.byte_level:
-        text = text.removeprefix(" ")  # which sentencepiece puts before a word
+        text = text.removeprefix(" ")  # sentencepiece puts it before a word
     line: dict[str, Any] = {
         "index": number, **prompt.known_by, "sample": found.sample, "text": text,
         "finish_reason": found.finish_reason, "stop": found.stop, "prompt_tokens": found.prompt_tokens,
@@ -60,7 +60,7 @@ def _line(number: int, prompt: Prompt, found: Completion, texts: _TokenTexts) ->
 
 
 class _TokenTexts:
-    """The texts of tokens, each for itself."""
+    """The text of each single token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.byte_level = tokenizer.byte_level

@@ -1,189 +1,211 @@
-"""The model card: ``README.md`` of a quantized folder, as model hubs expect it.
+"""The model card: ``README.md`` of a quantized folder, as model hubs expect it; its text is `model_card.md.jinja`.
 
-Equal inputs give an equal card: it tells no time, no path, and not what the folder is called; of the source and of the
-calibration text it tells the last part of their paths.
+Equal inputs give an equal card: it holds no time, no path and not the name of the folder. For the source and the
+calibration text it holds the last part of the path.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from quantkit.architectures.disk import unread_experts
-from quantkit.bit_allocation.allocation import Allocation
 from quantkit.bit_allocation.picture import NAME as PICTURE
 from quantkit.bit_allocation.picture import picture
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.calibration.data import Calibration
+from quantkit.formats.checkpoint import active_parameter_count, parameter_count
+from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import read_here_alone
-from quantkit.jobs.card_facts import Made, facts
-from quantkit.jobs.card_use import use_section
-from quantkit.jobs.certificate import model_card_section
 from quantkit.jobs.command import quantize_command
-from quantkit.jobs.labels import base_model, model_name
-from quantkit.jobs.markdown import table, wrapped
+from quantkit.jobs.labels import base_model, file_name, layer_names, model_name
+from quantkit.jobs.prepare import Prepared
 from quantkit.jobs.result import growth_text
 from quantkit.jobs.target import NATIVE
+from quantkit.jobs.weights_only import kept_recurrent
+from quantkit.memory import size_text
 from quantkit.quality.bounds import BOUNDS, coarser
 from quantkit.quality.figures import significant
 from quantkit.quality.gate import FLOOR, SLACK, Gate
-from quantkit.quality.positions import PositionCertificate
+from quantkit.quality.positions import CACHES, PositionCertificate, rise_text
 from quantkit.quality.weights_only import WeightsOnly
 from quantkit.quality.windows import RANDOM, WINDOW
-from quantkit.tensors.recipe import Recipe
 from quantkit.version import __version__
 
 NAME = "README.md"
+_TEMPLATE = "model_card.md.jinja"
 _CARRIED = ("license", "license_name", "license_link", "language", "datasets")
 
 
 def model_card_files(
-    source: Checkpoint, made: Made, gate: Gate | WeightsOnly, certificate: PositionCertificate | None = None
-) -> dict[str, bytes]:
-    """The card, and the picture that it shows of schemes chosen for a size, by the names of the files.
+    prepared: Prepared, drawn: Calibration | None, weight_bytes: int, bits_per_weight: float,
+    gate: Gate | WeightsOnly, certificate: PositionCertificate | None,
+) -> dict[str, bytes]:  # fmt: skip
+    """The card, and its picture of schemes chosen for a size, by file name; nothing for a single file.
 
     Args:
-        source: what was quantized.
-        made: what became of it.
-        gate: what the result lost; of a model that cannot be run, what became of its tensors.
-        certificate: what it lost by position, where that was asked for.
+        drawn: the calibration samples; None for rounding.
+        weight_bytes, bits_per_weight: as in `QuantizeResult`.
+        gate: what the result lost; for a model that cannot be run, the errors of its tensors.
+        certificate: what it lost by position, if this was requested.
     """
-    base = made.labels.base_model or base_model(source)
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    method = prepared.target.method
+    if method is None:
+        return {}
+    source, chosen, allocation = prepared.source, prepared.scheme_map, prepared.allocation
+    base = prepared.options.base_model or base_model(source)
     name = model_name(source, base)
-    schemes = made.scheme_map.counts()
-    told, short = " and ".join(schemes), next(iter(schemes))
-    if made.allocation is not None:
-        told, short = f"{made.allocation.bits:.4g} bits a weight", f"{made.allocation.bits:.4g}bit"
+    title, short = " and ".join(chosen.counts()), next(iter(chosen.counts()))
+    if allocation is not None:
+        title, short = f"{allocation.bits:.4g} bits per weight", f"{allocation.bits:.4g}bit"
     folder = f"{name}-{short}"
-    lines = [
-        "---", yaml.safe_dump(_head(source, made, base), sort_keys=False, allow_unicode=True).strip(), "---", "",
-        f"# {name}, {told}", "",
-        f"{_linked(base) or name}, quantized by quantkit {__version__}.", "",
-        *facts(source, made), "",
-        *([] if made.allocation is None else _choice(made.allocation)),
-        *(_quality(gate, made) if isinstance(gate, Gate) else ["## Quality", "", *wrapped(f"{gate.line()}.")]), "",
-        *([] if certificate is None else [*model_card_section(certificate), ""]),
-        *use_section(source.config, made.method, made.scheme_map, folder), "",
-        *_command(made, name, folder, runnable=source.config.runnable),
-    ]  # fmt: skip
-    files = {NAME: ("\n".join(lines) + "\n").encode()}
-    if made.allocation is not None:
-        files[PICTURE] = picture(made.allocation).encode()
+    command, recipe = quantize_command(name, folder, prepared, drawn)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, undefined=StrictUndefined,
+    )  # fmt: skip
+    text = environment.get_template(_TEMPLATE).render(
+        metadata=_metadata(prepared, method, base), name=name, title=title, base=base, folder=folder,
+        version=__version__, config=source.config, settings=prepared.settings, drawn=drawn, allocation=allocation,
+        embedding=chosen.embedding, size=size_text(weight_bytes), bits_per_weight=bits_per_weight, picture=PICTURE,
+        significant=significant, command=command, recipe=recipe, gate=gate, certificate=certificate,
+        **_layers(prepared), **_calibration(prepared, drawn), **_quality(prepared, gate), **_positions(certificate),
+        **_readers(prepared, method),
+    )  # fmt: skip
+    files = {NAME: text.encode()}
+    if allocation is not None:
+        files[PICTURE] = picture(allocation).encode()
     return files
 
 
-def _head(source: Checkpoint, made: Made, base: str | None) -> dict[str, Any]:
+def _metadata(prepared: Prepared, method: QuantMethod, base: str | None) -> str:
     """What hubs read, in YAML."""
+    from huggingface_hub import ModelCardData
+
+    source, license = prepared.source, prepared.options.license
     before = _front_matter(source.path / NAME)
     carried = {key: before[key] for key in _CARRIED if key in before}
-    if made.labels.license is not None and made.labels.license != carried.get("license"):
-        carried = {"license": made.labels.license} | {k: v for k, v in carried.items() if not k.startswith("license")}
-    schemes = made.scheme_map.schemes
-    loads = all(one.symmetric for one in schemes.values()) and made.scheme_map.embedding is None
-    loads = loads and unread_experts(source.config, schemes) is None
-    loads = loads if made.method.name == NATIVE else "transformers" in made.method.readers(made.scheme_map.assigned)
-    loads = loads and not read_here_alone(made.method, made.scheme_map.assigned, tied=source.config.tied_embeddings)
-    tag = {key: before[key] for key in ("pipeline_tag",) if key in before}
-    tag = {"pipeline_tag": "text-generation"} if source.config.runnable else tag
-    return {
+    if license is not None and license != carried.get("license"):
+        carried = {"license": license} | {key: carried[key] for key in carried if not key.startswith("license")}
+    facts: dict[str, Any] = {
         **carried,
-        **({"base_model": base, "base_model_relation": "quantized"} if base else {}),
-        **({"library_name": "transformers"} if loads else {}),
-        **tag,
-        "tags": ["quantkit", made.method.name, *made.scheme_map.counts()],
+        "base_model": base,
+        "base_model_relation": "quantized" if base else None,
+        "library_name": "transformers" if _loads_in_transformers(prepared, method) else None,
+        "pipeline_tag": "text-generation" if source.config.runnable else before.get("pipeline_tag"),
+        "tags": ["quantkit", method.name, *prepared.scheme_map.counts()],
     }
+    return ModelCardData(**facts).to_yaml(original_order=list(facts))
 
 
-def _choice(found: Allocation) -> list[str]:
-    """How the schemes were chosen for a size."""
-    head, *rows = found.table()
-    told = (
-        f"They were chosen to lose least within {found.target}. The linear layers have {found.bits:.4g} bits a weight,"
-        f" and the files of weights {found.weight_bytes} bytes. From the calibration samples a KL of"
-        f" {significant(found.kl)} was estimated; the last column tells each layer's share."
-    )
-    return [
-        "## Schemes", "", *wrapped(told), "",
-        *table(head, rows), "",
-        f"![Schemes by layer]({PICTURE})", "",
-    ]  # fmt: skip
+def _front_matter(path: Path) -> dict[str, Any]:
+    """The YAML head of a card; empty if there is none."""
+    from huggingface_hub.repocard import metadata_load
+
+    try:
+        return metadata_load(path) or {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # ValueError: no dictionary, or an invalid date
+        return {}
 
 
-def _quality(gate: Gate, made: Made) -> list[str]:
-    """The table of what was lost, and what its columns mean."""
-    highest = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in made.scheme_map.schemes.values()).kl
-    bound = f"is {highest:g} for its bits"
-    beside_rounding = any(one.rounding_kl is not None for one in gate.texts)
-    if beside_rounding:
-        bound += (
-            f", or {100 * (SLACK - 1):.2g} % above the KL of rounding to nearest in the same schemes where that is less"
-            f" (but never below {FLOOR:g})"
-        )
-    measured_on = "texts that come with it and are not for calibration"
-    if any(one.text == RANDOM for one in gate.texts):
-        measured_on = "random tokens, for want of a tokenizer"
+def _loads_in_transformers(prepared: Prepared, method: QuantMethod) -> bool:
+    chosen, config = prepared.scheme_map, prepared.source.config
+    if read_here_alone(method, chosen.assigned, tied=config.tied_embeddings):
+        return False
+    if method.name != NATIVE:
+        return "transformers" in method.readers(chosen.assigned)
+    symmetric = all(scheme.symmetric for scheme in chosen.schemes.values())
+    return symmetric and chosen.embedding is None and unread_experts(config, chosen.schemes) is None
+
+
+def _layers(prepared: Prepared) -> dict[str, object]:
+    """Which layers have which schemes, and how many weights there are."""
+    source, chosen = prepared.source, prepared.scheme_map
+    schemes = []
+    for index, (name, count) in enumerate(chosen.counts().items()):
+        modules = [module for module, scheme in chosen.linears.items() if str(scheme) == name]
+        named = index > 0 and source.config.runnable
+        layers = layer_names(modules, chosen.modules) if named else None
+        schemes.append((chosen.schemes[modules[0]], count, layers))
+    recurrent = kept_recurrent(source.config, chosen.schemes)
+    return {
+        "weights": _count(parameter_count(source)), "active_weights": _count(active_parameter_count(source)),
+        "schemes": schemes, "kept": layer_names(chosen.kept(), chosen.modules),
+        "recurrent": recurrent and recurrent.replace("*", r"\*"),
+    }  # fmt: skip
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
+
+
+def _calibration(prepared: Prepared, drawn: Calibration | None) -> dict[str, object]:
+    """The text of the samples, by name, and how many samples were dropped."""
+    if prepared.settings is None or drawn is None:
+        return {}
+    name, text = "quantkit's own text", prepared.settings.text
+    if text is not None:
+        named = drawn.source or file_name(text)
+        name = f"`{named}`" if named else "a text"
+    return {"calibration": name, "dropped": sum((drawn.dropped or {}).values())}
+
+
+def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
+    """The table of what was lost, and the bounds."""
+    if not isinstance(gate, Gate):
+        return {}
+    rounding = any(one.rounding_kl is not None for one in gate.texts)
     heads = [
-        "text", "tokens", "source's perplexity", "this model's perplexity", "change of it", "KL", "most KL allowed",
-        *(["KL of rounding"] if beside_rounding else []), "KL, 99th percentile", "same likeliest token",
+        "text", "tokens", "source's perplexity", "this model's perplexity", "change", "KL", "maximum KL",
+        *(["KL of rounding"] if rounding else []), "KL, 99th percentile", "same most likely token",
     ]  # fmt: skip
     rows = [
         [
             one.text, f"{one.tokens}", f"{one.source_perplexity:.4g}", f"{one.perplexity:.4g}",
             growth_text(one.perplexity_ratio), f"{one.kl_estimate}", f"{one.kl_bound:.3g}",
-            *(["" if one.rounding_kl is None else f"{one.rounding_kl:.3g}"] if beside_rounding else []),
+            *(["" if one.rounding_kl is None else f"{one.rounding_kl:.3g}"] if rounding else []),
             f"{one.kl_p99:.3g}", f"{one.top1_agreement:.1%}",
         ]
         for one in gate.texts
     ]  # fmt: skip
-    lines = [
-        "## Quality", "",
-        *wrapped(
-            f"Measured by quantkit against the source, in float32, on {measured_on}, in windows of {WINDOW} tokens:"
-        ), "",
-        *table(heads, rows), "",
-        *wrapped(
-            "Perplexity is per token, and so is KL, the mean of KL(source ‖ this model) in nats; ± is one"
-            f" standard error. The most KL allowed, this model's bound, {bound}. Unless told to, quantkit finishes no"
-            f" model beyond its bound, nor one with more than {gate.perplexity_ratio_bound:g} times its source's"
-            " perplexity."
-        ),
-    ]  # fmt: skip
-    problem = gate.problem()
-    return lines if problem is None else [*lines, "", f"**Not within its bound: {problem[0]}; {problem[1]}.**"]
+    bounds = (BOUNDS[f"int{scheme.bits}"] for scheme in prepared.scheme_map.schemes.values())
+    return {
+        "quality_heads": heads, "quality_rows": rows, "rounding": rounding, "highest_kl": coarser(bounds).kl,
+        "random_tokens": any(one.text == RANDOM for one in gate.texts), "window": WINDOW, "slack": SLACK,
+        "floor": FLOOR,
+    }  # fmt: skip
 
 
-def _command(made: Made, name: str, folder: str, *, runnable: bool) -> list[str]:
-    options = {**made.options, **asdict(made.labels)}
-    asked = made.scheme_map.recipe
-    if made.allocation is not None:
-        asked = Recipe(asked.default, asked.overrides[len(made.allocation.recipe().overrides) :])
-    command, recipe = quantize_command(
-        name, folder, asked, made.settings, made.drawn, options,
-        None if made.allocation is None else made.allocation.target,
-    )  # fmt: skip
-    lines = ["## How it was made", "", "```", command, "```"]
-    if recipe is not None:
-        lines += ["", "with this recipe:", "", "```json", recipe, "```"]
-    checks = (
-        "`quantkit.json` holds the sha256 of each file here and of the source, the scheme of each layer and the figures"
-        f" above. `quantkit verify {folder}` checks them"
-        + (" and measures the perplexities again." if runnable else f"; with `{name}` it measures the errors again.")
-    )
-    return [*lines, "", *wrapped(checks)]
-
-
-def _linked(base: str | None) -> str | None:
-    return f"[{base}](https://huggingface.co/{base})" if base and "/" in base else base
-
-
-def _front_matter(path: Path) -> dict[str, Any]:
-    """The YAML head of a card; empty if there is none."""
-    try:
-        found = re.match(r"---\n(.*?)\n---\n", path.read_text(encoding="utf-8"), re.DOTALL)
-        head = None if found is None else yaml.safe_load(found[1])
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # ValueError: a date that is none
+def _positions(certificate: PositionCertificate | None) -> dict[str, object]:
+    """The table of what was lost by position."""
+    if certificate is None:
         return {}
-    return head if isinstance(head, dict) else {}
+    columns = (column for cache in CACHES for column in (f"KL, {cache} cache", "same most likely token"))
+    rows = [
+        [
+            buckets[0].name, f"{buckets[0].tokens}",
+            *(cell for one in buckets for cell in (f"{one.estimate}", f"{one.top1_agreement:.1%}")),
+        ]
+        for buckets in zip(*certificate.caches.values(), strict=True)
+    ]  # fmt: skip
+    changes = (f"with the {cache} cache, {rise_text(buckets)}" for cache, buckets in certificate.caches.items())
+    return {
+        "position_heads": ["positions", "tokens", *columns], "position_rows": rows, "changes": "; ".join(changes)
+    }  # fmt: skip
+
+
+def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
+    """What loads the folder, as tried."""
+    chosen, config = prepared.scheme_map, prepared.source.config
+    symmetric = all(scheme.symmetric for scheme in chosen.schemes.values())
+    unread = unread_experts(config, chosen.schemes) if symmetric else "packed zero points"
+    return {
+        "symmetric": symmetric, "native": method.name == NATIVE,
+        "unread": unread if chosen.embedding is None else "a packed embedding",
+        "has_int8": any(scheme.bits != 4 for scheme in chosen.schemes.values()),
+        "readers": method.readers(chosen.assigned),
+        "read_here_alone": read_here_alone(method, chosen.assigned, tied=config.tied_embeddings),
+    }  # fmt: skip

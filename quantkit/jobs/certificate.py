@@ -15,13 +15,12 @@ from quantkit.data.files import gate_texts
 from quantkit.errors import RequestError
 from quantkit.files.text_file import text_of
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.jobs.command import file_name
-from quantkit.jobs.markdown import table, wrapped
+from quantkit.jobs.labels import file_name
 from quantkit.progress import Progress
 from quantkit.quality.bounds import BOUNDS, coarser
 from quantkit.quality.measures import LOGITS_BYTES
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
-from quantkit.quality.positions import CACHES, TOKENS, PositionCertificate, cut_short, rise_text
+from quantkit.quality.positions import CACHES, TOKENS, PositionCertificate, cut_short
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer
 
@@ -129,33 +128,3 @@ def _text(path: Path | None) -> tuple[str, str, str]:
         return " and ".join(texts), hashlib.sha256(raw.encode()).hexdigest(), raw
     raw, digest = text_of(path)
     return file_name(path) or "a text", digest, raw
-
-
-def model_card_section(found: PositionCertificate) -> list[str]:
-    """What the model card tells of it."""
-    heads = [
-        "positions",
-        "tokens",
-        *(head for cache in CACHES for head in (f"KL, {cache} cache", "same likeliest token")),
-    ]
-    rows = [
-        [
-            buckets[0].name, f"{buckets[0].tokens}",
-            *(cell for one in buckets for cell in (f"{one.estimate}", f"{one.top1_agreement:.1%}")),
-        ]
-        for buckets in zip(*found.caches.values(), strict=True)
-    ]  # fmt: skip
-    told = (
-        f"KL by position, on {found.windows} x {found.length} tokens of {found.text} (sha256 {found.sha256[:12]}), with"
-        " keys and values in floats, and in 8 bits as quantkit's int8 cache keeps them; the source's are floats both"
-        f" times. With floats it may be {found.kl_bound:g} at most."
-    )
-    changes = "; ".join(f"with the {cache} cache, {rise_text(buckets)}" for cache, buckets in found.caches.items())
-    problem = found.problem()
-    return [
-        "## Long contexts", "",
-        *wrapped(told), "",
-        *table(heads, rows), "",
-        *wrapped(f"The last KL is, {changes}."),
-        *([] if problem is None else ["", f"**Not within its bound: {problem[0]}; {problem[1]}.**"]),
-    ]  # fmt: skip

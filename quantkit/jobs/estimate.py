@@ -34,7 +34,6 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.destination import output_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build
-from quantkit.jobs.certificate import CertifiedText
 from quantkit.jobs.conversion import Conversion
 from quantkit.jobs.prepare import Prepared, too_few_tokens
 from quantkit.memory import resident_bytes, size_text
@@ -128,35 +127,31 @@ def estimate_conversion(planned: Conversion, *, source_check: bool) -> Estimate:
     return Estimate(layers, phases[phase], phase, 0, disk, 0, seconds, checked, notes)
 
 
-def estimate_quantization(
-    prepared: Prepared, encoder: Encoder, side_files: Mapping[str, bytes | Path], long: CertifiedText | None, *,
-    source_check: bool, fit: Fit | None = None,
-) -> Estimate:  # fmt: skip
+def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
     """What a quantization takes.
 
     Args:
-        fit: chooses the schemes, for which those of the encoder stand.
-        long: the text that the result is certified on, if it is.
+        fit: chooses the schemes; those of `prepared` stand for them.
 
     Raises:
         RequestError: if samples are longer than the model's context.
     """
+    encoder, certified = prepared.encoder, prepared.certified
     source, settings, notes = prepared.source, prepared.settings, list(prepared.notes)
     assigned, config = prepared.scheme_map.assigned, source.config
-    disk = encoder.total_bytes() + _side_bytes(side_files) + _MANIFEST * len(assigned)
+    disk = encoder.total_bytes() + _side_bytes(prepared.side_files) + _MANIFEST * len(assigned)
     phases = {"writing": _streaming(source, encoder)}
-    checked = _checked_tokens(source, source_check)
+    checked = _checked_tokens(source, prepared.options.source_check)
     scratch, on_device, flops, seconds = 0, 0, 0, 0.0
     if config.runnable:
         phases["the gate"] = _gate(source)
         flops = forward_flops(config, 3 * measured_tokens(source) + checked)
         seconds = _pass_seconds(config, 3 + bool(checked))
-    if long is not None:
-        notes += long.notes
-        one = min(long.windows.shape[1], TOKENS_THROUGH_A_BLOCK)
-        phases["the certificate"] = _forward(source, one, models=0) + long.memory_bytes(config)
-        flops += forward_flops(config, long.tokens) + long.attention_flops(config)
-        seconds += _pass_seconds(config, 3 * len(long.windows))
+    if certified is not None:
+        one = min(certified.windows.shape[1], TOKENS_THROUGH_A_BLOCK)
+        phases["the certificate"] = _forward(source, one, models=0) + certified.memory_bytes(config)
+        flops += forward_flops(config, certified.tokens) + certified.attention_flops(config)
+        seconds += _pass_seconds(config, 3 * len(certified.windows))
     if settings is not None:
         shape = settings.samples, settings.sample_length(source)
         effort = settings.effort(config, shape)

@@ -1,25 +1,25 @@
-"""Continue the prompts in a file, several at a time, into another file that can be gone on with.
+"""Continue the prompts in a file, several at a time, into another file; an interrupted run can be continued.
 
-Of what a line of prompts may hold tells `quantkit.jobs.prompts_file`. Of each continuation comes a line with
+`quantkit.jobs.prompts_file` describes the lines of prompts. Each continuation is a line with
 
     index              of the prompt, from 0
-    id                 the prompt's own, where it has one
-    sample             the number of the continuation among those of the prompt, from 0
-    text               new text, without what a stop string cut off; with `echo` the prompt's before it
-    finish_reason      "stop" for an end token or a stop string, "length" for as many tokens as were asked for
+    id                 the prompt's own, if it has one
+    sample             number of this continuation of the prompt, from 0
+    text               new text, without what a stop string cut off; with `echo` the prompt's text before it
+    finish_reason      "stop" for an end token or a stop string, "length" for the maximum number of tokens
     stop               the stop string that was found, else null
     prompt_tokens      of the prompt, with BOS
     completion_tokens  new ones, without an end token
-    truncated          true, only where the prompt's beginning was cut off
-    token_ids          where the prompt was given so: new ones; with `echo` the prompt's before them
-    logprobs           where asked for, of each token in its place: ``token`` (its text), ``token_id``, ``logprob``
-                       (null for the first token of a prompt) and ``top_logprobs``, a list of the likeliest with the
-                       same three keys
+    truncated          true, only if the beginning of the prompt was cut off
+    token_ids          if the prompt was given as such: new ones; with `echo` the prompt's before them
+    logprobs           if requested, for each token: ``token`` (its text), ``token_id``, ``logprob`` (null for the
+                       first token of a prompt) and ``top_logprobs``, a list of the most likely tokens with the same
+                       three keys
 
 The file appears when all prompts are done, with lines in the order of the prompts. Until then ``OUT.partial`` is a
-folder: ``lines.jsonl`` in it has the lines in the order in which prompts end, those of one prompt together, each with
-its sha256 as ``check``. A run with `resume` drops a torn line at its end and goes on with the prompts that are missing,
-if model, prompts and options are the same; batch size, device and processes may be others.
+folder: its ``lines.jsonl`` has the lines in the order in which prompts end, those of one prompt together, each with
+its sha256 as ``check``. A run with `resume` drops a torn line at its end and continues with the missing prompts, if
+model, prompts and options are the same; batch size, device and processes may differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
@@ -67,20 +67,20 @@ _log = logging.getLogger(__name__)
 STDIN = "-"
 _LINE_BYTES = 200  # of a result, besides its tokens
 _TOKEN_BYTES = 5
-_LOGPROB_BYTES = 60  # of what a token could be
+_LOGPROB_BYTES = 60  # of each likely token
 Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class GeneratedFile:
-    """What a run has done.
+    """The result of a run.
 
     Attributes:
-        output: the file; None where lines went elsewhere.
-        prompts: in the file.
-        resumed: of these, that an interrupted run had done.
-        tokens: new ones, of this run.
-        seconds: that they took, without loading the model.
+        output: the file; None if the lines went elsewhere.
+        prompts: number of prompts in the file.
+        resumed: how many of them an interrupted run had done.
+        tokens: new tokens of this run.
+        seconds: the time they took, without loading the model.
     """
 
     output: Path | None
@@ -90,7 +90,7 @@ class GeneratedFile:
     seconds: float
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The report for people."""
         parts = [_counted(self.prompts, "prompt"), _counted(self.tokens, "token")]
         if self.resumed:
             parts[0] += f", {self.resumed} of them from before"
@@ -99,32 +99,12 @@ class GeneratedFile:
         return [("" if self.output is None else f"{self.output}: ") + ", ".join(parts)]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """All of it, as plain values."""
         return {**asdict(self), "output": None if self.output is None else str(self.output)}
 
 
-@dataclass(frozen=True)
-class Runtime:
-    """How a model runs; see `quantkit.load` and `quantkit.runtime.engine.Engine`.
-
-    Attributes:
-        backend: also ``xla``, for the devices that JAX finds, with neither the device nor what follows the weights.
-        devices: that share the model, for ``xla``; None takes all.
-        warm_up: compile all steps before the first prompt.
-    """
-
-    device: str | torch.device | None = None
-    dtype: FloatName | torch.dtype | None = None
-    backend: BackendName | Literal["xla"] | None = None
-    devices: int | None = None
-    weights: WeightKind | None = None
-    int8_cache: bool = False
-    compiled: bool | None = None
-    warm_up: bool = False
-
-
 class _Lines(Protocol):
-    """Where lines go."""
+    """A destination of lines."""
 
     @property
     def done(self) -> set[int]: ...
@@ -153,100 +133,114 @@ def generate_file(
     progress: Progress | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> GeneratedFile:
-    """Continue the prompts in a file, several at a time; see the module for what lines hold.
+    """Continue the prompts in a file, several at a time; the module describes the lines of the result.
 
     Args:
         path: the model's folder.
         prompts: a file of JSON lines.
         output: the file to make.
-        max_new_tokens, stop, n, logprobs, echo, sampling: as for `quantkit.generate_batch`, of lines that say nothing
-            else; tokens of conversations are drawn as the model's generation_config.json says, unless said here.
+        max_new_tokens, stop, n, logprobs, echo, sampling: as for `quantkit.generate_batch`, unless a line has its own
+            values. For conversations the sampling options of the model's generation_config.json apply, unless given.
         template: for conversations; see `quantkit.chat_format`.
-        truncate: cut too long a prompt at its beginning, instead of refusing it.
-        batch_size: sequences that run together at most.
-        resume: go on where an interrupted run stopped, if there is one.
+        truncate: cut off the beginning of a prompt that is too long, instead of failing.
+        batch_size: maximum number of sequences that run together.
+        resume: continue an interrupted run, if there is one.
         device, dtype, backend, weights: as for `quantkit.load`; the backend may be ``xla``.
-        progress: told of every prompt that ends.
+        progress: called for every prompt that ends.
 
     Raises:
-        RequestError: for a line that makes no sense, with its number, before anything is computed.
-        DestinationError: if the file is there, or cannot be written.
-        ResumeError: if an interrupted run is there that is not to be gone on with, or had other inputs.
+        RequestError: for an invalid line, with its number, before anything is computed.
+        DestinationError: if the file exists, or cannot be written.
+        ResumeError: if there is an interrupted run and `resume` is not set, or it had other inputs.
         QuantkitError: as `quantkit.load` does.
 
     Example:
         >>> print(*quantkit.generate_file("model-int4", "prompts.jsonl", "answers.jsonl", max_new_tokens=50).lines())
     """
-    runtime = Runtime(device=device, dtype=dtype, backend=backend, weights=weights)
-    options = {
+    continuation = {
         "max_new_tokens": max_new_tokens, "stop": stop, "n": n, "logprobs": logprobs, "echo": echo, **sampling
     }  # fmt: skip
     job = FileJob(
-        path, prompts, as_path("output", output), options, runtime, template=template, truncate=truncate,
-        batch_size=batch_size, resume=resume,
+        as_path("path", path), as_path("prompts", prompts), as_path("output", output), continuation, template=template,
+        truncate=truncate, batch_size=batch_size, resume=resume, device=device, dtype=dtype, backend=backend,
+        weights=weights,
     )  # fmt: skip
     job.prepare()
     return job.run(progress=deduplicated(progress))
 
 
+@dataclass
 class FileJob:
-    """`generate_file` in two steps, of which the first needs no torch; of several processes the first one takes it."""
+    """`generate_file` in two steps: `prepare` needs no torch, and only rank 0 calls it; each process calls `run`.
 
-    def __init__(
-        self, path: str | Path, prompts: str | Path, output: Path | Callable[[Line], None], options: Mapping[str, Any],
-        runtime: Runtime, *, template: str | None = None, truncate: bool = False, batch_size: int = BATCH_SIZE,
-        resume: bool = False,
-    ) -> None:  # fmt: skip
+    Attributes:
+        prompts: a file, or ``-`` for stdin.
+        output: a file, or a function that gets every line as soon as its prompt is done; such a run cannot be resumed.
+        continuation: how prompts are continued, with keys of `prompts_file.OPTIONS`.
+        device, dtype, backend, weights: see `quantkit.load`; ``xla`` takes neither a device nor the last three.
+        devices: for ``xla``, number of devices that share the model; None is all.
+        int8_cache, compiled: see `quantkit.runtime.engine.Engine`.
+        warm_up: compile all steps before the first prompt.
+    """
+
+    path: Path
+    prompts: Path
+    output: Path | Callable[[Line], None]
+    continuation: Mapping[str, Any]
+    _: KW_ONLY
+    template: str | None = None
+    truncate: bool = False
+    batch_size: int = BATCH_SIZE
+    resume: bool = False
+    device: str | torch.device | None = None
+    dtype: FloatName | torch.dtype | None = None
+    backend: BackendName | Literal["xla"] | None = None
+    devices: int | None = None
+    weights: WeightKind | None = None
+    int8_cache: bool = False
+    compiled: bool | None = None
+    warm_up: bool = False
+    _read: list[Prompt] = field(default_factory=list, init=False)
+    _fingerprint: dict[str, object] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
         """
-        Args:
-            prompts: also ``-`` for stdin.
-            output: also a function that is given every line as soon as its prompt is done; such a run cannot be
-                gone on with.
-            options: how prompts are continued, of `prompts_file.OPTIONS`.
-
         Raises:
-            RequestError: for options that make no sense.
+            RequestError: for invalid options.
         """
-        require_flags(truncate=truncate, resume=resume)
-        asked = checked(options)
-        if asked.scores_prompt and runtime.backend == "xla":
+        require_flags(truncate=self.truncate, resume=self.resume)
+        if checked(self.continuation).scores_prompt and self.backend == "xla":
             raise no_prompt_logprobs("echo")
-        self._path, self._file, self._output = as_path("path", path), as_path("prompts", prompts), output
-        self._options, self._template, self._truncate = dict(options), template, truncate
-        self._batch_size = as_whole("batch_size", batch_size)
-        if self._batch_size < 1:
-            raise RequestError("batch_size must be at least 1", found=batch_size)
-        self._resume, self._runtime = resume, runtime
-        self._prompts: list[Prompt] = []
-        self._fingerprint: dict[str, object] = {}
+        if as_whole("batch_size", self.batch_size) < 1:
+            raise RequestError("batch_size must be at least 1", found=self.batch_size)
 
     def prepare(self) -> None:
-        """Read and check the prompts, and whether the output can be made.
+        """Read and check the prompts, and check whether the output can be written.
 
         Raises:
             QuantkitError: as `generate_file` does.
         """
-        if isinstance(self._output, Path):
-            require_absent(self._output)
-            require_room_to_build(partial_folder(self._output), resume=self._resume)
-        checkpoint: Checkpoint = open_checkpoint(self._path, self._runtime.weights)
+        if isinstance(self.output, Path):
+            require_absent(self.output)
+            require_room_to_build(partial_folder(self.output), resume=self.resume)
+        checkpoint: Checkpoint = open_checkpoint(self.path, self.weights)
         require_runnable(checkpoint)
-        tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(self._path)
-        content = _content(self._file)
-        config, xla = checkpoint.config, self._runtime.backend == "xla"
+        tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(self.path)
+        content = _content(self.prompts)
+        config, xla = checkpoint.config, self.backend == "xla"
         reader = PromptReader(
-            self._path, config, tokenizer, self._options, template=self._template, truncate=self._truncate,
-            most=config.max_unscaled_context if xla else config.max_positions, prompt_logprobs=not xla,
+            self.path, config, tokenizer, self.continuation, template=self.template, truncate=self.truncate,
+            max_tokens=config.max_unscaled_context if xla else config.max_positions, prompt_logprobs=not xla,
         )  # fmt: skip
-        self._prompts = reader.read(content, str(self._file))
+        self._read = reader.read(content, str(self.prompts))
         self._fingerprint = {
             "job": "generate",
             "quantkit": __version__,
-            "model": manifest.identity([*checkpoint.files(), *tokenizer_files(self._path)]),
+            "model": manifest.identity([*checkpoint.files(), *tokenizer_files(self.path)]),
             "prompts": hashlib.sha256(content).hexdigest(),
-            **{f"option {key}": value for key, value in self._options.items()},
-            "option template": self._template,
-            "option truncate": self._truncate,
+            **{f"option {key}": value for key, value in self.continuation.items()},
+            "option template": self.template,
+            "option truncate": self.truncate,
         }
 
     def run(
@@ -255,8 +249,8 @@ class FileJob:
         """Load the model and continue the prompts.
 
         Args:
-            tp: the processes that share the model, each of which calls this.
-            counted: told of so many new tokens after each step.
+            tp: the processes that share the model; each makes this call.
+            counted: called after each step with the number of new tokens.
 
         Raises:
             QuantkitError: as `generate_file` does.
@@ -275,8 +269,8 @@ class FileJob:
 
         with self._opened(group) as out:
             resumed = done = group.broadcast_from_rank0(len(out.done))
-            total = group.broadcast_from_rank0(len(self._prompts))
-            missing = [(number, one) for number, one in enumerate(self._prompts) if number not in out.done]
+            total = group.broadcast_from_rank0(len(self._read))
+            missing = [(number, one) for number, one in enumerate(self._read) if number not in out.done]
             todo = group.broadcast_from_rank0(missing)
             if todo:
                 engine, tokenizer = self._loaded([prompt.request for _, prompt in todo], group, progress)
@@ -288,21 +282,20 @@ class FileJob:
                     progress("generate", done, total, "prompts")
                 seconds = time.perf_counter() - begun
             out.commit()
-        written = self._output if isinstance(self._output, Path) else None
+        written = self.output if isinstance(self.output, Path) else None
         return GeneratedFile(written, total, resumed, tokens, seconds)
 
     def _opened(self, group: ProcessGroup) -> AbstractContextManager[_Lines]:
-        """Where lines go; of several processes those of the first one do."""
+        """The destination of the lines; other processes than rank 0 drop theirs."""
         if not group.is_rank0:
-            return nullcontext(_Given(None))
-        if not isinstance(self._output, Path):
-            return nullcontext(_Given(self._output))
-        how = self._runtime
-        numeric = {"dtype": how.dtype, "backend": how.backend, "int8_cache": how.int8_cache}
+            return nullcontext(_Callback(None))
+        if not isinstance(self.output, Path):
+            return nullcontext(_Callback(self.output))
+        numeric = {"dtype": self.dtype, "backend": self.backend, "int8_cache": self.int8_cache}
         computed_by = {f"option {name}": None if value is None else str(value) for name, value in numeric.items()}
-        sizes = [one.request.samples for one in self._prompts]
-        fingerprint, likely = {**self._fingerprint, **computed_by}, sum(map(_likely_bytes, self._prompts))
-        return ResumableLines(self._output, fingerprint, sizes, likely_bytes=likely, resume=self._resume)
+        sizes = [one.request.samples for one in self._read]
+        fingerprint, likely = {**self._fingerprint, **computed_by}, sum(map(_likely_bytes, self._read))
+        return ResumableLines(self.output, fingerprint, sizes, likely_bytes=likely, resume=self.resume)
 
     def _loaded(
         self, requests: Sequence[Request], group: ProcessGroup, progress: Progress
@@ -314,22 +307,21 @@ class FileJob:
         from quantkit.runtime.engine import Engine
         from quantkit.runtime.generate_batch import engine_for
 
-        how = self._runtime
         model: Decoder | BatchModel
-        if how.backend == "xla":
+        if self.backend == "xla":
             model, tokenizer = load_xla(
-                self._path, devices=how.devices, dtype=how.dtype, weights=how.weights, progress=progress
+                self.path, devices=self.devices, dtype=self.dtype, weights=self.weights, progress=progress
             )
         else:
             model, tokenizer = load(
-                self._path, device=group.device or how.device, dtype=how.dtype, backend=how.backend,
-                weights=how.weights, tp=group, progress=progress,
+                self.path, device=group.device or self.device, dtype=self.dtype, backend=self.backend,
+                weights=self.weights, tp=group, progress=progress,
             )  # fmt: skip
         engine = engine_for(
-            model, requests, self._batch_size, cache_dtype=torch.int8 if how.int8_cache else None,
-            compiled=how.compiled,
+            model, requests, self.batch_size, cache_dtype=torch.int8 if self.int8_cache else None,
+            compiled=self.compiled,
         )  # fmt: skip
-        if how.warm_up and isinstance(engine, Engine):
+        if self.warm_up and isinstance(engine, Engine):
             compiled = engine.warm_up()
             if group.is_rank0:
                 _log.info("%s", warmed_up(compiled))
@@ -337,32 +329,32 @@ class FileJob:
 
 
 def warmed_up(steps: int) -> str:
-    """What to say of so many steps that were compiled."""
+    """A note on the number of compiled steps."""
     return f"{_counted(steps, 'step')} compiled" if steps else "nothing is compiled: the steps are eager"
 
 
-class _Given:
-    """Hands lines on."""
+class _Callback:
+    """Passes lines to a function, if there is one."""
 
-    def __init__(self, take: Callable[[Line], None] | None) -> None:
+    def __init__(self, callback: Callable[[Line], None] | None) -> None:
         self.done: set[int] = set()
-        self._take = take
+        self._callback = callback
 
     def add(self, number: int, lines: Sequence[Line]) -> None:
         for line in lines:
-            if self._take is not None:
-                self._take(line)
+            if self._callback is not None:
+                self._callback(line)
 
     def commit(self) -> None:
         pass
 
 
 def _likely_bytes(prompt: Prompt) -> int:
-    """What the lines of a prompt take on the disk, within a factor of a few: nobody knows where they will end."""
-    asked = prompt.request
-    tokens = asked.max_new_tokens + (len(asked.prompt) if asked.echo else 0)
-    entries = 0 if asked.logprobs is None else 1 + asked.logprobs
-    return 2 * asked.samples * (_LINE_BYTES + tokens * (_TOKEN_BYTES + entries * _LOGPROB_BYTES))
+    """A rough size of a prompt's lines on disk: where they end is not known."""
+    request = prompt.request
+    tokens = request.max_new_tokens + (len(request.prompt) if request.echo else 0)
+    entries = 0 if request.logprobs is None else 1 + request.logprobs
+    return 2 * request.samples * (_LINE_BYTES + tokens * (_TOKEN_BYTES + entries * _LOGPROB_BYTES))
 
 
 def _content(file: Path) -> bytes:

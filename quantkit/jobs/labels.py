@@ -1,52 +1,33 @@
-"""What people call a model, and what they say of it for its card."""
+"""Names for people: of models, of files, and of groups of layers."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from quantkit.arguments import as_text
-from quantkit.errors import RequestError
 from quantkit.files.gguf_types import GGUF
 from quantkit.files.hub import origin
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.jobs.command import file_name
-from quantkit.json_values import read_json, shown
+from quantkit.jobs.quantize_options import HUB_NAME
+from quantkit.json_values import read_json
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
-_LICENSE = re.compile(r"[A-Za-z0-9][\w.+-]{0,95}", re.ASCII)
+_PLAIN = re.compile(r"\w[\w.+-]*", re.ASCII)
+_MAX_LISTED_LAYERS = 8
 
 
-@dataclass(frozen=True)
-class Labels:
-    """What a user says of the model for its card.
-
-    Attributes:
-        base_model: the source's name on a hub.
-        license: as hubs spell it, such as ``apache-2.0``.
-    """
-
-    base_model: str | None = None
-    license: str | None = None
-
-    def __post_init__(self) -> None:
-        """
-        Raises:
-            RequestError: if one is no name or licence that a hub could know.
-        """
-        for value, pattern, option, expected in (
-            (self.base_model, _HUB_NAME, "base_model", "owner/name"),
-            (self.license, _LICENSE, "license", "apache-2.0, llama3.1, other, ..."),
-        ):
-            if value is not None and not pattern.fullmatch(as_text(option, value)):
-                raise RequestError(f"`{option}` is none that a hub knows", found=shown(value), expected=expected)
+def file_name(path: str | Path) -> str | None:
+    """The last part of a path, if it reads as a name."""
+    name = Path(path).absolute().name
+    return name if _PLAIN.fullmatch(name) else None
 
 
 def model_name(source: Checkpoint, base: str | None = None) -> str:
-    """What people call a model.
+    """The name of a model.
 
     Args:
-        base: its name on a hub; None takes what `base_model` finds.
+        base: its name on a hub; None is the result of `base_model`.
     """
     base = base or base_model(source)
     path = source.path.with_suffix("") if source.path.suffix == GGUF else source.path
@@ -54,10 +35,59 @@ def model_name(source: Checkpoint, base: str | None = None) -> str:
 
 
 def base_model(source: Checkpoint) -> str | None:
-    """The source's name on a hub, where its config, or its place in the hub's cache, tells one."""
+    """The source's name on a hub, if its config, or its place in the hub's cache, shows one."""
     config = source.path / "config.json"
     named = read_json(config).get("_name_or_path") if config.is_file() else None
-    if isinstance(named, str) and "/" in named and _HUB_NAME.fullmatch(named):
+    if isinstance(named, str) and "/" in named and HUB_NAME.fullmatch(named):
         return named
     cached = origin(source.path)
     return None if cached is None else cached["name"]
+
+
+def layer_names(modules: Iterable[str], every: Iterable[str]) -> str:
+    """Modules in few words: whole layers by number, others by name with the layers that contain them.
+
+    Args:
+        every: all modules of the model.
+    """
+    every_in_layers = _by_layer(every)
+    in_layers = {layer: _merge_experts(names, every_in_layers[layer]) for layer, names in _by_layer(modules).items()}
+    whole = [
+        layer for layer, names in in_layers.items()
+        if layer and names == _merge_experts(every_in_layers[layer], every_in_layers[layer])
+    ]  # fmt: skip
+    layers_of: dict[str, list[str]] = {}
+    for layer, names in in_layers.items():
+        for name in names if layer not in whole else ():
+            layers_of.setdefault(name, []).append(layer)
+    names_in: dict[str, list[str]] = {}
+    for name, layers in layers_of.items():
+        names_in.setdefault(f" of layer{_numbers(layers)}" if layers[0] else "", []).append(f"`{name}`")
+    parts = [f"all of layer{_numbers(whole)}"] if whole else []
+    return "; ".join([*parts, *(", ".join(names) + where for where, names in names_in.items())])
+
+
+def _merge_experts(names: Sequence[str], every: Iterable[str]) -> list[str]:
+    """The names in a layer; a linear that all experts have is one name."""
+
+    def numberless(name: str) -> str:
+        return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+
+    counts, all_counts = Counter(map(numberless, names)), Counter(map(numberless, every))
+    merged = (numberless(one) if counts[numberless(one)] == all_counts[numberless(one)] else one for one in names)
+    return list(dict.fromkeys(merged))
+
+
+def _by_layer(modules: Iterable[str]) -> dict[str, list[str]]:
+    """The names of modules in each layer, by its number; "" for those outside the layers."""
+    names: dict[str, list[str]] = {}
+    for module in modules:
+        found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+        names.setdefault(found[1] if found else "", []).append(found[2] if found else module)
+    return names
+
+
+def _numbers(layers: Sequence[str]) -> str:
+    if len(layers) > _MAX_LISTED_LAYERS:
+        return f"s {layers[0]} to {layers[-1]} ({len(layers)} of them)"
+    return f"s {', '.join(layers[:-1])} and {layers[-1]}" if layers[1:] else f" {layers[0]}"

@@ -8,32 +8,26 @@ write nothing. `generate` does the same for generation on a TPU slice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.arguments import as_path, as_text, as_whole, require_flags
-from quantkit.bit_allocation.allocation import size_target
+from quantkit.arguments import as_path, as_text, as_whole
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.container import Encoder
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.output.staging import require_space
-from quantkit.jobs.certificate import certified_text
 from quantkit.jobs.conversion import plan_conversion
 from quantkit.jobs.estimate import Estimate, estimate_conversion, estimate_quantization, require_buildable
-from quantkit.jobs.fit_to_size import SizeFit, requested_recipe
-from quantkit.jobs.labels import Labels, model_name
+from quantkit.jobs.fit_to_size import size_fit
+from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.options import ConvertOptions
-from quantkit.jobs.output import SHARD_BYTES
-from quantkit.jobs.prepare import planned_output, prepare, tensor_blocks
-from quantkit.jobs.settings import Method, MethodOptions
-from quantkit.jobs.target import TargetName, quantized_target, shard_bytes
+from quantkit.jobs.prepare import prepare
+from quantkit.jobs.quantize_options import QuantizeOptions
+from quantkit.jobs.target import TargetName
 from quantkit.model.device import float_type
 from quantkit.tensors.dtypes import FloatName
-from quantkit.tensors.recipe import Recipe
-from quantkit.tensors.scheme import QuantScheme
 from quantkit.xla.require import require_compiler
 
 if TYPE_CHECKING:
@@ -77,73 +71,21 @@ def convert(
     return estimate
 
 
-def quantize(
-    src: str | Path,
-    dst: str | Path,
-    scheme: str | QuantScheme | Recipe | None = None,
-    *,
-    target_bits: float | None = None,
-    max_size: int | None = None,
-    head: str | QuantScheme | None = None,
-    to: TargetName | None = None,
-    split_max_size: int | None = None,
-    method: Method | None = None,
-    calibration: str | Path | None = None,
-    samples: int | None = None,
-    length: int | None = None,
-    seed: int | None = None,
-    thorough: bool = False,
-    activation_memory: int | None = None,
-    device: str | torch.device | None = None,
-    embedding: str | QuantScheme | None = None,
-    keep: str | Iterable[str] = (),
-    strict: bool = False,
-    accept_quality_loss: bool = False,
-    certify_positions: int | None = None,
-    certify_text: str | Path | None = None,
-    base_model: str | None = None,
-    license: str | None = None,
-    template: str | None = None,
-    weights: WeightKind | None = None,
-    resume: bool = False,
-    allow_nonfinite: bool = False,
-    source_check: bool = True,
-    tensors_only: bool = False,
-) -> Estimate:
+@called_with(QuantizeOptions)
+def quantize(options: QuantizeOptions) -> Estimate:
     """What `quantkit.quantize` with the same arguments would take; calibration text is read, and no samples are drawn.
 
     Returns:
         Memory, disk and time, and what becomes of the layers.
 
     Raises:
-        QuantkitError: as `quantkit.quantize` does for what can be told without reading weights.
+        QuantkitError: as `quantkit.quantize` does for what can be found without reading weights.
     """
-    require_flags(thorough=thorough, strict=strict, accept_quality_loss=accept_quality_loss)
-    require_flags(resume=resume, allow_nonfinite=allow_nonfinite, source_check=source_check, tensors_only=tensors_only)
-    dst = as_path("dst", dst)
-    target = quantized_target(to, dst)
-    Labels(base_model, license)
-    size = size_target(target_bits, max_size, scheme)
-    options = MethodOptions(
-        method, calibration, samples, length, seed, thorough, activation_memory, device, sized=size is not None
-    )
-    prepared = prepare(
-        src, dst, requested_recipe(scheme, size, head, target), embedding=embedding, keep=keep, strict=strict,
-        weights=weights, tensors_only=tensors_only, method=options, target=target,
-    )  # fmt: skip
-    source, container = prepared.source, target.container
-    blocks = tensor_blocks(source, prepared.scheme_map.schemes, target)
-    most = shard_bytes(split_max_size, container, SHARD_BYTES)
-    output = planned_output(prepared, blocks, target, template, most, model_name(source), dst)
-    encoder, side_files = container.encoder(output), container.side_files(output)
-    long = certified_text(certify_positions, certify_text, source, prepared.tokenizer)
-    fit = None
-    if size is not None:
-        fit = SizeFit(prepared, size, target, template, most, output.name, dst).fit()
-    estimate = estimate_quantization(prepared, encoder, side_files, long, source_check=source_check, fit=fit)
-    _require_room(dst, encoder, estimate, resume=resume)
+    prepared = prepare(options)
+    estimate = estimate_quantization(prepared, size_fit(prepared))
+    _require_room(prepared.dst, prepared.encoder, estimate, resume=options.resume)
     if prepared.settings is not None:
-        prepared.settings.require_text(prepared.tokenizer, source)
+        prepared.settings.require_text(prepared.tokenizer, prepared.source)
     return estimate
 
 

@@ -4,82 +4,148 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import unread_experts
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import Parameter, input_groups, layer_kinds, parameters, sizes
-from quantkit.arguments import as_path, as_texts
+from quantkit.arguments import as_path
+from quantkit.bit_allocation.allocation import Allocation
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, require_calibratable, schemes
 from quantkit.formats.codecs.codec import Reason
-from quantkit.formats.container import Output, StoredCheckpoint
-from quantkit.formats.detect import WeightKind, open_checkpoint
+from quantkit.formats.container import Encoder, Output, StoredCheckpoint
+from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import Target
+from quantkit.jobs.certificate import CertifiedText, certified_text
+from quantkit.jobs.kv_cache import dropped_kv_cache
+from quantkit.jobs.labels import model_name
+from quantkit.jobs.output import SHARD_BYTES
+from quantkit.jobs.quantize_options import Method, QuantizeOptions
+from quantkit.jobs.requested_recipe import requested_recipe
 from quantkit.jobs.scheme_map import SchemeMap
-from quantkit.jobs.settings import GptqSettings, Method, MethodOptions
-from quantkit.jobs.target import NATIVE
+from quantkit.jobs.settings import GptqSettings, gptq_settings
+from quantkit.jobs.target import NATIVE, shard_bytes
 from quantkit.jobs.weights_only import kept_parts, kept_recurrent
-from quantkit.json_values import shown
 from quantkit.model.transformers_linears import with_linears
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import ROUNDING
-from quantkit.tensors.recipe import Override, Recipe
-from quantkit.tensors.scheme import SPELLINGS, QuantScheme
+from quantkit.tensors.recipe import Recipe
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A source of floats, and what is to become of it.
+    """A source of floats, and what is to be written of it.
 
     Attributes:
-        linears_by: what tells the linear layers of a model known by its tensors only; None of others.
+        linears_by: how the linear layers of a model known by its tensors only were found; None for others.
         settings: of GPTQ; None for rounding.
+        certified: the text on which the loss by position is measured; None if this was not requested.
         notes: for the user.
+        allocation: the schemes chosen for a size; None before that, and if a scheme was given.
     """
 
+    options: QuantizeOptions
     source: StoredCheckpoint
     scheme_map: SchemeMap
     tokenizer: Tokenizer | None
     linears_by: str | None
     settings: GptqSettings | None
+    certified: CertifiedText | None
     notes: list[str]
+    allocation: Allocation | None = None
+
+    @property
+    def dst(self) -> Path:
+        return Path(self.options.dst)
+
+    @property
+    def target(self) -> Target:
+        return self.options.target
 
     @property
     def method(self) -> Method:
         return "rtn" if self.settings is None else "gptq"
 
+    @cached_property
+    def blocks(self) -> list[TensorBlock]:
+        """The tensors of the output, in order."""
+        return tensor_blocks(self.source, self.scheme_map.schemes, self.target)
 
-def prepare(
-    src: str | Path, dst: Path, scheme: str | QuantScheme | Recipe | None, *, embedding: str | QuantScheme | None,
-    keep: str | Iterable[str], strict: bool, weights: WeightKind | None, tensors_only: bool, method: MethodOptions,
-    target: Target,
-) -> Prepared:  # fmt: skip
+    @cached_property
+    def output(self) -> Output:
+        """What is to be written.
+
+        Raises:
+            RequestError, CheckpointError: see `shard_bytes` and `carried_templates`.
+        """
+        options, target = self.options, self.target
+        return Output(
+            self.source, self.source.config, [spec for block in self.blocks for spec in block.tensors],
+            shard_bytes(options.split_max_size, target.container, SHARD_BYTES), self.tokenizer, method=target.method,
+            templates=carried_templates(self.source, self.tokenizer, options.template),
+            name=model_name(self.source, options.base_model), dst=self.dst,
+        )  # fmt: skip
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        return self.target.container.encoder(self.output)
+
+    @cached_property
+    def side_files(self) -> Mapping[str, bytes | Path]:
+        """The files next to the weights."""
+        return self.target.container.side_files(self.output)
+
+
+def prepare(options: QuantizeOptions) -> Prepared:
     """Open a source of floats, assign the schemes and settle the method.
-
-    Args:
-        method: what is said of it.
-        target: as what the result is written.
 
     Raises:
         QuantkitError: as `quantize` does.
     """
+    dst, target = as_path("dst", options.dst), options.target
     require_name(dst)
-    kept, recipe = as_texts("keep", keep), _recipe(scheme, embedding)
-    _require_not_kept(kept, embedding)
-    source = open_checkpoint(as_path("src", src), weights, tensors_only=tensors_only)
+    recipe = requested_recipe(options)
+    source = open_checkpoint(as_path("src", options.src), options.weights, tensors_only=options.tensors_only)
     require_new_names(source.path, dst)
-    if method.method == "gptq" and not method.sized:
+    if options.method == "gptq" and options.size is None:
         require_calibratable(source)
     tokenizer, notes = checked_tokenizer(source)
+    _require_floats(source)
+    if options.tensors_only and target.name != NATIVE:
+        raise RequestError(f'`tensors_only=True` does not go with `to="{target.name}"`', expected=f'`to="{NATIVE}"`')
+    linears_by = None
+    if not source.config.runnable:
+        source.config, linears_by, more = with_linears(source.config, source.extra_config, source.path)
+        notes += [*more, *left_behind(source)]
+    scheme_map, more = _assigned(source, recipe, dst, target, strict=options.strict)
+    if not source.config.runnable:
+        if recurrent := kept_recurrent(source.config, scheme_map.schemes):
+            notes.append(f"{source.path}: {recurrent}; a recipe that names them alone may give them int8")
+        if left := kept_parts(source.config, source.extra_config, scheme_map.schemes):
+            notes.append(f"{source.path}: kept as they are: {'; '.join(left)}")
+    notes += [*more, *dropped_kv_cache(source, dst)]
+    settings = gptq_settings(options, scheme_map.schemes.values(), source, tokenizer)
+    certified = certified_text(options.certify_positions, options.certify_text, source, tokenizer)
+    notes += [] if certified is None else certified.notes
+    return Prepared(options, source, scheme_map, tokenizer, linears_by, settings, certified, notes)
+
+
+def _require_floats(source: StoredCheckpoint) -> None:
+    """
+    Raises:
+        UnsupportedError: if the source is quantized already.
+    """
     if already := schemes(source):
         raise UnsupportedError(
             "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
@@ -90,32 +156,20 @@ def prepare(
             f"the source is quantized already: tensor '{name}'", path=source.path, found=stored_as,
             hint="start from the float model, or convert it with `dequantize=True` first",
         )  # fmt: skip
-    if tensors_only and target.name != NATIVE:
-        raise RequestError(f'`tensors_only=True` does not go with `to="{target.name}"`', expected=f'`to="{NATIVE}"`')
-    linears_by = None
-    if not source.config.runnable:
-        source.config, linears_by, more = with_linears(source.config, source.extra_config, source.path)
-        notes += [*more, *left_behind(source)]
-    scheme_map, more = _assigned(source, recipe.keeping(kept), dst, target, strict=strict)
-    if not source.config.runnable:
-        if recurrent := kept_recurrent(source.config, scheme_map.schemes):
-            notes.append(f"{source.path}: {recurrent}; a recipe that names them alone may give them int8")
-        if left := kept_parts(source.config, source.extra_config, scheme_map.schemes):
-            notes.append(f"{source.path}: kept as they are: {'; '.join(left)}")
-    settings = method.settings(scheme_map.schemes.values(), source, tokenizer)
-    return Prepared(source, scheme_map, tokenizer, linears_by, settings, [*notes, *more])
 
 
-def reassigned(prepared: Prepared, recipe: Recipe, dst: Path, target: Target) -> Prepared:
-    """The same source with other schemes.
+def reassigned(prepared: Prepared, allocation: Allocation) -> Prepared:
+    """The same source with the schemes that were chosen for a size.
 
     Raises:
         RequestError, UnsupportedError: as `quantize` does.
     """
-    _, before = _assigned(prepared.source, prepared.scheme_map.recipe, dst, target)
-    scheme_map, more = _assigned(prepared.source, recipe, dst, target)
-    others = [note for note in prepared.notes if note not in before]
-    return replace(prepared, scheme_map=scheme_map, notes=[*others, *more])
+    source, before = prepared.source, prepared.scheme_map.recipe
+    recipe = allocation.recipe(before.overrides)
+    _, notes_before = _assigned(source, before, prepared.dst, prepared.target)
+    scheme_map, more = _assigned(source, recipe, prepared.dst, prepared.target)
+    notes = [*(note for note in prepared.notes if note not in notes_before), *more]
+    return replace(prepared, scheme_map=scheme_map, notes=notes, allocation=allocation)
 
 
 def _assigned(
@@ -200,65 +254,6 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme], target
     ordered = target.container.parameters(source.config, schemes, target.method)
     by_layer = itertools.groupby(ordered, key=lambda parameter: parameter.layer)
     return [TensorBlock(layer, tuple(map(spec, block))) for layer, block in by_layer]
-
-
-def planned_output(
-    prepared: Prepared, blocks: Iterable[TensorBlock], target: Target, template: str | None, shard_bytes: int,
-    name: str, dst: Path,
-) -> Output:  # fmt: skip
-    """What is to be written.
-
-    Raises:
-        RequestError, CheckpointError: see `carried_templates`.
-    """
-    source, tensors = prepared.source, [spec for block in blocks for spec in block.tensors]
-    templates = carried_templates(source, prepared.tokenizer, template)
-    return Output(
-        source, source.config, tensors, shard_bytes, prepared.tokenizer, method=target.method, templates=templates,
-        name=name, dst=dst,
-    )  # fmt: skip
-
-
-def _require_not_kept(kept: Iterable[str], embedding: object) -> None:
-    """
-    Raises:
-        RequestError: if an embedding is to be quantized, and to keep its floats.
-    """
-    own = None if embedding is None else next((one for one in kept if Override(one, None).matches(EMBEDDING)), None)
-    if own is not None:
-        raise RequestError(
-            "`embedding` quantizes what `keep` leaves as floats", found=f"{shown(own)} matches '{EMBEDDING}'",
-            hint="leave `embedding` out, which keeps its floats then, or name the linear layers alone",
-        )  # fmt: skip
-
-
-def _recipe(scheme: str | QuantScheme | Recipe | None, embedding: str | QuantScheme | None) -> Recipe:
-    """What was asked for, as a recipe.
-
-    Args:
-        embedding: the scheme of the embedding; None is what the recipe says.
-
-    Raises:
-        RequestError: if it is none of the three, or a name of no scheme.
-    """
-    if embedding is not None:
-        recipe = _recipe(scheme, None)
-        found = embedding if isinstance(embedding, QuantScheme) else QuantScheme.parse(embedding)
-        return Recipe(recipe.default, (*recipe.overrides, Override(EMBEDDING, found)))
-    if isinstance(scheme, Recipe):
-        return scheme
-    if isinstance(scheme, QuantScheme):
-        return Recipe(scheme)
-    if isinstance(scheme, Path) or (isinstance(scheme, str) and scheme.strip().lower().endswith(".json")):
-        raise RequestError(
-            "the scheme is the path of a file", found=shown(str(scheme)), expected=f"{SPELLINGS}, or a Recipe",
-            hint="quantkit.Recipe.from_json(path) reads one",
-        )  # fmt: skip
-    if not isinstance(scheme, str):  # callers without types
-        raise RequestError(
-            f"give a scheme: {SPELLINGS}, or a Recipe; or a size: `target_bits` or `max_size`", found=shown(scheme)
-        )
-    return Recipe(QuantScheme.parse(scheme))
 
 
 def too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:

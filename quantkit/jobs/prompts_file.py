@@ -99,19 +99,19 @@ class PromptReader:
 
     def __init__(
         self, folder: Path, config: ModelConfig, tokenizer: Tokenizer, options: Mapping[str, Any], *,
-        most: int, template: str | None = None, truncate: bool = False, prompt_logprobs: bool = True,
+        max_tokens: int, template: str | None = None, truncate: bool = False, prompt_logprobs: bool = True,
     ) -> None:  # fmt: skip
         """
         Args:
             folder: of the model.
             options: how lines are continued that say nothing else, of `OPTIONS`.
-            most: tokens of a prompt with what continues it.
+            max_tokens: maximum length of a prompt with its continuation.
             template: for conversations; see `chat_format`.
             truncate: cut too long a prompt at its beginning, instead of refusing it.
             prompt_logprobs: whether what runs the model tells log-probabilities of prompts.
         """
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
-        self._options, self._most, self._template, self._truncate = options, most, template, truncate
+        self._options, self._max_tokens, self._template, self._truncate = options, max_tokens, template, truncate
         self._prompt_logprobs = prompt_logprobs
 
     def read(self, content: bytes, name: str) -> list[Prompt]:
@@ -149,9 +149,9 @@ class PromptReader:
             request = replace(request, end_ids=self._chat.end_ids)
         cut = ids
         if self._truncate and ids:
-            cut = shortened(ids, self._most, request.max_new_tokens, self._config.bos_token_id)
+            cut = shortened(ids, self._max_tokens, request.max_new_tokens, self._config.bos_token_id)
         return Prompt(
-            with_prompt(self._config, request, cut, self._most), stop, known_by, kind == "messages",
+            with_prompt(self._config, request, cut, self._max_tokens), stop, known_by, kind == "messages",
             kind == "token_ids", len(cut) < len(ids),
         )  # fmt: skip
 

@@ -17,9 +17,8 @@ from torch import Tensor
 import quantkit
 from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError, RequestError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.registry import target
 from quantkit.jobs.prepare import prepare
-from quantkit.jobs.settings import MethodOptions
+from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.model.load import load_model
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.recipe import Override, Recipe
@@ -101,11 +100,7 @@ def test_who_loads_several_schemes_is_told(mix: str, tmp_path: Path) -> None:
     """transformers 5.23 loads experts of several schemes without an error, and wrong; floats among them not at all."""
     source = _saved("qwen2-moe", tmp_path / "source")
     recipe = Recipe(INT4, tuple(Override(*one) for one in MIXES[mix]))
-    method = MethodOptions("rtn", *[None] * 4, False, None, None)
-    options = {"embedding": None, "keep": (), "strict": False, "weights": None, "tensors_only": False}
-    notes = prepare(
-        source, tmp_path / "made", recipe, target=target("compressed-tensors"), method=method, **options
-    ).notes
+    notes = prepare(QuantizeOptions(source, tmp_path / "made", recipe, method="rtn")).notes
     quantkit.quantize(source, tmp_path / "made", recipe, method="rtn", accept_quality_loss=True)
     loads = "transformers" in open_checkpoint(tmp_path / "made").readers()
     assert loads == (mix in {"attention", "attention kept", "shared kept"})
@@ -250,8 +245,8 @@ def test_experts_are_told(tmp_path: Path) -> None:
     met = found.active_parameters / 1e6
     assert f"  experts: 6 in a layer, 2 for a token, which meets {1e3 * met:.2f}K parameters" in found.lines()
     card = (tmp_path / "int4" / "README.md").read_text()
-    assert f"| experts | 6 in a layer, 2 for a token, which meets {met:.3g} million weights |" in card
-    assert "| kept as floats | embedding, norms and routers, which is the output head too (float32) |" in card
+    assert f"| experts | 6 in a layer, 2 for each token, which uses {met:.3g} million weights |" in card
+    assert "| kept as floats | embedding (also the output head), norms and routers (float32) |" in card
     assert "| transformers 5.23 with compressed-tensors 0.20 | yes |" in card
     assert "| vLLM 0.32 on a CPU with AVX-512 | not tried with experts |" in card
     recipe = Recipe(

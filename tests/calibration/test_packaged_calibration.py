@@ -24,7 +24,8 @@ from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import RequestError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.estimate import Estimate
-from quantkit.jobs.settings import MethodOptions
+from quantkit.jobs.quantize_options import QuantizeOptions
+from quantkit.jobs.settings import gptq_settings
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.chat import TemplateChat
 from quantkit.text.chat_template import ChatTemplate
@@ -231,11 +232,6 @@ def test_a_source_tells_what_it_predicts_from_what_it_does_not(tmp_path: Path) -
 INT4, INT8 = QuantScheme(4, 64), QuantScheme(8, None)
 
 
-def _options(**given: Any) -> MethodOptions:
-    unsaid = dict.fromkeys(["method", "calibration", "samples", "length", "seed", "activation_memory", "device"])
-    return MethodOptions(**{**unsaid, "thorough": False, **given})
-
-
 @pytest.mark.parametrize(
     ("method", "schemes", "solved"),
     [
@@ -247,7 +243,8 @@ def test_int4_is_solved_and_int8_rounded_unless_said(
     method: Any, schemes: Sequence[QuantScheme], solved: bool, demo_model: Path
 ) -> None:
     source, tokenizer = open_checkpoint(demo_model), load_tokenizer(demo_model)
-    assert (_options(method=method).settings(schemes, source, tokenizer) is not None) == solved
+    options = QuantizeOptions(demo_model, "out", "int8", method=method)
+    assert (gptq_settings(options, schemes, source, tokenizer) is not None) == solved
 
 
 def test_rows_that_no_group_divides_are_rounded(tmp_path: Path) -> None:

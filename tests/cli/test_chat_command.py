@@ -142,7 +142,8 @@ def test_a_line_of_a_pipe_that_is_no_command_is_a_question(
     people = _answer(demo_model, "/people of what?")
     answers = [people, people, _answer(demo_model, "/reset the people"), _answer(demo_model, "// the people")]
     assert (code, out) == (0, "".join(answer + "\n" for answer in answers))
-    assert err == ("quantkit: note: /people is no command, and is asked as a question; //people says that it is one\n")
+    note = "/people is not a command, so the line is a question; //people makes that explicit"
+    assert err == f"quantkit: note: {note}\n"
 
 
 @pytest.mark.parametrize(("closed", "code", "told"), [("<&-", 0, ""), (">&-", 5, "standard output is closed")])
@@ -196,7 +197,7 @@ def test_tokens_are_drawn_as_the_folder_says_unless_asked_otherwise(
 def test_ctrl_c_ends_an_answer_and_not_the_program(demo_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _ENDLESS, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "40"]
     terminal = Terminal(*command, cwd=tmp_path)
-    assert "/help tells the commands, Ctrl-D leaves" in terminal.wait_for(READY)
+    assert "/help lists the commands, Ctrl-D leaves" in terminal.wait_for(READY)
     terminal.type("Te people?\x01\x1b[C\x1b[C\x7fhe\x05\r")  # to the start, right twice, back, "he", to the end
     terminal.wait_for("The people?")
     terminal.wait_for("<waits>")
@@ -205,7 +206,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(demo_model: Path, tmp_path: P
     terminal.type("And the Congress?\r")
     terminal.wait_for("And the Congress?")
     told = terminal.wait_for(READY)
-    assert "the answer was cut off: it may have no more tokens" in told
+    assert "the answer was cut off at the maximum number of tokens" in told
     terminal.type("\x04")
     code, got = terminal.end()
     assert code == 0
@@ -219,7 +220,7 @@ def test_ctrl_c_ends_a_question_that_is_not_ready(demo_model: Path, tmp_path: Pa
     terminal.type("The people?\r")
     terminal.wait_for("<waits>")
     terminal.type("\x03")
-    assert "the question was stopped before its answer began, and is forgotten" in terminal.wait_for(READY)
+    assert "the question was stopped before its answer began, and is dropped" in terminal.wait_for(READY)
     terminal.type("And the Congress?\r")
     assert _shown(_answer(demo_model, "And the Congress?")) in _shown(terminal.wait_for(READY))
     terminal.type("\x04")
@@ -242,18 +243,18 @@ def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     terminal.wait_for(READY)
     for typed, told in (
-        ("/help\r", "forget what was said"),
+        ("/help\r", "start a new conversation"),
         ("/nonsense\r", "quantkit: error: no such command (found /nonsense"),
         ("/reset now\r", "quantkit: error: /reset takes no text (found 'now')"),
-        ("/RESET\r", "What was said is forgotten."),
+        ("/RESET\r", "The conversation starts again."),
         ("\x1b[200~/system\nBe brief.\x1b[201~\r", "The system prompt is set."),
         ("/system\r", "There is no system prompt."),
-        ("\x1b[MZZZ/reset\r", "What was said is forgotten."),  # what a mouse sends, in part
+        ("\x1b[MZZZ/reset\r", "The conversation starts again."),  # what a mouse sends, in part
         ("\r", ""),
         ("thrown away\x03", ""),
         ("\x03", "Ctrl-D leaves."),
         ("Größe 日本語 🚀\r", _shown(_answer(demo_model, "Größe 日本語 🚀"))),
-        ("/reset\r", "What was said is forgotten."),
+        ("/reset\r", "The conversation starts again."),
         ("/system Be brief.\r", "The system prompt is set."),
         ("The people?\r", _shown(_answer(demo_model, "The people?", system="Be brief."))),
         ("\x1b[A\x1b[A\r", "The system prompt is set."),  # the line before the last, from the history

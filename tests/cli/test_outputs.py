@@ -190,7 +190,7 @@ def test_the_destination_is_not_a_place_for_json(demo_model: Path, tmp_path: Pat
     for name in ("out", "out.partial"):
         code, _, err = run(capfd, "convert", demo_model, tmp_path / "out", "--json", tmp_path / name)
         assert code == 5
-        assert "is where the model is to be written" in err
+        assert "is where the model will be written" in err
     code, _, err = run(capfd, "convert", demo_model, tmp_path / "out", "--json", tmp_path / "out" / "made.json")
     assert code == 5
     assert "cannot be written there" in err
@@ -254,14 +254,14 @@ def test_files_are_there_whatever_becomes_of_the_rest(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        outputs.write({}, report=lambda: "# text\n", picture=lambda kind: b"drawn", tell=no_room)
+        outputs.write({}, report=lambda: "# text\n", picture=lambda kind: b"drawn", show=no_room)
     assert said == [["found.json", "out.md", "out.png"]]
 
     def no_report() -> str:
         raise DestinationError("cannot be written")
 
     with pytest.raises(DestinationError, match="cannot be written"):
-        outputs.write({"again": 1}, report=no_report, tell=lambda: said.append([]))
+        outputs.write({"again": 1}, report=no_report, show=lambda: said.append([]))
     assert json.loads((tmp_path / "found.json").read_text()) == {"again": 1}
     assert len(said) == 2
 

@@ -302,10 +302,10 @@ def test_only_what_changes_is_told(demo_model: Path, tmp_path: Path) -> None:
 
 
 def test_a_pace_stands_beside_what_is_done(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with ProgressDisplay(ticking=False, beside=lambda: "12 tokens/s") as progress:
+    with ProgressDisplay(ticking=False, details=lambda: "12 tokens/s") as progress:
         progress("generate", 0, 2, "prompts")
     assert capfd.readouterr().err == "quantkit: generate: 0/2 prompts, 12 tokens/s\n"
     terminal = _on_terminal(monkeypatch)
-    with ProgressDisplay(ticking=False, beside=lambda: "12 tokens/s") as progress:
+    with ProgressDisplay(ticking=False, details=lambda: "12 tokens/s") as progress:
         progress("generate", 0, 2, "prompts")
         assert screen(terminal.getvalue())[0].endswith("| 0/2 prompts, 12 tokens/s")

@@ -59,7 +59,7 @@ def test_the_card_carries_licence_and_figures(floats: Path, tmp_path: Path) -> N
     assert "4-bit integers, one scale for each group of 64 weights; 28 linear layers" in body
     assert "embedding and norms; `lm_head` (bfloat16)" in body
     assert "rounded to nearest; no calibration text" in body
-    assert "The most KL allowed, this model's bound, is 0.25" in " ".join(body.split())
+    assert "The maximum KL, this model's bound, is 0.25" in " ".join(body.split())
     assert str(tmp_path) not in body
 
 
@@ -215,7 +215,7 @@ def test_a_card_without_a_sound_head_is_no_obstacle(text: str, floats: Path, tmp
 
 def test_random_tokens_are_told_as_such(tmp_path: Path) -> None:
     quantkit.quantize(oracle.save(oracle.make("llama"), tmp_path / "m"), tmp_path / "out", "int8")
-    assert "random tokens, for want of a tokenizer" in _card(tmp_path / "out")[1]
+    assert "random tokens, as there is no tokenizer" in _card(tmp_path / "out")[1]
     assert (
         json.loads((tmp_path / "out" / "quantkit.json").read_text())["quality"]["texts"][0]["text"] == "random tokens"
     )

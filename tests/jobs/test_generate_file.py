@@ -355,7 +355,7 @@ def test_a_template_that_refuses_a_conversation_is_told_with_its_line(demo_model
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("--prompts IN", "there is no place for what is generated; --output FILE.jsonl, or - for stdout"),
+        ("--prompts IN", "--prompts needs --output FILE.jsonl, or --output - for stdout"),
         ("--prompts IN --output OUT --prompt x", "the prompt is given twice (found --prompt and --prompts"),
         ("--prompts IN --output OUT --stats", "--draft and --stats go with one prompt, not with --prompts"),
         ("--prompts IN --output OUT --batch 0", "--batch must be at least 1 (found 0)"),

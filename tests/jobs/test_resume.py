@@ -49,9 +49,9 @@ import os, signal, sys
 import torch
 import quantkit
 from quantkit.data.files import EXCERPT
-from quantkit.jobs import conversion, output, quantize
+from quantkit.jobs import conversion, output, prepare
 output.CHECKPOINT_BYTES = 50_000
-conversion.SHARD_BYTES = quantize.SHARD_BYTES = 300_000
+conversion.SHARD_BYTES = prepare.SHARD_BYTES = 300_000
 torch.set_num_threads(1)  # sums of floats depend on it
 src, dst, limit = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
@@ -66,7 +66,7 @@ def progress(phase, done, total, unit):
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "CHECKPOINT_BYTES", 50_000)
     monkeypatch.setattr("quantkit.jobs.conversion.SHARD_BYTES", 300_000)
-    monkeypatch.setattr("quantkit.jobs.quantize.SHARD_BYTES", 300_000)
+    monkeypatch.setattr("quantkit.jobs.prepare.SHARD_BYTES", 300_000)
 
 
 def _contents(folder: Path) -> dict[str, bytes]:

@@ -19,9 +19,8 @@ import quantkit
 from quantkit.architectures.topology import linear_columns
 from quantkit.errors import UnsupportedError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.registry import target
-from quantkit.jobs.prepare import prepare
-from quantkit.jobs.settings import MethodOptions
+from quantkit.jobs.prepare import Prepared, prepare
+from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.tensors.qtensor import QuantTensor
 
 _TEXT = {
@@ -137,17 +136,15 @@ QUANTIZED: Mapping[str, tuple[set[str], set[str]]] = {
 """What is a linear, and what is none or keeps its floats, by the ends of names."""
 
 
-TENSORS_ONLY: dict[str, Any] = {
-    "embedding": None, "keep": (), "strict": False, "weights": None, "tensors_only": True,
-    "method": MethodOptions("rtn", *[None] * 4, False, None, None),
-}  # fmt: skip
+def _prepared(source: Path, dst: Path, scheme: str | quantkit.Recipe) -> Prepared:
+    return prepare(QuantizeOptions(source, dst, scheme, method="rtn", tensors_only=True))
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_modules_say_what_is_a_linear(kind: str, tmp_path: Path) -> None:
     _, source = _made(kind, tmp_path / "src")
     recipe = quantkit.Recipe(quantkit.QuantScheme.parse("int8"), RECURRENT.get(kind, ()))
-    made = prepare(source, tmp_path / "dst", recipe, target=target("compressed-tensors"), **TENSORS_ONLY)
+    made = _prepared(source, tmp_path / "dst", recipe)
     schemes = made.scheme_map.schemes
     assert set(schemes) <= set(linear_columns(made.source.config))
     for end in QUANTIZED[kind][0]:
@@ -179,11 +176,11 @@ def test_a_model_that_transformers_cannot_build_is_told_by_names(tmp_path: Path)
 def test_linears_of_other_classes_are_linears_but_for_those_that_lie_transposed(tmp_path: Path) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     falcon = oracle.save(transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)), tmp_path / "falcon")
-    made = prepare(falcon, tmp_path / "dst", "int8", target=target("compressed-tensors"), **TENSORS_ONLY)
+    made = _prepared(falcon, tmp_path / "dst", "int8")
     assert {module.rpartition(".")[2] for module in made.scheme_map.schemes} == {
         "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h",
     }  # fmt: skip
     config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4)
     gpt2 = oracle.save(transformers.GPT2LMHeadModel(config), tmp_path / "gpt2")
     with pytest.raises(UnsupportedError, match=r"lie transposed \(Conv1D\)"):
-        prepare(gpt2, tmp_path / "dst", "int8", target=target("compressed-tensors"), **TENSORS_ONLY)
+        _prepared(gpt2, tmp_path / "dst", "int8")

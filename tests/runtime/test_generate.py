@@ -258,7 +258,7 @@ def test_a_prompt_is_taken_as_the_shell_gives_it(demo_model: Path, tmp_path: Pat
         (["--prompt-file", "{tmp}/none"], ("{tmp}/none: the prompt cannot be read: No such file",)),
         (["--prompt-file", "{tmp}"], ("{tmp}: the prompt cannot be read",)),
         (["--prompt-file", "{tmp}/empty"], ("{tmp}/empty: the prompt is empty",)),
-        (["--prompt-file", "{tmp}/latin"], ("{tmp}/latin: the prompt is not a text", "found byte 2, expected UTF-8")),
+        (["--prompt-file", "{tmp}/latin"], ("{tmp}/latin: the prompt is not UTF-8 text", "found byte 2")),
     ],
     ids=repr,
 )

@@ -28,8 +28,8 @@ from quantkit.formats.registry import HF, target
 from quantkit.jobs import output as outputs
 from quantkit.jobs.output import SHARD_BYTES, Work, writing
 from quantkit.jobs.prepare import prepare, tensor_blocks
+from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.scheme_map import SchemeMap
-from quantkit.jobs.settings import MethodOptions
 from quantkit.progress import silent
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.recipe import Override, Recipe
@@ -352,11 +352,7 @@ def test_experts_of_several_schemes_have_no_other_reader(recipe: Recipe, tmp_pat
     result, _ = _written("mixtral", tmp_path, recipe)
     assert result.readers() == "quantkit"
     assert schemes(result) == SchemeMap.of(recipe, result.config).schemes
-    method = MethodOptions("rtn", *[None] * 4, False, None, None)
-    options = {"embedding": None, "keep": (), "strict": False, "weights": None, "tensors_only": False}
-    notes = prepare(
-        tmp_path / "source", tmp_path / "other", recipe, target=target("compressed-tensors"), method=method, **options
-    ).notes
+    notes = prepare(QuantizeOptions(tmp_path / "source", tmp_path / "other", recipe, method="rtn")).notes
     assert notes[-1] == (
         f"{tmp_path / 'other'}: transformers does not load experts of several schemes right (seen in 5.23); "
         "quantkit does"

@@ -1,0 +1,221 @@
+"""The options of `quantize`: the command, the Python call, the plan, the manifest and the model card read them here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from quantkit.arguments import as_path, as_seed, as_text, as_whole, require_flags
+from quantkit.calibration.effort import ACTIVATION_MEMORY, MAX_LENGTH, SAMPLES, SEED
+from quantkit.errors import RequestError
+from quantkit.jobs.option_fields import OTHER, option
+from quantkit.jobs.target import TargetName, quantized_target
+from quantkit.json_values import shown
+from quantkit.tensors.scheme import SPELLINGS, QuantScheme
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.bit_allocation.allocation import SizeTarget
+    from quantkit.formats.detect import WeightKind
+    from quantkit.formats.registry import Target
+    from quantkit.tensors.recipe import Recipe
+
+Method = Literal["rtn", "gptq"]
+METHODS = get_args(Method)
+
+SCHEMES = "Schemes"
+METHOD = "Method"
+CALIBRATION = 'Calibration, with `method="gptq"`'
+CHECKS = "Checks"
+MODEL_CARD = "Model card"
+OUTPUT = "Output"
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+_LICENSE = re.compile(r"[A-Za-z0-9][\w.+-]{0,95}", re.ASCII)
+_FLAGS = (
+    "thorough", "strict", "accept_quality_loss", "resume", "allow_nonfinite", "source_check", "tensors_only",
+)  # fmt: skip
+_FOR_GPTQ = ("calibration", "samples", "length", "seed", "thorough", "activation_memory", "device")
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """What `quantize` is to do; None and False where nothing was requested.
+
+    Attributes:
+        src: a model of floats; one in FP8 or MXFP4 counts as such.
+        dst: the folder to make, or a file ``*.gguf``; it must not exist.
+        scheme: its name, such as ``int8`` or ``int4-g128``; a `QuantScheme`; or a `Recipe` with overrides.
+        target_bits: instead of a scheme: the average number of bits of each weight of the decoder linears, such as
+            4.5. Codes, scales and zero points count, and the head if it has a scheme. Each layer gets int4 in groups
+            of 128, 64 or 32, int8 or floats, so that the loss on GPTQ's samples is as small as possible; linears that
+            runtimes fuse share one scheme.
+        max_size: the same for the total size of all files of weights, in bytes.
+        head: the scheme of the output head, which keeps its floats by default; a recipe names ``lm_head`` instead.
+        embedding: the scheme of the embedding, ``int8``, with one scale for each token; if the head is tied to the
+            embedding, it is the head's scheme too. None keeps its floats, unless a recipe names
+            ``model.embed_tokens``.
+        keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
+        strict: refuse a layer whose shape does not fit its scheme.
+        method: ``rtn`` (round to nearest) or ``gptq``; None is gptq if any layer gets int4, else rtn.
+        calibration: a file, or a hub dataset as ``owner/name:config:split``; None is the text that ships with the
+            package. This option and those down to `device` are for gptq only.
+        samples, length, seed: the number of calibration samples, the tokens in each, and the seed of their positions
+            in the text; by default 128 samples of the model's context, at most 2048 tokens, and seed 0.
+        thorough: follow the float model on all samples instead of some of them; slower, and closer to the source.
+        activation_memory: bytes of calibration activations kept in memory, by default 4_000_000_000;
+            the rest goes to the disk of `dst`.
+        device: where GPTQ computes, as torch spells it; None is a GPU if there is one.
+        source_check: as in `convert`.
+        allow_nonfinite: as in `convert`.
+        accept_quality_loss: keep a result that is too far from its source.
+        certify_positions: also measure the divergence by position, in windows of this many tokens, with keys and
+            values in a float and in an int8 cache. With the float cache, no position may exceed the gate's bound for
+            the scheme.
+        certify_text: a file for that measurement; by default the gate's texts, some 5,000 tokens in all. A text, or
+            context, that is shorter than the window is measured to its end, and a note says so.
+        base_model, license: for the model card: the source's name on a hub, ``owner/name``, and a licence as hubs
+            spell it; by default what the source's own files say.
+        to: ``compressed-tensors`` (the default), ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf``; any of
+            them with any `method`.
+        split_max_size, template, weights, resume: as in `convert`.
+        tensors_only: quantize the tensors as they are, whatever the architecture; for rounding only, and no logits
+            are compared.
+    """
+
+    src: str | Path
+    dst: str | Path
+    scheme: str | QuantScheme | Recipe | None = option(
+        SCHEMES, f"{SPELLINGS}; int4 with zero points: int4-g128-asym.", "scheme"
+    )
+    _: KW_ONLY
+    head: str | QuantScheme | None = option(
+        SCHEMES, "Scheme of the output head, which keeps its floats by default.", "scheme", metavar="SCHEME"
+    )
+    embedding: str | QuantScheme | None = option(
+        SCHEMES, "Scheme of the embedding, one scale per token; also of a head that is tied to it.", "scheme",
+        metavar="int8",
+    )  # fmt: skip
+    target_bits: float | None = option(
+        SCHEMES, "Instead of a scheme: choose each layer's, for this average number of bits per weight, such as 4.5.",
+        float, metavar="BITS",
+    )  # fmt: skip
+    max_size: int | None = option(
+        SCHEMES, "The same for the total size of the files of weights, such as 5GB.", "size", metavar="SIZE"
+    )
+    keep: str | Iterable[str] = option(
+        SCHEMES, "Layers that keep their floats, a glob; repeatable.", "patterns", default=(), metavar="PATTERN"
+    )
+    strict: bool = option(
+        SCHEMES, "Fail if a layer's shape does not fit the scheme.", bool, default=False, changes_result=False
+    )
+    method: Method | None = option(
+        METHOD, "Round to nearest, or GPTQ. Default: GPTQ for int4, rounding for int8.", choices=METHODS
+    )
+    calibration: str | Path | None = option(
+        CALIBRATION, "Calibration text: a file, or a hub dataset owner/name:config:split. Default: the packaged text.",
+        "file",
+    )  # fmt: skip
+    samples: int | None = option(CALIBRATION, f"Number of calibration samples. Default: {SAMPLES}.", int)
+    length: int | None = option(
+        CALIBRATION, f"Tokens in each sample. Default: the model's context, at most {MAX_LENGTH}.", int
+    )
+    seed: int | None = option(CALIBRATION, f"Seed of the samples' positions in the text. Default: {SEED}.", int)
+    thorough: bool = option(CALIBRATION, "Slower GPTQ, closer to the source.", bool, default=False)
+    activation_memory: int | None = option(
+        CALIBRATION,
+        f"Calibration activations kept in memory; the rest goes to DST's disk. Default: {ACTIVATION_MEMORY / 1e9:g}GB.",
+        "memory", metavar="AMOUNT", changes_result=False,
+    )  # fmt: skip
+    device: str | torch.device | None = option(CALIBRATION, changes_result=False)
+    source_check: bool = option(CHECKS, default=True, changes_result=False)
+    allow_nonfinite: bool = option(CHECKS, default=False)
+    accept_quality_loss: bool = option(CHECKS, "Keep a result that is too far from its source.", bool, default=False)
+    certify_positions: int | None = option(
+        CHECKS, "Also measure KL by position, in windows of this many tokens, with a float and an int8 cache.", int,
+        metavar="TOKENS",
+    )  # fmt: skip
+    certify_text: str | Path | None = option(
+        CHECKS, "UTF-8 text for `certify_positions`. Default: some 5,000 tokens that ship with quantkit.", "path",
+        metavar="FILE",
+    )  # fmt: skip
+    base_model: str | None = option(MODEL_CARD, "Name of SRC on a hub: owner/name.", metavar="NAME")
+    license: str | None = option(
+        MODEL_CARD, "Licence as hubs spell it: apache-2.0, ... Default: SRC's own.", metavar="ID"
+    )
+    to: TargetName | None = option(OUTPUT)
+    split_max_size: int | None = option(OUTPUT)
+    template: str | None = option(OUTPUT)
+    resume: bool = option(OUTPUT, default=False, changes_result=False)
+    weights: WeightKind | None = option(OTHER)
+    tensors_only: bool = option(OTHER, default=False)
+
+    def __post_init__(self) -> None:
+        """Check the values, as far as this needs no model.
+
+        Raises:
+            RequestError: for a value of the wrong type or out of its range, and for options that exclude each other.
+        """
+        require_flags(**{name: getattr(self, name) for name in _FLAGS})
+        as_path("dst", self.dst)
+        for value, pattern, name, expected in (
+            (self.base_model, HUB_NAME, "base_model", "owner/name"),
+            (self.license, _LICENSE, "license", "apache-2.0, llama3.1, other, ..."),
+        ):
+            if value is not None and not pattern.fullmatch(as_text(name, value)):
+                raise RequestError(f"`{name}` is none that a hub knows", found=shown(value), expected=expected)
+        _ = self.target, self.size
+        self._check_method()
+
+    @cached_property
+    def target(self) -> Target:
+        """The format of the result."""
+        return quantized_target(self.to, as_path("dst", self.dst))
+
+    @cached_property
+    def size(self) -> SizeTarget | None:
+        """The size that the schemes are chosen for; None if a scheme was given."""
+        from quantkit.bit_allocation.allocation import size_target
+
+        return size_target(self.target_bits, self.max_size, self.scheme)
+
+    def require_no_calibration(self) -> None:
+        """
+        Raises:
+            RequestError: for an option that only GPTQ uses.
+        """
+        for name in _FOR_GPTQ:
+            if (value := getattr(self, name)) is not None and value is not False:
+                raise RequestError(f'`{name}` goes with `method="gptq"`')
+
+    def _check_method(self) -> None:
+        if self.method is not None and as_text("method", self.method) not in METHODS:
+            raise RequestError("unknown method", found=self.method, expected=" or ".join(METHODS))
+        if self.method == "rtn" and self.size is not None:
+            raise RequestError("a size to fit goes with GPTQ", found='`method="rtn"`', expected='`method="gptq"`')
+        if self.method == "rtn":
+            self.require_no_calibration()
+        if self.calibration is not None:
+            as_path("calibration", self.calibration)  # the string itself is kept: it may also name a dataset
+        for name in ("samples", "length"):
+            if (value := getattr(self, name)) is not None:
+                as_whole(name, value)
+        if self.seed is not None:
+            as_seed("seed", self.seed)
+        memory = self.activation_memory
+        if memory is not None and (
+            not isinstance(memory, (int, float)) or isinstance(memory, bool) or not 0 <= memory < math.inf
+        ):
+            raise RequestError(
+                "`activation_memory` is no number of bytes", found=shown(memory), expected="such as 4_000_000_000"
+            )
+        if self.device is not None:
+            from quantkit.model.device import usable_device
+
+            usable_device(self.device)
