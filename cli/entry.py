@@ -1,4 +1,4 @@
-"""Where the command begins: signals are told in one line from the first moment, before anything large is imported."""
+"""Where the command begins: signals are reported in one line from the start, before anything large is imported."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ TERMINATED = 143
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came: all that Ctrl-C leaves sound is left sound."""
+    """SIGTERM was received; handled like Ctrl-C."""
 
 
 _RAISED: dict[int, type[KeyboardInterrupt]] = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
-_USUAL = (signal.SIG_DFL, signal.default_int_handler)
-_came: list[int] = []
+_DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
+_received: list[int] = []
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch, loaded later, asks for huge pages: fewer faults
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for torch, loaded later: fewer page faults
     try:
         with interruptible():
             from quantkit.cli.main import main as command
@@ -34,18 +34,18 @@ def main() -> None:
         report_interrupted(error)
         sys.exit(interrupted_code(error))
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to do that a traceback could tell of
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left that needs a traceback
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt and SIGTERM `Terminated`; not what whoever started the process has ignored."""
+    """Let Ctrl-C raise KeyboardInterrupt and SIGTERM `Terminated`, unless the parent process set them to ignored."""
     before = {number: signal.getsignal(number) for number in _RAISED}
-    ours = [number for number, handler in before.items() if handler in _USUAL]
+    ours = [number for number, handler in before.items() if handler in _DEFAULT_HANDLERS]
     try:
         for number in ours:
             signal.signal(number, _interrupt)
-    except ValueError:  # signals are for the main thread
+    except ValueError:  # not in the main thread
         ours = []
     try:
         yield
@@ -53,45 +53,45 @@ def interruptible() -> Iterator[None]:
         for number in ours:
             signal.signal(number, before[number])
         if ours:
-            _came.clear()
+            _received.clear()
 
 
 def raise_if_interrupted() -> None:
-    """Interrupt again what was interrupted where others have swallowed the exception, as imports do.
+    """Raise the interrupt again if other code has swallowed it, as imports do.
 
     Raises:
-        KeyboardInterrupt: if a signal came.
+        KeyboardInterrupt: if a signal was received.
     """
-    if _came:
-        raise _RAISED[_came[0]]
+    if _received:
+        raise _RAISED[_received[0]]
 
 
 def ignore_signals() -> None:
-    """Those of the terminal and of the launcher, of which the second comes too late."""
+    """Ignore the signals of the terminal and of the launcher, whose second one comes too late."""
     for number in _RAISED:
         signal.signal(number, signal.SIG_IGN)
 
 
 def report_interrupted(error: BaseException) -> None:
-    """Say on stderr that the command was interrupted, and what it has left."""
+    """Report on stderr that the command was interrupted, and what is kept of its work."""
     import click
 
     from quantkit.cli.spelling import as_options
     from quantkit.formats.output.staging import kept
 
     after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
-    left = kept(error)
-    click.echo(f"{after_echo}quantkit: interrupted" + (f"; {as_options(left)}" if left else ""), err=True)
+    work = kept(error)
+    click.echo(f"{after_echo}quantkit: interrupted" + (f"; {as_options(work)}" if work else ""), err=True)
 
 
 def interrupted_code(error: BaseException) -> int:
-    """What a process that was interrupted exits with."""
+    """The exit code of an interrupted process."""
     return TERMINATED if isinstance(error, Terminated) else INTERRUPTED
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
-    again = signal.SIGTERM in _came
-    _came.append(number)
+    again = signal.SIGTERM in _received
+    _received.append(number)
     if number == signal.SIGTERM and again:
-        return  # what the first has set off is under way
+        return  # the first one is being handled
     raise _RAISED[number]

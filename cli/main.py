@@ -28,7 +28,7 @@ from quantkit.version import __version__
 
 
 class _Commands(click.Group):
-    """Knows what the command for text is called elsewhere."""
+    """Suggests ``generate`` for the names of that command in other tools."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -43,7 +43,7 @@ class _Commands(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=exit_codes(),
 )
-@click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback with an error; comes first.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback with an error; must come first.")
 @click.version_option(__version__)
 def quantkit() -> None:
     """Convert, quantize, verify and run Llama-family language models."""
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = arguments[:1] == ["--debug"]
     try:
-        # Not through click's own main: it takes EOFError for Ctrl-C, and a closed pipe for an error.
+        # Not through click's own main, which treats EOFError as Ctrl-C, and a closed pipe as an error.
         with interruptible(), quantkit.make_context("quantkit", list(arguments)) as context:
             code = quantkit.invoke(context)
     except click.exceptions.Exit as stop:
@@ -85,28 +85,28 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         if debug:
             raise
-        if error.filename is None:  # it is of the output
+        if error.filename is None:  # an error of the output
             drop_output()
         click.echo(f"quantkit: error: {error.filename or 'the output'}: {error.strerror or error}", err=True)
         code = DestinationError.exit_code
     except Exception as error:
         if debug:
             raise
-        told = _with_kept(f"{type(error).__name__}: {_one_line(error)}", error)
-        click.echo(f"quantkit: internal error: {told}; --debug shows more", err=True)
+        message = _with_kept(f"{type(error).__name__}: {_one_line(error)}", error)
+        click.echo(f"quantkit: internal error: {message}; --debug shows more", err=True)
         code = INTERNAL_ERROR
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _show_log() -> None:
-    """What the library has to say goes to stderr as notes."""
+    """Print the library's log on stderr as notes."""
     log = logging.getLogger("quantkit")
     log.handlers, log.propagate = [_Notes()], False
     log.setLevel(logging.INFO)
 
 
 class _Notes(logging.StreamHandler[TextIO]):
-    """A line on stderr for each record, beside a bar where there is one."""
+    """Prints a line on stderr for each record, next to a progress bar if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"quantkit: note: {as_options(record.getMessage())}"
@@ -116,12 +116,12 @@ class _Notes(logging.StreamHandler[TextIO]):
             super().emit(record)
 
 
-def _with_kept(told: str, error: Exception) -> str:
-    """What is told of an error, with what a job that it ended has left."""
+def _with_kept(message: str, error: Exception) -> str:
+    """An error message, with what is kept of the job's work."""
     from quantkit.formats.output.staging import kept
 
-    left = kept(error)
-    return f"{told}; {as_options(left)}" if left else told
+    work = kept(error)
+    return f"{message}; {as_options(work)}" if work else message
 
 
 def _one_line(error: Exception) -> str:

@@ -19,8 +19,8 @@ _missing: set[int] = set()
 
 
 def say(lines: Iterable[str], *, err: bool = False) -> None:
-    """Print lines, with `err` to stderr; a reader that has closed its end misses them, and the command goes on to
-    its exit code. So it does where stderr takes nothing: results are on stdout then."""
+    """Print lines, with `err` to stderr. If the reader has closed the pipe, or stderr cannot be written, the command
+    continues to its exit code."""
     try:
         _print("\n".join(map(as_options, lines)), err=err)
     except BrokenPipeError:
@@ -32,7 +32,7 @@ def say(lines: Iterable[str], *, err: bool = False) -> None:
 
 
 def mention(line: str, *, err: bool = False) -> None:
-    """Print a line that nothing depends on: what it tells of has been done, whether or not it can be printed."""
+    """Print a line about work that is done; if it cannot be printed, the command continues."""
     try:
         _print(line, err=err)
     except OSError:
@@ -40,23 +40,23 @@ def mention(line: str, *, err: bool = False) -> None:
 
 
 def columns() -> int:
-    """That a table may take up: those of the terminal, at most 100."""
+    """Width of a table: that of the terminal, at most 100."""
     return min(_MAX_COLUMNS, shutil.get_terminal_size((_MAX_COLUMNS, 24)).columns)
 
 
 def is_rank0_process() -> bool:
-    """Whether this is the process that speaks to the user, of those that torchrun started."""
+    """Whether this is rank 0 of the processes that torchrun started; it alone prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def note(line: str) -> None:
-    """Tell the user something on stderr; of the processes of a group the first one does."""
+    """Print a note on stderr, on rank 0."""
     if is_rank0_process():
         mention(f"quantkit: note: {as_options(line)}", err=True)
 
 
 def warn(line: str) -> None:
-    """Warn the user of what was found, on stderr."""
+    """Print a warning on stderr."""
     mention(f"quantkit: warning: {as_options(line)}", err=True)
 
 
@@ -67,8 +67,8 @@ def _print(text: str, *, err: bool) -> None:
 
 
 def open_missing_streams() -> None:
-    """Let standard streams that were closed when the process began lead nowhere: files opened later would get their
-    numbers, and what is meant for the terminal."""
+    """Connect standard streams that were closed when the process began to /dev/null: files opened later would get their
+    numbers, and the output meant for the terminal."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -84,17 +84,18 @@ def open_missing_streams() -> None:
 
 
 def require_stdout() -> None:
-    """Refuse to compute what standard output alone would be told, where that leads nowhere.
+    """Refuse to compute what would only be printed, if standard output is closed.
 
     Raises:
         DestinationError: if it was closed when the process began.
     """
     if _STDOUT in _missing:
         raise DestinationError(
-            "standard output is closed, and what is generated goes there", hint=f"> {os.devnull} where nobody reads it"
+            "standard output is closed, and the generated text goes there",
+            hint=f"add > {os.devnull} if you do not need it",
         )
 
 
 def drop_output(*, err: bool = False) -> None:
-    """Let standard output, or stderr, lead nowhere from now on, so that what is left of it does no harm."""
+    """Connect standard output, or stderr, to /dev/null, so that flushing the rest of it raises nothing."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), (sys.stderr if err else sys.stdout).fileno())

@@ -1,4 +1,4 @@
-"""Being one of several processes that ``torchrun`` started."""
+"""Commands that run as one of several processes, started by ``torchrun``."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def together(
 ) -> Iterator[ProcessGroup]:
     """Join the other processes for a while; `SINGLE` if there are none.
 
-    One process reports an error; the others only exit with its code. No process leaves before the first has
-    done what it does alone, and all exit as it does.
+    One process reports an error, and the others only exit with its code. No process leaves before rank 0 has finished
+    its own work, and all exit with the same code.
 
     Args:
-        options: which all processes must have been given alike.
+        options: must be the same in all processes.
         device: see `joined`.
-        check: whether the options make sense, raises; where this is the only process, before torch is imported.
+        check: validates the options; in a single process this is done before torch is imported.
 
     Raises:
-        GroupError: if they have not, or one was lost.
+        GroupError: if the options differ, or a process was lost.
     """
     if _alone() and check is not None:
         check()
@@ -55,30 +55,30 @@ def together(
             _leave(group)
     except BaseException as error:
         ignore_signals()
-        if isinstance(error, KeyboardInterrupt) and not group.is_rank0:  # the first says what it has left
+        if isinstance(error, KeyboardInterrupt) and not group.is_rank0:  # rank 0 reports what is kept
             group.leave()
             raise click.exceptions.Exit(exit_code(error)) from error
-        told_here = group.is_first_to_fail()
+        reports = group.is_first_to_fail()
         code = exit_code(error)
         if group.is_rank0:
             group.announce_exit(code)
-        elif not told_here:
+        elif not reports:
             code = group.wait_for_rank0() or code
-        if told_here:
+        if reports:
             raise
         raise click.exceptions.Exit(code) from error
 
 
 def require_models(*paths: Path | None, makes: Path | None = None) -> None:
-    """Refuse models that are not there before torch is imported; what is there may differ among several processes.
+    """Check that models exist, before torch is imported; not with several processes, whose disks may differ.
 
     Args:
         paths: the models that a command reads.
         makes: the folder that it makes.
 
     Raises:
-        CheckpointError: if nothing is at a path.
-        RequestError: if `makes` is no name for a folder.
+        CheckpointError: if a path does not exist.
+        RequestError: if `makes` is no valid name for a folder.
     """
     if not _alone():
         return
@@ -101,7 +101,7 @@ def _leave(group: ProcessGroup) -> None:
 
 
 def exit_code(error: BaseException) -> int:
-    """What a process exits with for an error."""
+    """The exit code for an error."""
     if isinstance(error, (QuantkitError, click.ClickException, click.exceptions.Exit)):
         return error.exit_code
     return interrupted_code(error) if isinstance(error, (KeyboardInterrupt, click.exceptions.Abort)) else INTERNAL_ERROR

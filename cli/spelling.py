@@ -1,20 +1,20 @@
-"""Options as each caller spells them: the library names Python's arguments, the command line its own options."""
+"""Options in messages: the library names Python's arguments, the command line its own options."""
 
 from __future__ import annotations
 
 import re
 
-_OTHERWISE = {"runtime": "for"}  # a word that Python keeps for itself
+_RENAMED = {"runtime": "for"}  # a keyword of Python
 _POSITIONAL = ("path", "src", "dst")
 _ARGUMENT = re.compile(r"`(?P<name>[a-z]\w*)(?:=(?P<value>[^`]*))?`")
 
 
 def as_options(text: str) -> str:
-    """A message of the library in the command line's spelling.
+    """A message of the library with the command line's options.
 
-    In such messages an argument stands between backquotes: `` `resume=True` `` becomes ``--resume``,
+    In such messages an argument stands in backquotes: `` `resume=True` `` becomes ``--resume``,
     `` `source_check=False` `` becomes ``--no-source-check``, `` `to="meta"` `` becomes ``--to meta``, and a bare name
-    is its option's, or that of the argument that has none.
+    becomes its option, or its argument, such as ``SRC``.
     """
     return _ARGUMENT.sub(_option, text)
 
@@ -23,7 +23,7 @@ def _option(found: re.Match[str]) -> str:
     name, value = found["name"], found["value"]
     if name in _POSITIONAL:
         return name.upper()
-    name = _OTHERWISE.get(name, name).replace("_", "-")
+    name = _RENAMED.get(name, name).replace("_", "-")
     if value in (None, "True"):
         return f"--{name}"
     if value == "False":

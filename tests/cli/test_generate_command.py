@@ -87,8 +87,8 @@ def test_text_that_nobody_could_ever_read_is_not_generated(asked: str, demo_mode
     )
     assert found.returncode == 5
     assert found.stderr == (
-        "quantkit: error: standard output is closed, and what is generated goes there; > /dev/null where nobody reads"
-        " it\n"
+        "quantkit: error: standard output is closed, and the generated text goes there;"
+        " add > /dev/null if you do not need it\n"
     )
 
 
