@@ -59,16 +59,21 @@ EXCEPTIONS = {
     "model_card": "the field's word for the README of a model",
     "ModelCard": "a class of huggingface_hub",
     "cards?": dict.fromkeys(
-        ("quantkit/jobs/card", "quantkit/jobs/output", "tests/test_card", "tests/test_model_card", "docs/formats.md"),
+        ("quantkit/jobs/card", "quantkit/jobs/output", "tests/jobs/test_card", "tests/jobs/test_model_card", "docs/formats.md"),
         "model cards",
     ),
     "alike": {"scripts/gpu_gptq.py": "a quotation"},
     "most|least": {
         "evals/timing.py": "keys of the JSON of `bench`", "evals/bench": "keys of the JSON of `bench`",
-        "tests/test_bench": "keys of the JSON of `bench`",
+        "tests/evals/test_bench": "keys of the JSON of `bench`",
     },
+    "ask": {
+        "docs/chat.md": "`ChatSession.ask`", "cli/chat.py": "`ChatSession.ask`",
+        "quantkit/runtime/chat_session.py": "`ChatSession.ask`", "tests/": "`ChatSession.ask`",
+    },
+    "asked": {"docs/errors.md": "a key of the manifest"},
     "(a|one|each|no) text": dict.fromkeys(
-        ("evals/", "tests/test_eval", "docs/evals.md", "cli/measure.py"), "the texts that `eval` measures on"
+        ("evals/", "tests/evals/", "docs/", "cli/measure.py"), "a piece of running text"
     ),
 }  # fmt: skip
 """Names, or patterns with the paths in which they may stand, each with the reason."""
