@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 _sources: dict[Path, Path] = {}
 
@@ -147,3 +149,12 @@ class GroupError(QuantkitError):
     """The processes of one job were started with different arguments, or one of them died."""
 
     exit_code = 9
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name != "NotHeldError":
+            raise AttributeError(f"module 'quantkit.errors' has no attribute '{name}'")
+        warnings.warn("`NotHeldError` is now `NotRepresentableError`", DeprecationWarning, stacklevel=2)
+        return NotRepresentableError

@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,6 +61,12 @@ class ProcessGroup:
     def is_rank0(self) -> bool:
         """Whether this process speaks and writes for all."""
         return self.rank == 0
+
+    @property
+    def first(self) -> bool:
+        """Deprecated: use `is_rank0`."""
+        warnings.warn("`ProcessGroup.first` is now `is_rank0`", DeprecationWarning, stacklevel=2)
+        return self.is_rank0
 
     def share(self, count: int) -> slice:
         """Which of so many things are this process's."""
