@@ -41,11 +41,11 @@ def test_processes_add_up_join_and_agree() -> None:
     assert {one.stdout for one in done} == {done[0].stdout}
 
 
-def test_a_process_that_is_alone_talks_to_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_needs_no_communication(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with joined("cpu") as group:
         assert group is SINGLE
-    assert (SINGLE.rank, SINGLE.size, SINGLE.first, SINGLE.device) == (0, 1, True, None)
+    assert (SINGLE.rank, SINGLE.size, SINGLE.is_rank0, SINGLE.device) == (0, 1, True, None)
     assert not torch.distributed.is_initialized()
     value = torch.ones(3)
     SINGLE.sum_(value)

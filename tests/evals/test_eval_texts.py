@@ -74,7 +74,8 @@ def test_a_text_says_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"), [(None, "cannot be read"), (b" \n\t\n", "is empty"), (b"caf\xe9 au lait", "not a text")]
+    ("content", "problem"),
+    [(None, "cannot be read"), (b" \n\t\n", "is empty"), (b"caf\xe9 au lait", "is not plain text")],
 )
 def test_what_is_no_text_is_refused(content: bytes | None, problem: str, tmp_path: Path) -> None:
     if content is not None:

@@ -174,7 +174,7 @@ def test_what_is_broken_far_on_is_seen_there(demo_model: Path, tmp_path: Path, c
         ({"positions": 1}, "must be at least 2"),
         ({"positions": 256, "position_windows": 0}, "must be at least 1"),
         ({"position_windows": 2}, "goes with `positions`"),
-        ({"positions": "far"}, "a whole number"),
+        ({"positions": "far"}, "an integer"),
         ({"positions": 256, "against": None}, "is from a reference"),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_model_can_be_its_config_alone(folder: Path, demo_model: Path) -> None
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": settings}))
     assert schemes(shaped(folder, None)) == own
     assert shaped("llama-2-70b", "int8").config.num_heads == 64
-    with pytest.raises(RequestError, match="has schemes of its own"):
+    with pytest.raises(RequestError, match="defines its schemes"):
         shaped(demo_model, "int8")
 
 

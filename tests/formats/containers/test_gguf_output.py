@@ -67,9 +67,9 @@ def test_a_folder_holds_one_file(demo_model: Path, tmp_path: Path) -> None:
         verify(tmp_path / "model")
 
 
-def test_a_manifest_that_is_not_beside_is_missed(made: Path, tmp_path: Path) -> None:
+def test_a_missing_manifest_is_an_error(made: Path, tmp_path: Path) -> None:
     shutil.copy(made, tmp_path / "other.gguf")
-    with pytest.raises(CheckpointError, match=r"has no other\.gguf\.quantkit\.json beside it"):
+    with pytest.raises(CheckpointError, match=r"has no other\.gguf\.quantkit\.json next to it"):
         verify(tmp_path / "other.gguf")
     shutil.copy(made.parent / "demo.gguf.quantkit.json", tmp_path / "other.gguf.quantkit.json")
     (tmp_path / "other.gguf").rename(tmp_path / "demo.gguf")
