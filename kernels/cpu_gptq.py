@@ -57,10 +57,10 @@ def _in_turn(
 
 
 round_in_turn = partial(_in_turn, "quantkit_round_in_turn")
-"""See `RoundInTurn`."""
+"""See `ColumnKernels`."""
 
 improve_in_turn = partial(_in_turn, "quantkit_improve_in_turn")
-"""See `CoordinateDescentStep`."""
+"""See `ColumnKernels`."""
 
 
 def _functions() -> ctypes.CDLL:

@@ -1,15 +1,23 @@
-"""What the solver does to single weights, one input after the other: by a device's kernels, or by torch."""
+"""The solver's two loops over a weight's columns: rounding with compensation, and coordinate descent.
+
+Columns are processed in panels. Kernels round a few columns of a panel at a time, by a device's own code or by torch;
+the effect of earlier columns on later ones comes from matrix products, and no value is read on the host.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from quantkit.solver.grid import search_scales
+from quantkit.solver.grid import Grid, search_scales
+from quantkit.tensors.products import times
 from quantkit.tensors.scheme import QuantScheme
+
+_PANEL = 256
 
 
 class SearchScales(Protocol):
@@ -20,46 +28,33 @@ class SearchScales(Protocol):
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
-class RoundInTurn(Protocol):
-    """Write the columns' codes, and what their values lack of `wanted` [C, O] to `errors` [C, O]; `start` [C, O] is
-    what is rounded, so far as earlier columns have moved it."""
-
-    def __call__(
-        self, start: Tensor, wanted: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None,
-        levels: int, size: int, codes: Tensor, errors: Tensor,
-    ) -> None: ...  # fmt: skip
-
-
-class CoordinateDescentStep(Protocol):
-    """Give the columns the codes that are best with all others as they are; write how much less their values have
-    become to `errors` [C, O].
-
-    `start` is Hessian times what the values lack, [C, O], and `inverse` one over the Hessian's diagonal, [C].
-    """
-
-    def __call__(
-        self, start: Tensor, inverse: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None,
-        levels: int, size: int, codes: Tensor, errors: Tensor,
-    ) -> None: ...  # fmt: skip
+ColumnStep = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int, Tensor, Tensor], None]
+"""Takes start, wanted or inverse, ratios, columns, scale, zero, levels, size, codes and errors; see `ColumnKernels`."""
 
 
 @dataclass(frozen=True)
 class ColumnKernels:
-    """What searches scales and rounds some columns [C, O] of a weight in turn; all in float32, but for numbers in
-    int64.
+    """Functions that search scales and round columns [C, O] of a weight one after the other; tensors are float32,
+    column indices int64.
 
-    For both that round, `ratios` [C, C] are how much of one column's error, by row, each later one takes up; `columns`
-    are the columns' numbers [C]; `scale` and `zero` those of groups [G, O] of `size` columns, where codes without zero
-    points are signed; `levels` is the number of codes; and `codes` [I, O] are less their zero points.
+    Both steps write `codes` [I, O], less their zero points, in the rows `columns` [C], and add a column's error to the
+    later ones by `ratios` [C, C]. `scale` and `zero` are those of groups [G, O] of `size` columns; codes without zero
+    points are signed; `levels` is the number of codes.
 
     Attributes:
-        at_once: how many columns at most are given to those that round.
+        search_scales: finds scales and zero points.
+        round_in_turn: ``(start, wanted, ...)`` rounds `start` [C, O], which is `wanted` [C, O] with the errors of
+            earlier columns compensated, and writes `wanted` less the codes' values to `errors` [C, O].
+        improve_in_turn: ``(start, inverse, ...)`` replaces each code by the best one given all others, and writes by
+            how much the values have decreased to `errors`. `start` is the Hessian times target less values, [C, O], and
+            `inverse` one over the Hessian's diagonal, [C].
+        max_columns: the most columns in one call of a step.
     """
 
     search_scales: SearchScales
-    round_in_turn: RoundInTurn
-    improve_in_turn: CoordinateDescentStep
-    at_once: int
+    round_in_turn: ColumnStep
+    improve_in_turn: ColumnStep
+    max_columns: int
 
 
 def _round_in_turn(
@@ -98,4 +93,88 @@ def _round_(steps: Tensor, zero: Tensor | None, levels: int) -> None:
 
 
 TORCH = ColumnKernels(search_scales, _round_in_turn, _improve_in_turn, 64)
-"""Some calls of torch for each column, on any device."""
+"""A few calls of torch for each column, on any device."""
+
+
+def solve_codes(
+    target: Tensor, factor: Tensor, grid: Grid, order: Tensor, kernels: ColumnKernels = TORCH
+) -> tuple[Tensor, Tensor]:
+    """Round column after column, with each error compensated by the columns that follow.
+
+    Args:
+        target: [I, O] float32.
+        factor: [I, I] float32, see `reverse_factor`.
+        order: [I] the order of the columns.
+        kernels: for the device.
+
+    Returns:
+        Codes less their zero points, float32 [I, O], in the original column order; and target less values, times the
+        factor, [I, O] in the factor's order: its squares add up to the squared output errors.
+    """
+    wanted = target[order.flip(0)]  # the first to round is the last, as in the factor; whitened errors take its place
+    errors, codes = torch.empty_like(wanted), torch.empty_like(wanted)
+    inputs = len(order)
+    for first, last in _ranges(inputs, _PANEL):
+        here, later = slice(inputs - last, inputs - first), slice(inputs - first, inputs)
+        corner = factor[here, here]
+        diagonal = corner.diagonal().unsqueeze(1)
+        ratios = (corner / diagonal).t().flip(0, 1)
+        own, whitened = wanted[here].flip(0), None
+        start, wrong = own, torch.empty_like(own)
+        if first:
+            whitened = times(factor[here, later], errors[later])
+            start = own + (whitened / diagonal).flip(0)
+        _run(kernels, kernels.round_in_turn, start, own, ratios, order[first:last], grid, codes, wrong)
+        errors[here] = wrong.flip(0)
+        product = times(corner, errors[here])
+        wanted[here] = product if whitened is None else product.add_(whitened)
+    return codes, wanted
+
+
+def descend(
+    target: Tensor, codes: Tensor, hessian: Tensor, grid: Grid, order: Tensor, kernels: ColumnKernels = TORCH
+) -> tuple[Tensor, Tensor]:
+    """One sweep of coordinate descent: each column in turn gets its best codes given the others.
+
+    Args:
+        target: [I, O] float32.
+        codes: [I, O] float32, less their zero points; not changed.
+        hessian: [I, I] float32, positive definite.
+        grid, order, kernels: as for `solve_codes`.
+
+    Returns:
+        The codes, and by how much the squared output error of each row decreases, [O].
+    """
+    codes = codes.clone()
+    missing = grid.values(codes).neg_().add_(target)
+    gain = torch.zeros(codes.shape[1], dtype=codes.dtype, device=codes.device)
+    for first, last in _ranges(len(order), _PANEL):
+        columns = order[first:last]
+        rows = hessian[columns]
+        corner = rows[:, columns]
+        start = times(rows, missing)
+        moved = torch.empty_like(start)
+        inverse = corner.diagonal().reciprocal()
+        _run(kernels, kernels.improve_in_turn, start, inverse, corner, columns, grid, codes, moved)
+        missing[columns] += moved
+        gain -= start.mul_(2).add_(times(corner, moved)).mul_(moved).sum(0)
+    return codes, gain
+
+
+def _run(
+    kernels: ColumnKernels, step: ColumnStep, start: Tensor, other: Tensor, ratios: Tensor, columns: Tensor,
+    grid: Grid, codes: Tensor, errors: Tensor,
+) -> None:  # fmt: skip
+    """Run a step over the columns of a panel, a few at a time, with the errors of earlier ones compensated."""
+    for begin, end in _ranges(len(columns), kernels.max_columns):
+        here = slice(begin, end)
+        moved = start[here] + times(ratios[:begin, here].t(), errors[:begin]) if begin else start[here]
+        step(
+            moved, other[here], ratios[here, here], columns[here], grid.scale, grid.zero, grid.scheme.levels, grid.size,
+            codes, errors[here],
+        )  # fmt: skip
+
+
+def _ranges(stop: int, step: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, stop, step):
+        yield begin, min(begin + step, stop)

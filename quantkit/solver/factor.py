@@ -1,6 +1,6 @@
-"""Triangular factors of symmetric matrices, and what is solved with them: mostly matrix products, which are fast.
+"""Triangular factors of symmetric matrices, and solving with them: mostly matrix products, which are fast.
 
-Factors are upper triangular: most of what is done with one then multiplies parts of its rows, which lie in one piece.
+Factors are upper triangular, so that most operations multiply parts of their rows, which are contiguous.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def cholesky(matrix: Tensor) -> Tensor | None:
     """The upper triangular U with ``matrix = U.T @ U``, [N, N]; None if the matrix is not positive definite.
 
     Args:
-        matrix: used up; only its upper triangle counts.
+        matrix: overwritten; only its upper triangle is read.
     """
     if matrix.device.type != "cpu":
         factor, info = torch.linalg.cholesky_ex(matrix, upper=True)
@@ -34,8 +34,8 @@ def cholesky(matrix: Tensor) -> Tensor | None:
         matrix[start:stop, start:stop] = corner
         matrix[stop:, start:stop] = 0
         if stop < size:
-            beside = matrix[start:stop, stop:]
-            beside.copy_(torch.linalg.solve_triangular(corner.t(), beside, upper=False))
+            right = matrix[start:stop, stop:]
+            right.copy_(torch.linalg.solve_triangular(corner.t(), right, upper=False))
     return matrix
 
 
@@ -44,7 +44,7 @@ def solve_factored(factor: Tensor, right: Tensor) -> Tensor:
     found = right.clone()
     blocks = [(start, min(start + _BLOCK, len(factor))) for start in range(0, len(factor), _BLOCK)]
     identity = torch.eye(_BLOCK, dtype=factor.dtype, device=factor.device)
-    inverses = []  # of the blocks on the diagonal, so that all else is products
+    inverses = []  # of the blocks on the diagonal, so that all other steps are products
     for start, stop in blocks:
         corner = factor[start:stop, start:stop]
         inverses.append(torch.linalg.solve_triangular(corner, identity[: len(corner), : len(corner)], upper=True))

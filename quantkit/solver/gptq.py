@@ -1,13 +1,12 @@
 """GPTQ: codes that minimize a layer's output error, given the Hessian of its inputs.
 
 Sources: GPTQ (2210.17323) with activation order over static groups; the asymmetric
-calibration target of GPTAQ (2504.02692), which makes up for the error of earlier
+calibration target of GPTAQ (2504.02692), which compensates the error of earlier
 layers; coordinate descent as in QuantEase (2309.01885). The result needs no column
-order on disk. Rounding goes by the Cholesky factor of the Hessian itself, its inputs in reverse order, rather than by
+order on disk. Rounding uses the Cholesky factor of the Hessian itself, with its inputs in reverse order, instead of
 that of its inverse: the codes are the same (2507.18553).
 
-Inside, matrices are transposed, [I, O]: the work goes input by input, over all outputs
-at once.
+Internally, matrices are transposed, [I, O]: columns are processed one by one, for all rows together.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NonFiniteError
-from quantkit.solver.columns import TORCH, ColumnKernels
+from quantkit.solver.columns import TORCH, ColumnKernels, descend, solve_codes
 from quantkit.solver.factor import cholesky, solve_factored, upper_transposed_times
 from quantkit.solver.grid import Grid
-from quantkit.solver.panels import descend, solve_codes
 from quantkit.solver.portions import refit_bytes, weights_at_once
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 DAMPING = 0.01
-_MOST_DAMPING = 1.0
+_MAX_DAMPING = 1.0
 
 
 class SingularError(ArithmeticError):
@@ -38,13 +36,13 @@ class SingularError(ArithmeticError):
 
 @dataclass(frozen=True)
 class GptqReport:
-    """How a layer was solved.
+    """The result of solving a layer.
 
     Attributes:
         damping: share of the mean diagonal that was added to the Hessian.
-        dead_columns: inputs that were zero throughout the calibration.
-        error, energy: [O] float64: of each row, the squared error of its outputs, and the squared outputs, both of what
-            the codes were to come close to.
+        dead_columns: inputs that were zero in all calibration samples.
+        error, energy: [O] float64: for each row, the squared error of its outputs, and the squared outputs, both
+            relative to the target.
     """
 
     damping: float
@@ -58,20 +56,20 @@ class GptqReport:
         return math.sqrt(self.error.sum().item() / max(self.energy.sum().item(), 1e-30))
 
     def rows(self, start: int, stop: int) -> GptqReport:
-        """The report on some of the rows."""
+        """The report for a range of rows."""
         return GptqReport(self.damping, self.dead_columns, self.error[start:stop], self.energy[start:stop])
 
 
 @dataclass(frozen=True)
 class Damped:
-    """A Hessian with as little damping as makes it positive definite.
+    """A Hessian with the smallest damping that makes it positive definite.
 
     Attributes:
         matrix: [I, I] float32.
-        diagonal: [I] its diagonal before; the mean where an input was always zero.
+        diagonal: [I] its diagonal without damping; the mean where an input was always zero.
         damping: share of the mean of `diagonal` that was added.
         dead: number of inputs that were always zero.
-        order: [I] the inputs, the largest first, as they are rounded.
+        order: [I] the inputs in the order of rounding, the largest diagonal first.
         factor: of `matrix`, see `reverse_factor`.
     """
 
@@ -83,7 +81,7 @@ class Damped:
     factor: Tensor
 
     @classmethod
-    def of_(cls, hessian: Tensor, least: float = DAMPING) -> Damped:
+    def of_(cls, hessian: Tensor, min_damping: float = DAMPING) -> Damped:
         """Damp a Hessian [I, I] in place.
 
         Raises:
@@ -97,22 +95,22 @@ class Damped:
         diagonal = torch.where(dead, torch.where(dead.all(), 1.0, stored.mean()), stored)
         mean = diagonal.mean()
         order = torch.argsort(diagonal, descending=True, stable=True)
-        damping = least
+        damping = min_damping
         while True:
             hessian.diagonal().copy_(diagonal + damping * mean)
             factor = reverse_factor(hessian, order)
             if factor is not None:
                 return cls(hessian, diagonal, damping, int(dead.sum()), order, factor)
-            if damping >= _MOST_DAMPING:
+            if damping >= _MAX_DAMPING:
                 raise SingularError(f"the Hessian stays singular with {damping:g} of its mean diagonal added")
-            damping = min(10 * damping, _MOST_DAMPING)
+            damping = min(10 * damping, _MAX_DAMPING)
 
     def divide(self, right: Tensor) -> Tensor:
         """``right @ matrix^-1``, [N, I] float32.
 
-        With ``right = weight @ (X_float - X).T @ X``, where X are inputs that the layer will see, of which this is the
-        Hessian, and X_float those of the unquantized model, it is by how much the weights [O, I] have to change to come
-        closest to what the layer should give.
+        X are the inputs that the layer will get, and X_float those of the unquantized model; this is the Hessian of X.
+        With ``right = weight @ (X_float - X).T @ X``, the result is the change of the weights [O, I] that brings the
+        outputs closest to those of the unquantized model.
         """
         inputs = self.order.flip(0)
         found = torch.empty_like(right)
@@ -128,7 +126,7 @@ def gptq(
 
     Args:
         weight: [O, I], any float dtype; not changed.
-        hessian: [I, I] float32, ``X.T @ X`` over the inputs the layer will really see;
+        hessian: [I, I] float32, ``X.T @ X`` over the inputs that the layer will get;
             not changed.
         scheme, scale_dtype, target, kernels: as for `solve`.
 
@@ -143,15 +141,15 @@ def solve(
     weight: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype, *, target: Tensor | None = None,
     kernels: ColumnKernels = TORCH,
 ) -> tuple[QuantTensor, GptqReport]:  # fmt: skip
-    """`gptq` with a Hessian that is damped already.
+    """`gptq` with a damped Hessian.
 
     Args:
         weight: [O, I], any float dtype; not changed.
         hessian: not changed.
         scheme: the group size must divide I.
         scale_dtype: dtype the scales are stored in.
-        target: what the codes are to come close to, if not `weight`; see `Damped.divide`.
-        kernels: of the device.
+        target: the weights [O, I] to approximate, if not `weight`; see `Damped.divide`.
+        kernels: for the device.
 
     Raises:
         NonFiniteError: if the weight holds NaN or Inf.
@@ -172,7 +170,7 @@ def solve(
 def _solve_rows(
     wanted: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype, kernels: ColumnKernels
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Some outputs of a layer, for targets [I, O]: codes, scale, zero point, and each one's error and energy."""
+    """Solve some rows of a layer, for targets [I, O]: codes, scale, zero point, error and energy of each row."""
     scale, zero = kernels.search_scales(wanted, hessian.diagonal, scheme, scale_dtype)
     grid = Grid.of(scale, zero, scheme, len(wanted))
     codes, whitened = solve_codes(wanted, hessian.factor, grid, hessian.order, kernels)
@@ -189,7 +187,7 @@ def _solve_rows(
     loss -= gain
     offset = scheme.levels // 2 if zero is None else zero.float().repeat_interleave(grid.size, dim=0)
     unsigned = (codes + offset).to(torch.uint8).t().contiguous()
-    added = hessian.matrix.diagonal() - hessian.diagonal  # by damping, which the inputs know nothing of
+    added = hessian.matrix.diagonal() - hessian.diagonal  # by damping, not by inputs
     error = loss.sub_(added @ grid.values(codes).sub_(wanted).square_()).clamp_(min=0)
     energy.sub_(added @ wanted.square()).clamp_(min=0)
     return unsigned, scale.t().contiguous(), None if zero is None else zero.t().contiguous(), error, energy

@@ -1,8 +1,7 @@
-"""Scales and zero points by search: of many steps per group, the one of least weighted error."""
+"""Scales and zero points by search: for each group, the step with the smallest weighted error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,14 +13,14 @@ from quantkit.tensors.scheme import QuantScheme
 
 _COARSE = tuple(1.05 - 0.05 * step for step in range(14))  # 1 is among them
 FINE = (-0.025, -0.0125, 0.0125, 0.025)
-"""The steps beside the best of them."""
-_LESS = 1 - 1e-6  # steps of both signs often lose the same but for rounding: the first is kept
+"""The distances of finer steps from the best coarse one."""
+_LESS = 1 - 1e-6  # steps of both signs often have equal losses except for rounding: the first is kept
 _NARROWEST = 16
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Where codes may lie: scale [G, O], zero point [G, O] or None, both float32, and the scheme."""
+    """Scales [G, O] and zero points [G, O] or None, both float32, of groups of `size` columns."""
 
     scale: Tensor
     zero: Tensor | None
@@ -44,9 +43,9 @@ def search_scales(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of each group that minimize ``sum(importance * error ** 2)``.
 
-    Tried are steps from 1.05 down to 0.40 times the one that spans the group, then four
-    close to the best of them. Symmetric codes reach one step further down than up, so
-    symmetric scales may be negative: the longer side then serves the larger weights.
+    Steps from 1.05 down to 0.40 times the one that spans the group are tried, then four
+    close to the best of them. Symmetric codes have one more negative value than positive ones, so
+    symmetric scales may be negative: the longer side is then used for the larger weights.
 
     Args:
         weight: [I, O] float32: inputs first.
@@ -63,7 +62,7 @@ def search_scales(
     weights = importance.view(groups, 1, -1)
     scale = torch.empty(groups, rows, dtype=scale_dtype, device=weight.device)
     zero = None if scheme.symmetric else torch.empty_like(scale, dtype=torch.uint8)
-    inference = torch.is_inference_mode_enabled()  # each thread has its own, as of gradients
+    inference = torch.is_inference_mode_enabled()  # each thread has its own mode
 
     def search(tile: tuple[slice, slice]) -> None:
         with torch.inference_mode(inference), torch.no_grad():
@@ -72,11 +71,17 @@ def search_scales(
             if zero is not None:
                 zero[tile] = found.offset.to(torch.uint8)
 
-    tiles = _tiles(groups, columns // groups, rows, searched_weights(weight.device))
+    size, max_weights = columns // groups, searched_weights(weight.device)
+    width = min(rows, max(_NARROWEST, max_weights // size))
+    height = max(1, max_weights // (size * width))
+    tiles = [
+        (slice(first, first + height), slice(start, start + width))
+        for first in range(0, groups, height) for start in range(0, rows, width)
+    ]  # fmt: skip
     if weight.device.type == "cpu":
         count = torch.get_num_threads()
         try:
-            # Each of the threads would have as many of its own: for the products, and in tiles of long groups for all.
+            # Otherwise each of the threads would start as many torch threads.
             with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as threads:
                 list(threads.map(search, tiles))
         finally:
@@ -88,7 +93,7 @@ def search_scales(
 
 
 def signed_steps(scheme: QuantScheme) -> list[float]:
-    """The steps that are tried first, in units of what spans a group."""
+    """The steps that are tried first, in units of the step that spans a group."""
     return [factor * sign for factor in _COARSE for sign in ((1, -1) if scheme.symmetric else (1,))]
 
 
@@ -115,7 +120,7 @@ class _Search:
             self._try(coarse + step)
 
     def _try(self, factor: Tensor) -> None:
-        """Take a step of `factor` spans wherever it gives less error than the best so far."""
+        """Use a step of `factor` spans wherever it has a smaller error than the best so far."""
         stored = (self._span * factor).to(self.scale.dtype)
         wide = stored.float()
         offset = self.offset
@@ -135,12 +140,3 @@ class _Search:
         self._best = torch.where(better, factor, self._best)
         self.scale = torch.where(better, stored, self.scale)
         self.offset = torch.where(better, offset, self.offset)
-
-
-def _tiles(groups: int, size: int, rows: int, weights: int) -> Iterator[tuple[slice, slice]]:
-    """Ranges of groups and rows of about so many weights."""
-    width = min(rows, max(_NARROWEST, weights // size))
-    height = max(1, weights // (size * width))
-    for first in range(0, groups, height):
-        for start in range(0, rows, width):
-            yield slice(first, first + height), slice(start, start + width)

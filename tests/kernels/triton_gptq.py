@@ -14,11 +14,10 @@ from quantkit.calibration import column_kernels as column_kernels_module
 from quantkit.calibration.column_kernels import column_kernels, gpu_kernels
 from quantkit.kernels import triton_gptq
 from quantkit.kernels.triton_words import INTERPRETED
-from quantkit.solver import panels
-from quantkit.solver.columns import TORCH, ColumnKernels
+from quantkit.solver import columns as columns_module
+from quantkit.solver.columns import TORCH, ColumnKernels, descend, solve_codes
 from quantkit.solver.gptq import Damped, GptqReport, gptq
 from quantkit.solver.grid import Grid, search_scales
-from quantkit.solver.panels import descend, solve_codes
 from quantkit.tensors.qtensor import QuantTensor
 
 quicken()
@@ -52,8 +51,8 @@ def _equal(found: Tensor, expected: Tensor) -> bool:
 def test_kernels_give_the_codes_that_torch_gives(
     name: str, rows: int, columns: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(panels, "_PANEL", 3 * together)
-    kernels = replace(KERNELS, at_once=together)
+    monkeypatch.setattr(columns_module, "_PANEL", 3 * together)
+    kernels = replace(KERNELS, max_columns=together)
     weight, hessian = _problem(rows, columns)
     scheme = any_scheme(name)
     damped = Damped.of_(hessian)
@@ -78,13 +77,13 @@ def test_a_layer_loses_as_little_with_kernels() -> None:
     def solved(kernels: ColumnKernels) -> tuple[QuantTensor, GptqReport]:
         return gptq(weight, hessian, any_scheme("int4-g32-asym"), torch.bfloat16, kernels=kernels)
 
-    (found, report), (expected, other) = solved(replace(KERNELS, at_once=8)), solved(TORCH)
+    (found, report), (expected, other) = solved(replace(KERNELS, max_columns=8)), solved(TORCH)
     assert _equal(found.codes, expected.codes)
     assert report.output_error == pytest.approx(other.output_error, rel=1e-4)
 
 
 def test_kernels_are_tried_before_they_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert column_kernels_module._what_is_wrong(replace(KERNELS, at_once=4), DEVICE) is None
+    assert column_kernels_module._what_is_wrong(replace(KERNELS, max_columns=4), DEVICE) is None
     assert INTERPRETED or column_kernels(DEVICE) == KERNELS  # a CPU has kernels of its own
     right = triton_gptq.round_in_turn
     monkeypatch.setattr(triton_gptq, "round_in_turn", lambda *given: (right(*given), given[-1].zero_()))

@@ -11,10 +11,10 @@ from schemes import any_scheme
 from torch import Tensor
 
 from quantkit.errors import NonFiniteError
+from quantkit.solver import columns as columns_module
 from quantkit.solver import gptq as gptq_module
 from quantkit.solver import grid as grid_module
-from quantkit.solver import panels
-from quantkit.solver.columns import TORCH
+from quantkit.solver.columns import TORCH, descend, solve_codes
 from quantkit.solver.gptq import (
     Damped,
     SingularError,
@@ -24,7 +24,6 @@ from quantkit.solver.gptq import (
     solve,
 )
 from quantkit.solver.grid import Grid, search_scales
-from quantkit.solver.panels import descend, solve_codes
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
@@ -104,8 +103,8 @@ def test_panels_change_nothing(panel: int, at_once: int, monkeypatch: pytest.Mon
     order = torch.arange(COLUMNS)
     factor = reverse_factor(_damped(hessian), order)
     expected, whitened = solve_codes(weight, factor, _grid(weight), order)
-    monkeypatch.setattr(panels, "_PANEL", panel)
-    codes, others = solve_codes(weight, factor, _grid(weight), order, replace(TORCH, at_once=at_once))
+    monkeypatch.setattr(columns_module, "_PANEL", panel)
+    codes, others = solve_codes(weight, factor, _grid(weight), order, replace(TORCH, max_columns=at_once))
     assert torch.equal(codes, expected)
     torch.testing.assert_close(others, whitened)
 
@@ -158,7 +157,7 @@ def test_refitted_scales_and_descent_lower_the_loss() -> None:
 def test_descent_gives_each_input_its_best_codes_in_turn(
     panel: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(panels, "_PANEL", panel)
+    monkeypatch.setattr(columns_module, "_PANEL", panel)
     weight, _, hessian = _transposed(torch.float64)
     grid = _grid(weight)
     order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(1))
@@ -169,7 +168,7 @@ def test_descent_gives_each_input_its_best_codes_in_turn(
         others[column] = weight[column]
         wanted = (hessian[column] @ others) / hessian[column, column]
         expected[column] = _nearest(wanted / grid.scale[column // GROUP], grid)
-    found, _ = descend(weight, codes, hessian, grid, order, replace(TORCH, at_once=at_once))
+    found, _ = descend(weight, codes, hessian, grid, order, replace(TORCH, max_columns=at_once))
     assert torch.equal(found, expected)
     assert not torch.equal(expected, codes)
 

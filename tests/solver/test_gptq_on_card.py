@@ -15,10 +15,9 @@ from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import STANDARD, activation_bytes
 from quantkit.calibration.estimate import gptq_bytes, gpu_activation_bytes
 from quantkit.formats.detect import open_checkpoint
-from quantkit.solver.columns import ColumnKernels
+from quantkit.solver.columns import ColumnKernels, descend, solve_codes
 from quantkit.solver.gptq import refit_scales
 from quantkit.solver.grid import Grid, search_scales
-from quantkit.solver.panels import descend, solve_codes
 from quantkit.solver.portions import weights_at_once
 from quantkit.tensors import products
 from quantkit.tensors.products import compute_dtype, exact_float32
