@@ -19,7 +19,7 @@ from quantkit.tensors.qtensor import QuantTensor
 
 
 class StreamLinear(nn.Linear):
-    """A linear that multiplies samples in `compute_dtype`, while the solver has its float32 weight."""
+    """A linear that multiplies samples in `compute_dtype`, while the solver uses its float32 weight."""
 
     compute_dtype = torch.float32
     _rounded: Tensor | None = None
@@ -53,7 +53,7 @@ class BlockPair:
 
     Attributes:
         source: the float model.
-        layer: number of the block.
+        layer: index of the block.
         floats, quantized: the blocks. Initially they have only the tensors that are in no group: norms and routers.
         solver: quantizes linears.
         load_resumed: loads the block's quantized weights, if an earlier run has written them all.
@@ -122,28 +122,26 @@ class BlockPair:
         return self.solver.solve(linears, statistics, outputs=group.writes)
 
     def install(self, group: InputGroup, results: Mapping[str, Result]) -> None:
-        """Give the quantized block the linears of a group: as solved, as an earlier run has written them, or floats."""
+        """Set the linears of a group in the quantized block: as solved, as an earlier run has written them, or floats.
+
+        Of the float weights only those that multiply samples are kept.
+        """
         for module in group.modules:
             linear, name = linear_of(self.floats, module), self.full_name(module)
+            if isinstance(linear, StreamLinear):
+                linear.drop_solver_weight()
             weight = results[name].weight if name in results else None
             if self.load_resumed is not None and name in self.solver.schemes:
                 stored = self.load_resumed(f"{name}.weight")
                 assert isinstance(stored, QuantTensor)
                 weight = stored
             if weight is not None:
-                bias = linear.bias
-                linear = self._empty_linear(linear)
-                linear.weight = nn.Parameter(weight.to(self.device).dequantize(), requires_grad=False)
-                linear.bias = bias
-                linear.drop_solver_weight()
+                solved = self._empty_linear(linear)
+                solved.weight = nn.Parameter(weight.to(self.device).dequantize(), requires_grad=False)
+                solved.bias = linear.bias
+                solved.drop_solver_weight()
+                linear = solved
             _set(self.quantized, module, linear)
-
-    def drop_solver_weights(self, group: InputGroup) -> None:
-        """Keep only the float weights of a group that multiply samples."""
-        for module in group.modules:
-            linear = linear_of(self.floats, module)
-            if isinstance(linear, StreamLinear):
-                linear.drop_solver_weight()
 
     def _empty_linear(self, like: nn.Linear) -> StreamLinear:
         """A linear of the same shape, without weights yet."""

@@ -1,4 +1,4 @@
-"""Kernels for the solver's loops over columns: where a device has them, and only once they have been tried there."""
+"""The device's kernels for the solver's loops over columns, checked on a small layer before they are used."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from quantkit.solver.gptq import gptq
 from quantkit.solver.grid import FINE, search_scales, signed_steps
 from quantkit.tensors.scheme import QuantScheme
 
-_CPU_COLUMNS, _CARD_COLUMNS = 128, 32  # at once
-_ROWS = 40  # more than a program's
-_COLUMNS = 288  # more than a panel
+_CPU_COLUMNS, _GPU_COLUMNS = 128, 32  # in one call
+_ROWS = 40  # more than one program has
+_COLUMNS = 288  # more than a panel has
 _SCHEMES = ("int4-g32", "int4-g32-asym")
-_TOLERANCE = 0.01  # of the output error; codes may differ where two are as good, and others follow
+_TOLERANCE = 0.01  # of the output error; codes may differ where two are equally good, and later ones follow
 _log = logging.getLogger(__name__)
 
 
 @functools.cache
 def column_kernels(device: torch.device) -> ColumnKernels:
-    """The kernels of a device; torch in their place, which takes longer, is a warning on a card.
+    """The kernels of a device; if torch replaces them, which is slower, a warning is logged on a GPU.
 
     Raises:
         RequestError: for an unknown variant of the CPU kernels.
@@ -42,7 +42,7 @@ def column_kernels(device: torch.device) -> ColumnKernels:
         wrong = _what_is_wrong(kernels, device)
     except RequestError:
         raise
-    except Exception as error:  # of a driver or a compiler, which have kinds of their own
+    except Exception as error:  # of a driver or a compiler, which have their own types
         wrong = f"they fail: {' '.join(str(error).split()) or type(error).__name__}"[:300]
     if wrong is None:
         return kernels
@@ -68,11 +68,11 @@ def gpu_kernels() -> ColumnKernels:
     """The Triton kernels; scales are searched by torch."""
     from quantkit.kernels import triton_gptq
 
-    return ColumnKernels(search_scales, triton_gptq.round_in_turn, triton_gptq.improve_in_turn, _CARD_COLUMNS)
+    return ColumnKernels(search_scales, triton_gptq.round_in_turn, triton_gptq.improve_in_turn, _GPU_COLUMNS)
 
 
 def _what_is_wrong(kernels: ColumnKernels, device: torch.device) -> str | None:
-    """What a small layer tells about kernels; None is nothing."""
+    """How the kernels are wrong on a small layer; None if they are not."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(2 * _COLUMNS, _COLUMNS, generator=generator).cumsum(1)
     weight = torch.randn(_ROWS, _COLUMNS, generator=generator).to(device)

@@ -11,25 +11,24 @@ import torch
 from torch import Tensor
 
 from quantkit.arguments import as_seed
-from quantkit.calibration.files import file_text
-from quantkit.calibration.hub import hub_id, hub_text
+from quantkit.calibration.documents import file_text, hub_id, hub_text
 from quantkit.errors import RequestError
 from quantkit.text.tokenizer import Tokenizer
 
-# What is read of a text: four times the samples in English, and never less than 4 MiB.
+# How much of the text is read: four times the samples in English, and at least 4 MiB.
 _BYTES_PER_TOKEN = 16
 _MIN_BYTES = 4 * 2**20
 _TOKENIZED_WHOLE = 2**18
-_LETTERS_PER_TOKEN = 8
-_MAX_TOKENS = 1 << 28  # a thousand times those by default; many more are a slip of the hand
+_CHARACTERS_PER_TOKEN = 8
+_MAX_TOKENS = 1 << 28  # a thousand times the default; more are a typing error
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Samples [N, T] of token ids, int64, and what the manifest says of them.
+    """Samples [N, T] of token ids, int64, and their entry in the manifest.
 
-    ``sha256`` is that of the file or, where ``source`` names a dataset on a hub, of the text read. ``dropped`` counts
-    by kind the samples of the packaged text that the source predicts nearly uniformly; ``notes`` are for the user.
+    ``sha256`` is the file's or, where ``source`` names a dataset on a hub, that of the text read. ``dropped`` counts,
+    by kind, the samples of the packaged text that the source predicts nearly uniformly; ``notes`` are for the user.
     """
 
     tokens: Tensor
@@ -56,51 +55,55 @@ class Calibration:
 
 
 def load_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, length: int, seed: int) -> Calibration:
-    """Draw samples at random places of a text, each led by BOS where the tokenizer leads a text by it.
+    """Draw samples at random positions of the text, each with BOS first where the tokenizer puts it.
 
-    No sample is padded. The random numbers are the function's own. Of a long text its first
-    16 bytes for each token drawn are read, or its first 4 MiB where that is more; of more than
-    256 Ki letters only the samples are tokenized.
+    No sample is padded. torch's global random state is not used. If the text is long, only the
+    first 16 bytes for each token drawn, or the first 4 MiB if that is more, are read; if it has
+    more than 256 Ki characters, only the samples are tokenized.
 
     Args:
         source: a file of plain text, ``.json`` or ``.jsonl`` whose lines are objects with a
             ``text``, or ``.parquet`` with such a column; or, as a string where there is no such
             file, a dataset on the hub: ``owner/name``, ``owner/name:config`` or
             ``owner/name:config:split``. A `Path` is always a file.
-        samples, length: how many, and tokens in each, BOS included.
-        seed: of the places.
+        samples, length: the number of samples, and of tokens in each, BOS included.
+        seed: for the positions.
 
     Raises:
-        RequestError: if the text cannot be read, holds less than one sample or fewer letters than samples are asked
-            for, or the seed does not fit 64 bits.
+        RequestError: if the text cannot be read, holds less than one sample or fewer characters than samples, or the
+            seed does not fit 64 bits.
     """
     text, sha256, name = _read(source, samples, length, seed)
     generator = torch.Generator().manual_seed(seed)
     tokens = None
-    if len(text) > max(_TOKENIZED_WHOLE, _LETTERS_PER_TOKEN * length):
+    if len(text) > max(_TOKENIZED_WHOLE, _CHARACTERS_PER_TOKEN * length):
         tokens = _from_pieces(text, tokenizer, samples, length, generator)
     if tokens is None:
-        tokens = _from_whole(text, tokenizer, samples, length, generator, source)
+        lead, ids = _tokenized_sample(text, tokenizer, length, source)
+        size = length - len(lead)
+        starts = torch.randint(len(ids) - size + 1, (samples,), generator=generator)
+        windows = torch.tensor(ids).unfold(0, size, 1)[starts]
+        tokens = torch.cat([torch.tensor(lead, dtype=torch.long).expand(samples, len(lead)), windows], dim=1)
     return Calibration(tokens, sha256, seed, name)
 
 
 def require_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, length: int, seed: int) -> None:
-    """Check what `load_calibration` does with the same arguments, without drawing samples.
+    """Make the checks of `load_calibration`, without drawing samples.
 
     Raises:
-        RequestError: as that does.
+        RequestError: as `load_calibration` does.
     """
     text, _, _ = _read(source, samples, length, seed)
-    beginning = text[: max(_TOKENIZED_WHOLE, _LETTERS_PER_TOKEN * length)]
+    beginning = text[: max(_TOKENIZED_WHOLE, _CHARACTERS_PER_TOKEN * length)]
     lead, ids = tokenized(beginning, tokenizer)
     if len(lead) + len(ids) < length:
-        _whole(text, tokenizer, length, source)
+        _tokenized_sample(text, tokenizer, length, source)
 
 
 def require_samples(samples: int, length: int) -> None:
     """
     Raises:
-        RequestError: if there are none, they predict nothing, or no machine takes so many.
+        RequestError: if there is no sample, it has no token to predict, or there are more than any machine holds.
     """
     if samples < 1 or length < 2:
         raise RequestError("calibration needs at least 1 sample of 2 tokens", found=f"{samples} of {length}")
@@ -112,11 +115,7 @@ def require_samples(samples: int, length: int) -> None:
 
 
 def _read(source: str | Path, samples: int, length: int, seed: int) -> tuple[str, str, str | None]:
-    """As much of a text as samples need, the sha256 that the manifest tells, and the name of a dataset on the hub.
-
-    Raises:
-        RequestError: as `load_calibration` does, but for a text of too few tokens.
-    """
+    """The text that the samples need, the sha256 for the manifest, and the name of a dataset on the hub."""
     as_seed("seed", seed)
     require_samples(samples, length)
     limit = max(_BYTES_PER_TOKEN * samples * length, _MIN_BYTES)
@@ -130,33 +129,16 @@ def _read(source: str | Path, samples: int, length: int, seed: int) -> tuple[str
         raise RequestError("the calibration text is empty", path=source)
     if samples > len(text):
         raise RequestError(
-            "more samples than letters in the calibration text", path=source, found=f"{samples} samples",
+            "more samples than characters in the calibration text", path=source, found=f"{samples} samples",
             expected=f"at most {len(text)}", hint="give more text, or fewer `samples`",
         )  # fmt: skip
     return text, sha256, None if dataset is None else str(dataset)
 
 
-def _from_whole(
-    text: str, tokenizer: Tokenizer, samples: int, length: int, generator: torch.Generator, source: str | Path
-) -> Tensor:
-    """Samples [N, T] at random places among the tokens of the whole text.
-
-    Raises:
-        RequestError: if it holds less than one sample.
-    """
-    lead, ids = _whole(text, tokenizer, length, source)
-    size = length - len(lead)
-    starts = torch.randint(len(ids) - size + 1, (samples,), generator=generator)
-    windows = torch.tensor(ids).unfold(0, size, 1)[starts]
-    return torch.cat([torch.tensor(lead, dtype=torch.long).expand(samples, len(lead)), windows], dim=1)
-
-
-def _whole(text: str, tokenizer: Tokenizer, length: int, source: str | Path) -> tuple[list[int], list[int]]:
-    """As `tokenized`.
-
-    Raises:
-        RequestError: if the text holds less than one sample.
-    """
+def _tokenized_sample(
+    text: str, tokenizer: Tokenizer, length: int, source: str | Path
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """As `tokenized`; a text with less than one sample is a `RequestError`."""
     lead, ids = tokenized(text, tokenizer)
     size = length - len(lead)
     if len(ids) < size:
@@ -170,8 +152,8 @@ def _whole(text: str, tokenizer: Tokenizer, length: int, source: str | Path) -> 
 def _from_pieces(
     text: str, tokenizer: Tokenizer, samples: int, length: int, generator: torch.Generator
 ) -> Tensor | None:
-    """Samples [N, T], each the first tokens after a random white space; None if a piece has too few."""
-    width = _LETTERS_PER_TOKEN * length
+    """Samples [N, T], each the first tokens after a random space; None if a piece of the text has too few."""
+    width = _CHARACTERS_PER_TOKEN * length
     rows = []
     for start in torch.randint(len(text) - width + 1, (samples,), generator=generator).tolist():
         piece = text[start : start + width]
@@ -184,7 +166,7 @@ def _from_pieces(
 
 
 def tokenized(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """BOS, where the tokenizer leads a text by it, and the tokens after it."""
+    """BOS, where the tokenizer puts it first, and the tokens after it."""
     ids = tokenizer.encode(text)
     leads = tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id]
     return ids[:leads], ids[leads:]

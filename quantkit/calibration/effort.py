@@ -1,6 +1,6 @@
-"""How much calibration does: batches, what is done about drift, and the memory and disk that activations take.
+"""The amount of calibration: batches, the effort against drift, and the memory and disk that activations need.
 
-Without torch, so that the command line's help can tell the defaults.
+Without torch, so that the command line's help can show the defaults.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from quantkit.architectures.topology import input_groups, layer_kinds, sizes
 
 SAMPLES = 128
 MAX_LENGTH = 2048
-"""Tokens of a sample by default: the model's context, but no more than this."""
+"""The most tokens of a sample by default: the model's context, or this if it is shorter."""
 SEED = 0
 ACTIVATION_MEMORY = 4 * 10**9
 """Bytes of activations in memory."""
 
 _BATCH_TOKENS = 2048
-_BATCH_VALUES = 1 << 22  # of the feed-forward's inner states
+_BATCH_VALUES = 1 << 22  # elements of the feed-forward's inner states
 _MIN_FOLLOWED = 4  # batches
-_TELLING = 2  # tokens for each input of the widest linear; fewer tell little of its drift
+_MIN_TOKENS_PER_INPUT = 2  # of the widest linear; its drift is not known from fewer
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is done about the drift between the quantized model and the float one.
+    """The effort against the drift between the quantized model and the float one.
 
     Attributes:
-        stride: the float stream takes every so many batches, though never fewer than four.
+        stride: the float stream has every `stride`-th batch, but at least four.
     """
 
     stride: int
 
     def for_samples(self, config: ModelConfig, shape: Sequence[int]) -> Effort:
-        """The same, or half of it where samples of a shape [N, T] are too few to tell much of drift."""
-        few = math.prod(shape) < self.stride * _TELLING * inner_width(config)
+        """The same, or half of it where samples of a shape [N, T] are too few to measure the drift."""
+        few = math.prod(shape) < self.stride * _MIN_TOKENS_PER_INPUT * inner_width(config)
         return Effort(2 * self.stride) if few and self.stride > 1 else self
 
     def follows(self, index: int, batches: int) -> bool:
-        """Whether the float stream takes a batch."""
+        """Whether the float stream has a batch."""
         return index % self._stride(batches) == 0
 
     def followed(self, batches: int) -> int:
-        """How many of so many batches the float stream takes."""
+        """How many of all batches the float stream has."""
         return -(-batches // self._stride(batches))
 
     def _stride(self, batches: int) -> int:
@@ -57,19 +57,19 @@ THOROUGH = Effort(1)
 
 
 def batch_samples(config: ModelConfig, length: int) -> int:
-    """How many samples of a length go through the model together."""
+    """The number of samples of a length that go through the model together."""
     return max(1, min(_BATCH_TOKENS, _BATCH_VALUES // inner_width(config)) // length)
 
 
 def inner_width(config: ModelConfig) -> int:
-    """Of a feed-forward's inner states, the widest there are at once: of a mixture those of one expert."""
+    """The largest width of a feed-forward's inner states at a time: in a mixture, of one expert."""
     counts = sizes(config)
     groups = [group for layer in layer_kinds(config) for group in input_groups(config, layer)]
     return max(counts[group.linears[0].dims[1]] for group in groups if group.branch == "mlp" and group.writes)
 
 
 def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
-    """The share of the batches of samples of a shape [N, T] that the float stream takes."""
+    """The share of batches, for samples of a shape [N, T], that the float stream has."""
     samples, length = shape
     batches = -(-samples // batch_samples(config, length))
     return effort.followed(batches) / batches
@@ -78,14 +78,14 @@ def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) ->
 def activation_bytes(
     config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int, gpu_bytes: int = 0
 ) -> tuple[int, int, int]:
-    """What the streams, and what is kept between two passes, take up for samples of a shape [N, T]: the inputs of a
-    branch's last linear, or what experts have given to each stream so far.
+    """Bytes of the streams, and of activations kept between two passes, for samples of a shape [N, T]: the inputs of a
+    branch's last linear, or the outputs of experts in each stream so far.
 
-    It is that of one process with all samples. Several share them and have the memory each, so they put less
-    on the disk, unless their shares are so few batches that they follow more of them.
+    The figure is for one process with all samples. Several processes share the samples, each with this memory, so they
+    write less to disk, unless their shares are so few batches that the float stream has more of them.
 
     Returns:
-        Bytes in memory, where there is room for so many, bytes on disk, and bytes on a card, which come before both.
+        Bytes in memory, bytes on disk, and bytes on a GPU, which is used first.
     """
     counts, streams = sizes(config), 1 + followed_share(config, shape, effort)
     between = 0.0

@@ -1,4 +1,4 @@
-"""What blocks, and their calibration, take: memory, arithmetic and time, from a model's shapes."""
+"""Estimates for blocks and their calibration from a model's shapes: memory, arithmetic and time."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from quantkit.architectures.topology import input_groups, layer_kinds, sizes
 from quantkit.calibration.effort import Effort, batch_samples, followed_share
 from quantkit.solver.portions import refit_bytes, weights_at_once
 
-_SOLVER_MATRICES = 10  # that the solver holds of the rows it is at
-_REFIT_COPIES = 3  # of the least squares that fit scales
+_SOLVER_MATRICES = 10  # of the size of the solved rows, at a time
+_REFIT_COPIES = 3  # of the least-squares systems that fit scales
 _FINEST = 32  # columns of a group
-_CARD_SHARE = 0.85  # of a card's free memory, the rest of which falls between what is allocated
-_OF_ONE_SQUARE = 0.5625  # of the products of a symmetric sum, what is computed
+_GPU_SHARE = 0.85  # of a GPU's free memory; the rest is lost to fragmentation
+_OF_ONE_SQUARE = 0.5625  # the share of the products of a symmetric sum that is computed
 _SOLVER_PRODUCTS = 3.6  # of a weight with a matrix of the size of its Hessian, where there is drift
-_LOGIT_FLOPS = 50  # that a softmax over one logit, and what is made of it, are worth
+_LOGIT_FLOPS = 50  # for a softmax over one logit, and its use
 _SECONDS_OF_BATCH = 0.001  # through the linears that share an input
 _SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
-_SECONDS_OF_CARD_COLUMN = 1e-5  # guessed: no card has run it
+_SECONDS_OF_GPU_COLUMN = 1e-5  # a guess, not measured
 
 
 @dataclass(frozen=True)
 class Group:
-    """Linears of a block that share their inputs, as one.
+    """Linears of a block that share their inputs, as one linear.
 
     Attributes:
         rows, columns: of their weights, [O, I].
         writes: whether it ends a branch, or an expert.
-        share: of all tokens, those that go through it.
+        share: the share of all tokens that go through it.
     """
 
     rows: int
@@ -64,12 +64,12 @@ def groups_of(config: ModelConfig, layer: int) -> list[Group]:
 
 
 def every_group(config: ModelConfig) -> list[tuple[Group, int]]:
-    """The groups of all kinds of blocks, and in how many blocks they are."""
+    """The groups of all kinds of blocks, with the number of blocks that have them."""
     return [(group, count) for layer, count in layer_kinds(config).items() for group in groups_of(config, layer)]
 
 
 def gptq_bytes(config: ModelConfig, tokens: int, device: torch.device) -> int:
-    """Peak of weights, sums and temporaries over the branches of a block, for so many tokens at a time on a device."""
+    """Peak bytes of weights, sums and temporaries over the branches of a block, for batches of `tokens` tokens."""
     groups = [group for group, _ in every_group(config)]
     batch = tokens * 6 * max(group.columns for group in groups if group.writes)
     passes, held = [], 0
@@ -80,54 +80,54 @@ def gptq_bytes(config: ModelConfig, tokens: int, device: torch.device) -> int:
             held = 0
     solves = [2 * group.weights + 3 * group.columns**2 for group in groups]
     solver = _SOLVER_MATRICES * min(weights_at_once(device), max(group.weights for group in groups))
-    if device.type == "cuda":  # where scales are fitted for all rows that fit
+    if device.type == "cuda":  # where scales are fitted for as many rows as memory holds
         finest = max(4 * group.weights * (group.columns // _FINEST**2 + 3) for group in groups)
         solver += _REFIT_COPIES * min(refit_bytes(device), finest) // 4
     return 4 * max(*passes, max(solves) + solver)
 
 
 def gpu_activation_bytes(config: ModelConfig, shape: Sequence[int], device: torch.device) -> int:
-    """Bytes of activations of samples of a shape [N, T] that a card has room for besides GPTQ; on a CPU none."""
+    """Bytes of activations of samples of a shape [N, T] that fit on a GPU in addition to GPTQ; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
-    return max(0, int(_CARD_SHARE * free) - gptq_bytes(config, batch_samples(config, shape[1]) * shape[1], device))
+    return max(0, int(_GPU_SHARE * free) - gptq_bytes(config, batch_samples(config, shape[1]) * shape[1], device))
 
 
 def largest_block(config: ModelConfig) -> int:
-    """Parameters of the linears of the block that has most."""
+    """Parameters of the linears in the largest block."""
     return max(sum(group.weights for group in groups_of(config, layer)) for layer in layer_kinds(config))
 
 
 def forward_flops(config: ModelConfig, tokens: int) -> int:
-    """Of a pass through blocks, head and softmax."""
+    """Operations of a pass through blocks, head and softmax."""
     head = config.vocab_size * (2 * config.hidden_size + _LOGIT_FLOPS)
     active = sum(count * group.share * group.weights for group, count in every_group(config))
     return tokens * int(2 * active + head)
 
 
 def calibration_seconds(config: ModelConfig, shape: Sequence[int], effort: Effort, device: torch.device) -> float:
-    """What calibration takes on a device besides arithmetic, for samples of a shape [N, T]."""
+    """Seconds of calibration on a device in addition to arithmetic, for samples of a shape [N, T]."""
     samples, length = shape
     batches = -(-samples // batch_samples(config, length)) * (1 + followed_share(config, shape, effort))
     groups = every_group(config)
     columns = sum(count * group.columns for group, count in groups)
-    each = _SECONDS_OF_CARD_COLUMN if device.type == "cuda" else _SECONDS_OF_COLUMN
+    each = _SECONDS_OF_GPU_COLUMN if device.type == "cuda" else _SECONDS_OF_COLUMN
     return columns * each + sum(count for _, count in groups) * batches * _SECONDS_OF_BATCH
 
 
 def calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
-    """Of the samples of a shape [N, T] on their way through the blocks, which may be multiplied in bfloat16."""
+    """Operations of samples of a shape [N, T] in the blocks, which may be in bfloat16."""
     followed = followed_share(config, shape, effort)
     total = 0.0
     for group, count in every_group(config):
-        passes = 1 + group.of_expert  # an expert is run for its sums, and for what it gives
+        passes = 1 + group.of_expert  # an expert is run for its sums, and for its output
         total += count * passes * 2 * group.share * math.prod(shape) * (1 + followed) * group.weights
     return int(total)
 
 
 def solving_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
-    """Of the sums over samples of a shape [N, T] and of the solver, always in float32."""
+    """Operations of the sums over samples of a shape [N, T] and of the solver, always in float32."""
     tokens, followed = math.prod(shape), followed_share(config, shape, effort)
     total = 0.0
     for group, count in every_group(config):

@@ -116,7 +116,11 @@ class GroupSolver:
         targets: dict[QuantScheme, Tensor] = {}
         if drift.any():
             diagonal = paired.diagonal().clone()
-            move = self._divide(drift, Damped.of_(paired, drift_damping(len(paired), statistics.pairs)))
+            damped = Damped.of_(paired, drift_damping(len(paired), statistics.pairs))
+            move = drift[self.group.share(len(drift))]
+            for start, stop in row_chunks(len(move), move.shape[1], max_divided_elements(move.device)):
+                move[start:stop] = damped.divide(move[start:stop])
+            del damped
             for scheme, (part, _) in parts.items():
                 own = move if outputs else times(part, self.group.join(move, len(drift)))
                 targets[scheme] = own.add_(part)
@@ -132,13 +136,6 @@ class GroupSolver:
             solved = solve(part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels)
             found[scheme] = self._join(*solved, total)
         return found
-
-    def _divide(self, drift: Tensor, paired: Damped) -> Tensor:
-        """This process's rows of a drift [R, I], in place, divided by the Hessian of the inputs that it belongs to."""
-        own = drift[self.group.share(len(drift))]
-        for start, stop in row_chunks(len(own), own.shape[1], max_divided_elements(own.device)):
-            own[start:stop] = paired.divide(own[start:stop])
-        return own
 
     def _join(self, quantized: QuantTensor, report: GptqReport, total: int) -> tuple[QuantTensor, GptqReport]:
         """The rows of all processes, on the CPU."""

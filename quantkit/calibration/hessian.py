@@ -1,4 +1,4 @@
-"""What the solver needs to know of a layer's inputs."""
+"""Sums over a layer's inputs, for the solver."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class HessianAccumulator:
     """Sums over the inputs X [N, I] of a layer.
 
     Attributes:
-        hessian: [I, I] float32, ``X.T @ X``: of those inputs whose counterparts in the unquantized model
-            are not known, of all inputs after `finish`; None where there are none without.
-        paired: the same of those whose counterparts are known.
-        drift: [R, I] float32, ``D.T @ X`` over these, where D [N, R] is how far the unquantized
-            model is from this one: in the layer's inputs, or in what the layer would give.
-        pairs: how many inputs have a known counterpart: in this process, after `finish` in all.
+        hessian: [I, I] float32, ``X.T @ X`` over the inputs whose counterparts in the unquantized model
+            are not known, or after `finish` over all inputs; None if all counterparts are known.
+        paired: the same over the inputs whose counterparts are known.
+        drift: [R, I] float32, ``D.T @ X`` over these, where D [N, R] is the difference between the
+            unquantized model and this one: in the layer's inputs, or in its outputs.
+        pairs: the number of inputs with a known counterpart: in this process, after `finish` in all.
     """
 
     def __init__(self, width: int, drift_width: int, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class HessianAccumulator:
         self._unpaired, self._inputs, self._differences = _Columns(), _Columns(), _Columns()
 
     def add(self, inputs: Tensor) -> None:
-        """Take up inputs [..., I]."""
+        """Add inputs [..., I]."""
         rows = inputs.flatten(0, -2)
         while len(rows):
             rows = self._unpaired.fill(rows)
@@ -39,8 +39,8 @@ class HessianAccumulator:
                 self._sum_unpaired()
 
     def add_pair(self, inputs: Tensor, difference: Tensor | None) -> None:
-        """Take up inputs [..., I] and how far the unquantized model is from them, [..., R]; None, which is then so for
-        all, is not at all."""
+        """Add inputs [..., I] and the unquantized model's difference from them, [..., R]; None, which then holds for
+        all inputs, is no difference."""
         rows = inputs.flatten(0, -2)
         self.pairs += len(rows)
         apart = None if difference is None else difference.flatten(0, -2)
@@ -51,24 +51,25 @@ class HessianAccumulator:
                 self._sum_pairs()
 
     def release(self) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Hessian, paired and drift, which are the caller's from here on."""
-        given = self.hessian, self.paired, self.drift
+        """Hessian, paired and drift, which the accumulator no longer holds."""
+        released = self.hessian, self.paired, self.drift
         del self.hessian, self.paired, self.drift
-        return given
+        return released
 
     def finish(self, group: ProcessGroup) -> None:
-        """Add up what all processes gathered."""
+        """Add up the sums of all processes."""
         self._sum_unpaired()
         self._sum_pairs()
-        for waiting in (self._unpaired, self._inputs, self._differences):
-            waiting.forget()
+        self._unpaired = self._inputs = self._differences = _Columns()  # frees their memory
         counts = torch.tensor([int(self.hessian is not None), self.pairs], device=self.paired.device)
         group.sum_(counts)
         unpaired, self.pairs = counts.tolist()
         if unpaired:
             self.hessian = self.paired.clone() if self.hessian is None else self.hessian.add_(self.paired)
-            self._gather(self.hessian, group)
-        self._gather(self.paired, group)
+        for sums in (self.hessian, self.paired) if unpaired else (self.paired,):
+            assert sums is not None
+            group.sum_(sums)
+            fill_lower_(sums)
         group.sum_(self.drift)
 
     def _sum_unpaired(self) -> None:
@@ -84,15 +85,9 @@ class HessianAccumulator:
             if difference is not None:
                 self.drift.add_(times(difference, x.t()))
 
-    @staticmethod
-    def _gather(sums: Tensor, group: ProcessGroup) -> None:
-        group.sum_(sums)
-        fill_lower_(sums)
-
 
 class _Columns:
-    """Rows [N, I] that wait, as columns, until they are so many that the sums, which are large, are read and written
-    seldom."""
+    """Rows [N, I] that wait, as columns, so that the sums, which are large, are seldom read and written."""
 
     def __init__(self) -> None:
         self._columns: Tensor | None = None
@@ -103,7 +98,7 @@ class _Columns:
         return self._count == _TOGETHER
 
     def fill(self, rows: Tensor) -> Tensor:
-        """Keep as many rows as there is room for; the others."""
+        """Keep as many rows as fit, and return the others."""
         if self._columns is None:
             self._columns = rows.new_empty(rows.shape[1], _TOGETHER)
         kept = min(len(rows), _TOGETHER - self._count)
@@ -112,10 +107,6 @@ class _Columns:
         return rows[kept:]
 
     def taken(self) -> Tensor | None:
-        """All rows as columns [I, N], until more are kept; None if there are none."""
+        """All rows as columns [I, N], valid until more are added; None if there are none."""
         count, self._count = self._count, 0
         return None if self._columns is None or count == 0 else self._columns[:, :count]
-
-    def forget(self) -> None:
-        """Let go of the memory."""
-        self._columns = None

@@ -59,7 +59,7 @@ class TensorBlock:
 
 
 class Quantizer(Protocol):
-    """Finds the tensors of an output, block after block."""
+    """Computes the tensors of an output, block after block."""
 
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> AbstractContextManager[None]:
         """The context in which `solve` is called for each of the blocks, in order.
@@ -111,7 +111,7 @@ class GptqQuantizer:
         """
         Args:
             schemes: by module.
-            device: where it computes.
+            device: computes the blocks.
             memory_bytes: activations held in memory; more go to disk.
             effort: how many batches the float stream has.
             group: the processes that share the work.
@@ -211,11 +211,7 @@ def _rounded(source: Checkpoint, spec: TensorSpec, allow_nonfinite: bool) -> Sol
 
 
 def _checked(source: Checkpoint, spec: TensorSpec, result: Result) -> Solved:
-    """A quantized tensor of the output.
-
-    Raises:
-        NonFiniteError: if a scale overflows.
-    """
+    """A quantized tensor of the output; a scale that overflows is a `NonFiniteError`."""
     if not all_finite(result.weight.scale):
         raise NonFiniteError(
             f"tensor '{spec.name}' holds values too large for scales in {spec.dtype}",
@@ -225,7 +221,6 @@ def _checked(source: Checkpoint, spec: TensorSpec, result: Result) -> Solved:
 
 
 def _nonfinite_hint(name: str) -> str:
-    """What to do about a tensor that cannot be quantized, as it holds NaN or Inf."""
     module = name.removesuffix(".weight")
     if module == EMBEDDING:
         keep = "leave the scheme of the embedding out, and `allow_nonfinite=True` leaves it as it is"

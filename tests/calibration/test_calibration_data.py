@@ -174,7 +174,7 @@ def test_pieces_of_too_few_tokens_mean_the_whole_text_is_tokenized(
     text: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data, "_TOKENIZED_WHOLE", 100)
-    monkeypatch.setattr(data, "_LETTERS_PER_TOKEN", 1)
+    monkeypatch.setattr(data, "_CHARACTERS_PER_TOKEN", 1)
     assert load_calibration(text, tokenizer, samples=3, length=60, seed=0).tokens.shape == (3, 60)
 
 
@@ -264,7 +264,7 @@ def test_more_samples_than_the_text_can_give_are_refused_at_once(
 ) -> None:
     path = tmp_path / f"text{suffix}"
     path.write_text('{"text": "a few words of text"}\n')
-    with pytest.raises(RequestError, match=r"more samples than letters .*found 1000000 samples, expected at most"):
+    with pytest.raises(RequestError, match=r"more samples than characters .*found 1000000 samples, expected at most"):
         load_calibration(path, tokenizer, samples=10**6, length=4, seed=0)
 
 

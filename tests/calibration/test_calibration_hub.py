@@ -18,7 +18,7 @@ import pytest
 from fake_hub import hub
 
 from quantkit.calibration.data import load_calibration
-from quantkit.calibration.hub import HubId, hub_id
+from quantkit.calibration.documents import HubId, hub_id
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import RequestError, UnreachableError
 from quantkit.text.tokenizer import load_tokenizer
@@ -195,7 +195,7 @@ def test_config_and_split_are_those_asked_for(answers: Answers, source: str, spl
         ("some/many", ["'config1', 'config2'", " ...", "owner/name:config:split"]),
         ("some/configs:fr", ["'fr'", "['en', 'de']"]),
         ("some/configs:en:none", ["Bad split: none", "['train', 'test']"]),
-        ("some/configs:de", ["more samples than letters"]),
+        ("some/configs:de", ["more samples than characters"]),
         ("some/other", ["found body, title, expected text"]),
         ("some/broken", ["cannot be read", "JSON"]),
         ("some/nothing", ["cannot be read", "doesn't contain any data files"]),

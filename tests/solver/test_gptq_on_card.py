@@ -62,7 +62,7 @@ def test_activations_of_a_card_stay_there_while_they_fit(tmp_path: Path, monkeyp
         brought.append(stays)
         return torch.zeros(value.shape)
 
-    monkeypatch.setattr(activation_store, "_brought_home", bring)
+    monkeypatch.setattr(activation_store, "_to_host", bring)
     store, value = ActivationStore(tmp_path / "states", 32, gpu_bytes=40), torch.empty(2, 4, device=META)
     for key in range(3):
         store.put(key, value)
