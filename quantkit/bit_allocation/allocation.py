@@ -1,4 +1,4 @@
-"""What was chosen for a size: the scheme of each unit, what each would have lost, and the recipe that it makes."""
+"""The choice for a size: the scheme of each unit, the losses in all schemes, and the recipe."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
 FLOAT = "float"
-"""What tables call the choice to keep floats."""
+"""The name in tables of the choice to keep floats."""
 
 
 @dataclass(frozen=True)
 class SizeTarget:
-    """The size that was asked for: one of the two.
+    """The requested size: one of the two.
 
     Attributes:
-        bits: of each weight of the linears, on average; codes, scales and zero points count.
+        bits: the mean for each weight of the linears; codes, scales and zero points count.
         bytes: of all files of weights together.
     """
 
@@ -40,13 +40,13 @@ class SizeTarget:
 
 
 def size_target(target_bits: float | None, max_size: int | None, scheme: object) -> SizeTarget | None:
-    """The size asked for; None where a scheme is given instead.
+    """The requested size; None if a scheme is given instead.
 
     Raises:
-        RequestError: unless one of the three is given, or if a size is no number above 0.
+        RequestError: if more than one of the three is given, or a size is not a number above 0.
     """
-    given = {"scheme": scheme, "target_bits": target_bits, "max_size": max_size}
-    named = [f"`{name}`" for name, value in given.items() if value is not None]
+    options = {"scheme": scheme, "target_bits": target_bits, "max_size": max_size}
+    named = [f"`{name}`" for name, value in options.items() if value is not None]
     if len(named) > 1:
         raise RequestError(f"{' and '.join(named)} exclude each other", hint="a size chooses the schemes")
     if target_bits is not None:
@@ -64,13 +64,13 @@ def size_target(target_bits: float | None, max_size: int | None, scheme: object)
 
 @dataclass(frozen=True)
 class UnitChoice:
-    """What became of a unit.
+    """The scheme of a unit.
 
     Attributes:
-        layer, name: its own.
+        layer, name: of the unit.
         patterns: globs that match its modules.
-        weights: how many it has.
-        scheme: None keeps its floats.
+        weights: the number of its weights.
+        scheme: its name; `FLOAT` keeps floats.
         losses: the KL that each scheme would cost, by name.
     """
 
@@ -94,11 +94,11 @@ class UnitChoice:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The schemes that lose least for a size.
+    """The schemes with the smallest loss for a size.
 
     Attributes:
-        target: what was asked for.
-        bits: of a weight of the linears, as counted for `SizeTarget.bits`.
+        target: the requested size.
+        bits: for each weight of the linears, as in `SizeTarget.bits`.
         weight_bytes: of all files of weights together.
         units: in the order of the layers.
     """
@@ -114,28 +114,28 @@ class Allocation:
         chosen: Sequence[QuantScheme | None],
     ) -> Allocation:  # fmt: skip
         """Without its sizes, which follow from its recipe."""
-        found = [
+        choices = [
             UnitChoice(
                 unit.layer, unit.name, tuple(unit.patterns), unit.weights, FLOAT if one is None else str(one),
                 {str(scheme): float(f"{loss:.4g}") for scheme, loss in own.items()},
             )
             for unit, own, one in zip(units, losses, chosen, strict=True)
         ]  # fmt: skip
-        return cls(target, 0.0, 0, found)
+        return cls(target, 0.0, 0, choices)
 
     def sized(self, bits: float, weight_bytes: int) -> Allocation:
         return replace(self, bits=round(bits, 6), weight_bytes=weight_bytes)
 
     @property
     def kl(self) -> float:
-        """The KL per token that all units together are estimated to cost."""
+        """The estimated KL per token of all units together."""
         return sum(unit.loss for unit in self.units)
 
     def recipe(self, others: Iterable[Override] = ()) -> Recipe:
-        """What gives every unit its scheme.
+        """The recipe that gives every unit its scheme.
 
         Args:
-            others: what was asked for besides, which goes before.
+            others: requested overrides, which precede.
         """
         counts = Counter(unit.scheme for unit in self.units if unit.scheme != FLOAT)
         default = counts.most_common(1)[0][0]
@@ -147,7 +147,7 @@ class Allocation:
         return Recipe(QuantScheme.parse(default), (*overrides, *others))
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest tells."""
+        """The manifest's entry."""
         return {
             **self.target.to_json(), "bits_per_weight": self.bits, "weight_bytes": self.weight_bytes,
             "estimated_kl": float(f"{self.kl:.4g}"), "units": [unit.to_json() for unit in self.units],
@@ -155,7 +155,7 @@ class Allocation:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Allocation:
-        """What `to_json` gave."""
+        """The result of `to_json`, read back."""
         target = SizeTarget(found.get("target_bits"), found.get("max_size"))
         units = [
             UnitChoice(
@@ -166,7 +166,7 @@ class Allocation:
         return cls(target, found["bits_per_weight"], found["weight_bytes"], units)
 
     def table(self) -> list[list[str]]:
-        """A head and a row for each layer: what its units got, and in the last column what that is to cost."""
+        """A header and a row for each layer: the schemes of its units, and their estimated cost."""
         names = list(dict.fromkeys(unit.name for unit in self.units))
         rows = [["layer", *names, "KL x 1e-4"]]
         for layer in dict.fromkeys(unit.layer for unit in self.units):
@@ -176,14 +176,14 @@ class Allocation:
         return rows
 
     def line(self) -> str:
-        """All in short."""
+        """A summary in one line."""
         return (
             f"chosen for {self.target}: {self.bits:.4g} bits a weight of the linear layers,"
             f" {size_text(self.weight_bytes)} of weights, estimated KL {significant(self.kl)}"
         )
 
     def lines(self) -> list[str]:
-        """The table for people."""
+        """The table as text."""
         rows = self.table()
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return [

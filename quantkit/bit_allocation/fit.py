@@ -1,6 +1,6 @@
-"""From calibration samples to the schemes that lose least for a size.
+"""Choose the schemes with the smallest loss for a size, from calibration samples.
 
-What the format can hold is looked at first, and a size that no choice has is refused before any work.
+Only schemes that the format can hold are considered, and a size that no choice has is refused before any work.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
 CANDIDATES = tuple(map(QuantScheme.parse, ("int4-g128", "int4-g64", "int4-g32", "int8")))
-"""Among these and floats the scheme of each unit is chosen."""
+"""The scheme of each unit is chosen among these and floats."""
 INT8 = CANDIDATES[-1]
 _ROUNDS = 16
 
@@ -42,15 +42,15 @@ Sizer = Callable[[Mapping[str, QuantScheme]], int]
 
 @dataclass(frozen=True)
 class Fit:
-    """A model that is to have a size.
+    """A model and its requested size.
 
     Attributes:
         source: the float model.
         target: the size.
-        codes: what quantized weights are written in.
-        method: that names them in the folder; None where none has to be named.
-        settled: what was said of modules whose scheme is not chosen: those named, and None for those kept.
-        total_bytes: tells the size of the files.
+        codes: the format of quantized weights.
+        method: its name in the folder; None if it needs none.
+        settled: the schemes of modules for which none is chosen: requested ones, and None for kept modules.
+        total_bytes: computes the size of the files.
     """
 
     source: Checkpoint
@@ -63,49 +63,48 @@ class Fit:
     def __post_init__(self) -> None:
         """
         Raises:
-            RequestError: if no choice has the size; the smallest and the largest are named.
-            UnsupportedError: if the format does not hold several schemes.
+            RequestError: if no choice has the size; it names the smallest and the largest.
+            UnsupportedError: if the format cannot hold several schemes.
         """
         if not self.units:
             raise RequestError("no layer is left to choose a scheme for", path=self.source.path)
         self._require_mixed()
         smallest, largest = (self._measured(self._uniform(last)) for last in (False, True))
-        asked = self.target.bits if self.target.bits is not None else float(self.target.bytes or 0)
-        if not smallest <= asked < largest:
-            tell = "{:.4g} bits a weight".format if self.target.bits is not None else _bytes_text
+        size = self.target.bits if self.target.bits is not None else float(self.target.bytes or 0)
+        if not smallest <= size < largest:
+            requested, low, high = (
+                f"{one:.4g} bits a weight" if self.target.bits is not None
+                else f"{int(one)} bytes ({size_text(int(one))})" for one in (size, smallest, largest)
+            )  # fmt: skip
             raise RequestError(
-                "no choice of schemes has this size", path=self.source.path, found=tell(asked),
-                expected=f"at least {tell(smallest)}, and less than the {tell(largest)} of its floats",
-                hint=self._hint(asked) if asked < smallest else None,
+                "no choice of schemes has this size", path=self.source.path, found=requested,
+                expected=f"at least {low}, and less than the {high} of its floats",
+                hint=self._hint(size) if size < smallest else None,
             )  # fmt: skip
 
-    def _hint(self, asked: float) -> str | None:
-        """What besides the units takes so much that the size asked for is too small; None if that is not why."""
+    def _hint(self, requested: float) -> str | None:
+        """Which tensors other than the units make the size too small; None if they are not the reason."""
         coarsest = self._uniform(last=False)
         if self.target.bits is not None:
             units_alone = sum(self._unit_bytes(unit, one) for unit, one in zip(self.units, coarsest, strict=True))
-            if 8 * units_alone > asked * sum(unit.weights for unit in self.units):
+            if 8 * units_alone > requested * sum(unit.weights for unit in self.units):
                 return None
             modules = [spec.name.removesuffix(".weight") for spec in self._settled_specs]
             more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
             return f"layers that are kept or named count too: {modules[0]}{more}"
         found = {}
-        if INT8 in self.options[0]:  # whose rows are as long
-            found = {name: module for name, module in self._named_alone().items() if module not in self.settled}
+        if INT8 in self.options[0]:  # rows are as long as those of head and embedding
+            if not self.source.config.tied_embeddings:
+                found["head"] = CANONICAL["head"]
+            if not isinstance(self.codes.codec(INT8, embedding=True), Reason):
+                found["embedding"] = EMBEDDING
+            found = {name: module for name, module in found.items() if module not in self.settled}
         with_them = self._schemes(coarsest) | dict.fromkeys(found.values(), INT8)
-        if not found or self.total_bytes(with_them) > asked:
+        if not found or self.total_bytes(with_them) > requested:
             return None
         names = " and ".join(f'`{name}="{INT8}"`' for name in found)
         keep = "keeps its" if len(found) == 1 else "keep their"
         return f"there is one with {names}, which {keep} floats now"
-
-    def _named_alone(self) -> dict[str, str]:
-        """The modules that get int8 only where that is asked for, by option, if the format holds it."""
-        tied, holds = self.source.config.tied_embeddings, self.codes.codec(INT8, embedding=True)
-        return {
-            **({} if tied else {"head": CANONICAL["head"]}),
-            **({} if isinstance(holds, Reason) else {"embedding": EMBEDDING}),
-        }
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -113,8 +112,8 @@ class Fit:
 
     @cached_property
     def options(self) -> list[list[QuantScheme]]:
-        """The schemes that each unit may get: those that the format holds, without the rows being too short, and
-        without one that takes as much as a finer one."""
+        """The schemes that each unit may have: those that the format holds and that fit the rows, without any that is
+        as large as a finer one."""
         found = []
         for unit in self.units:
             own = [one for one in CANDIDATES if not isinstance(self.codes.codec(one), Reason)]
@@ -125,7 +124,7 @@ class Fit:
 
     @property
     def max_bytes(self) -> int:
-        """Of all files of weights, more or less, before the choice is made."""
+        """The approximate size of all files of weights, before the choice is made."""
         if self.target.bytes is not None:
             return self.target.bytes
         floats = sum(self._unit_bytes(unit, None) for unit in self.units)
@@ -135,7 +134,7 @@ class Fit:
         self, samples: Tensor, *, device: torch.device, memory_bytes: int, group: ProcessGroup,
         progress: Progress = silent,
     ) -> Allocation:  # fmt: skip
-        """The choice; the same in all processes.
+        """The choice, the same in all processes.
 
         Args:
             samples, device, memory_bytes, group: see `estimate_losses`.
@@ -151,13 +150,16 @@ class Fit:
         return group.broadcast_from_rank0(self.allocation(losses.of_units))
 
     def allocation(self, losses: Sequence[Mapping[QuantScheme, float]]) -> Allocation:
-        """The choice, given what each scheme of each unit loses."""
+        """The choice, given the loss of each scheme of each unit."""
         every: list[list[QuantScheme | None]] = [[*own, None] for own in self.options]
         items = [
             [Option(self._unit_bytes(unit, one), 0.0 if one is None else lost[one]) for one in own]
             for unit, own, lost in zip(self.units, every, losses, strict=True)
         ]
-        room = self._room(items)
+        room = self._room_of_bits
+        if self.target.bits is None:
+            floats = sum(own[-1].size for own in items)
+            room = (self.target.bytes or 0) - self.total_bytes(self._schemes(self._uniform(last=True))) + floats
         for _ in range(_ROUNDS):
             numbers = choose(items, room)
             if numbers is None:
@@ -173,13 +175,6 @@ class Fit:
         found = Allocation.of(self.target, self.units, losses, chosen)
         return found.sized(self._bits(chosen), self.total_bytes(self._schemes(chosen)))
 
-    def _room(self, items: Sequence[Sequence[Option]]) -> int:
-        """Bytes for the weights of all units."""
-        if self.target.bits is not None:
-            return self._room_of_bits
-        floats = sum(own[-1].size for own in items)
-        return (self.target.bytes or 0) - self.total_bytes(self._schemes(self._uniform(last=True))) + floats
-
     @property
     def _room_of_bits(self) -> int:
         return math.floor((self.target.bits or 0) * self._counted / 8 + 1e-6) - self._settled_bytes
@@ -189,7 +184,7 @@ class Fit:
         return [None if last or not own else own[0] for own in self.options]
 
     def _measured(self, chosen: Sequence[QuantScheme | None]) -> float:
-        """A choice's size, as what was asked for is counted."""
+        """A choice's size, in the unit of the target."""
         return self._bits(chosen) if self.target.bits is not None else self.total_bytes(self._schemes(chosen))
 
     def _bits(self, chosen: Sequence[QuantScheme | None]) -> float:
@@ -198,7 +193,7 @@ class Fit:
 
     @cached_property
     def _counted(self) -> int:
-        """Weights of all linears that count; an embedding is none."""
+        """Weights of all linears; an embedding is not one."""
         return sum(unit.weights for unit in self.units) + sum(math.prod(spec.shape) for spec in self._settled_specs)
 
     @cached_property
@@ -229,7 +224,7 @@ class Fit:
         return TensorSpec(name, info.shape, info.dtype if scheme is None else self._scale_dtype, scheme)
 
     def _bytes(self, spec: TensorSpec) -> int:
-        """What a weight's codes, scales and zero points take, or its floats."""
+        """Bytes of a weight's codes, scales and zero points, or of its floats."""
         if spec.scheme is None:
             return math.prod(spec.shape) * spec.dtype.itemsize
         holder = self.codes.codec(spec.scheme)
@@ -240,10 +235,7 @@ class Fit:
         return sum(one.nbytes for one in stored if not one.name.endswith((SHAPE, G_IDX)))
 
     def _require_mixed(self) -> None:
-        """
-        Raises:
-            UnsupportedError: if the format has no place for several schemes in a folder.
-        """
+        """Check that a folder of the format can hold several schemes."""
         every = list(dict.fromkeys(one for own in self.options for one in own))
         if not every:
             raise UnsupportedError(
@@ -256,10 +248,6 @@ class Fit:
             self.method.write_settings(mixed, dict.fromkeys(mixed, 128))
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"{self.codes.name} does not go with a size to fit: {error.problem}", path=self.source.path,
+                f"{self.codes.name} does not support a size to fit: {error.problem}", path=self.source.path,
                 found=error.found, hint="choose a scheme, or another format",
             ) from error  # fmt: skip
-
-
-def _bytes_text(count: float) -> str:
-    return f"{int(count)} bytes ({size_text(int(count))})"

@@ -1,8 +1,9 @@
-"""The multiple-choice knapsack: one option for each item, so that all fit and what is lost is least.
+"""The multiple-choice knapsack: one option for each item, so that all fit and the total loss is smallest.
 
-Solved by dynamic programming over sizes. They are whole numbers of cells: of their greatest common divisor where that
-gives few enough cells, so that the choice is exact; otherwise rounded up to larger cells, and what room that leaves is
-filled up, best bargain first. Equal inputs give the equal choice: of equal losses the smaller option is taken.
+Solved by dynamic programming over sizes, in cells. A cell is the greatest common divisor of the sizes if that gives few
+enough cells, so that the choice is exact. Otherwise sizes are rounded up to larger cells, and the remaining room is
+filled with the options that save most for their size. Equal inputs give equal choices: of options with equal losses the
+smaller one is used.
 """
 
 from __future__ import annotations
@@ -18,29 +19,24 @@ _CELLS = 1 << 17
 
 @dataclass(frozen=True)
 class Option:
-    """What may be taken for an item.
-
-    Attributes:
-        size: a whole number, not negative.
-        loss: what it costs, not negative.
-    """
+    """An option for an item: its size, and its loss, neither of them negative."""
 
     size: int
     loss: float
 
 
 def choose(items: Sequence[Sequence[Option]], room: int, *, cells: int = _CELLS) -> list[int] | None:
-    """The number of the option for each item, whose sizes are `room` at most together; None if nothing fits.
+    """The index of the option for each item, with a total size of `room` at most; None if nothing fits.
 
     Args:
         items: the options of each, at least one.
-        cells: how finely sizes are told apart.
+        cells: the most cells.
     """
     smallest = [min(option.size for option in options) for options in items]
     spare = room - sum(smallest)
     if spare < 0:
         return None
-    above = [[option.size - least for option in options] for options, least in zip(items, smallest, strict=True)]
+    above = [[option.size - base for option in options] for options, base in zip(items, smallest, strict=True)]
     spare = min(spare, sum(map(max, above)))
     cell = math.gcd(*(size for sizes in above for size in sizes)) or 1
     exact = spare // cell <= cells
@@ -51,18 +47,18 @@ def choose(items: Sequence[Sequence[Option]], room: int, *, cells: int = _CELLS)
 
 
 def _chosen(items: Sequence[Sequence[Option]], sizes: Sequence[Sequence[int]], room: int) -> list[int]:
-    """The exact choice for sizes in cells, of which one of each item is 0."""
-    least = np.zeros(room + 1)  # that can be lost by the items so far, for each room
+    """The exact choice for sizes in cells; the smallest of each item is 0."""
+    smallest = np.zeros(room + 1)  # loss of the items so far, for each room
     taken = np.zeros((len(items), room + 1), dtype=np.uint8)
     for number, (options, own) in enumerate(zip(items, sizes, strict=True)):
-        before, least = least, np.full(room + 1, np.inf)
+        before, smallest = smallest, np.full(room + 1, np.inf)
         for option in sorted(range(len(options)), key=lambda one: (own[one], options[one].loss, one)):
             size = own[option]
             if size > room:
                 continue
             lost = before[: room + 1 - size] + options[option].loss
-            better = lost < least[size:]
-            least[size:][better] = lost[better]
+            better = lost < smallest[size:]
+            smallest[size:][better] = lost[better]
             taken[number, size:][better] = option
     found = []
     for number in reversed(range(len(items))):
@@ -72,7 +68,7 @@ def _chosen(items: Sequence[Sequence[Option]], sizes: Sequence[Sequence[int]], r
 
 
 def _filled_up(items: Sequence[Sequence[Option]], chosen: Sequence[int], room: int) -> list[int]:
-    """A choice with larger options of less loss, as long as any fits: always that which saves most for its size."""
+    """The choice with larger options of smaller loss, while any fits: first the one that saves most for its size."""
     found = list(chosen)
     spare = room - sum(options[one].size for options, one in zip(items, found, strict=True))
     while True:

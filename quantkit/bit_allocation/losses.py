@@ -1,30 +1,31 @@
-"""What each scheme of each unit would cost in KL(source || quantized) per token, estimated on calibration samples.
+"""The cost of each scheme of each unit in KL(source || quantized) per token, estimated on calibration samples.
 
-KL grows with the squares of what changes: a change dY of a linear's outputs costs half the mean of ``(g . dY) ** 2``,
-where g is the gradient by these outputs of the log probability of a token that the model itself draws (its Fisher
-information). Outputs are taken for independent, so a linear costs half the sum over its rows of their mean squared
+KL grows with the square of changes: a change dY of a linear's outputs costs half the mean of ``(g . dY) ** 2``,
+where g is the gradient, by these outputs, of the log probability of a token that the model itself draws (its Fisher
+information). Outputs are assumed to be independent, so a linear costs half the sum over its rows of their mean squared
 gradients times their mean squared errors (`output_errors`).
 
-One pass forward gathers the Hessians and keeps what each block was given; one pass backward, with each block computed
-anew, gathers the gradients. One block's weights are in memory at a time.
+One forward pass sums the Hessians and keeps the inputs of each block; one backward pass, which computes each block
+again, sums the gradients. One block's weights are in memory at a time.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import InputGroup, input_groups
-from quantkit.bit_allocation.cost import sample_counts
+from quantkit.architectures.topology import input_groups, layer_kinds
 from quantkit.bit_allocation.output_errors import RowErrors, row_errors, rows_tried
 from quantkit.bit_allocation.units import Unit
 from quantkit.calibration.effort import batch_samples
+from quantkit.calibration.estimate import every_group, forward_flops, groups_of, largest_block
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
@@ -43,19 +44,53 @@ from quantkit.tensors.scheme import QuantScheme
 _WEIGHTS_TRIED = 1 << 18  # of a unit
 _TOKENS_THROUGH_THE_HEAD = 64
 _HEAD_WEIGHTS = 1 << 24  # of the head that are float32 at a time
+_GRADIENT_TOKENS = 8192
+_TOKENS_PER_INPUT = 2  # for the Hessian of the widest linear
+_STATE_BYTES = 2  # of an element of a block's inputs, kept as bfloat16
+_GRADIENT_PASSES = 3  # forward passes that cost as much as the backward one: blocks again, their gradients, the head's
 
 
 @dataclass(frozen=True)
 class Losses:
-    """What was estimated.
+    """The estimate.
 
     Attributes:
-        of_units: by scheme, in the order of the units.
-        tokens: that the Hessians and the gradients were gathered on.
+        of_units: losses by scheme, in the order of the units.
+        tokens: the number of tokens for the Hessians and for the gradients.
     """
 
     of_units: list[dict[QuantScheme, float]]
     tokens: tuple[int, int]
+
+
+def sample_counts(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> tuple[int, int]:
+    """How many samples of a shape [N, T] are used for the Hessians, and how many of these for the gradients.
+
+    Args:
+        memory_bytes: for the inputs of the blocks.
+    """
+    count, length = shape
+    widest = max(group.columns for group, _ in every_group(config))
+    kept = memory_bytes // (config.num_layers * length * config.hidden_size * _STATE_BYTES)
+    for_gradients = min(count, max(1, min(kept, -(-_GRADIENT_TOKENS // length))))
+    for_hessians = min(count, -(-max(_GRADIENT_TOKENS, _TOKENS_PER_INPUT * widest) // length))
+    return max(for_hessians, for_gradients), for_gradients
+
+
+def choice_bytes(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> int:
+    """Peak bytes of a block's weights, its Hessians, the samples' states and the inputs of the blocks."""
+    for_hessians, for_gradients = (count * shape[1] for count in sample_counts(config, shape, memory_bytes))
+    hessians = max(sum(group.columns**2 for group in groups_of(config, layer)) for layer in layer_kinds(config))
+    states = 4 * for_hessians + _STATE_BYTES * config.num_layers * for_gradients
+    return 4 * (largest_block(config) + hessians) + states * config.hidden_size
+
+
+def choice_flops(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> int:
+    """Operations of the forward pass with the Hessians, and of the backward pass."""
+    for_hessians, for_gradients = (count * shape[1] for count in sample_counts(config, shape, memory_bytes))
+    squares = sum(count * 2 * for_hessians * group.share * group.columns**2 for group, count in every_group(config))
+    forward = forward_flops(config, for_hessians) + _GRADIENT_PASSES * forward_flops(config, for_gradients)
+    return int(forward + squares)
 
 
 def estimate_losses(
@@ -66,9 +101,9 @@ def estimate_losses(
     """The KL that each unit would cost in each of its schemes, alone.
 
     Args:
-        samples: tokens [N, T], of which the first ones serve; each of several processes takes its share of these.
-        device: where blocks are run.
-        memory_bytes: for what the blocks were given.
+        samples: tokens [N, T], of which the first ones are used; each of several processes runs its share of these.
+        device: runs the blocks.
+        memory_bytes: for the inputs of the blocks.
 
     Raises:
         NonFiniteError: if a weight of a unit, or the inputs of a linear, hold NaN or Inf.
@@ -105,7 +140,7 @@ def estimate_losses(
 
 
 class _Passes:
-    """The samples on their way forward and back, in batches."""
+    """The forward and the backward pass of the samples, in batches."""
 
     def __init__(
         self, source: Checkpoint, samples: Tensor, kept: int, device: torch.device,
@@ -114,8 +149,8 @@ class _Passes:
         """
         Args:
             samples: tokens [N, T]; there may be none.
-            kept: how many of them go back.
-            states: dtype in which is kept what the blocks were given.
+            kept: how many of them the backward pass has.
+            states: dtype of the blocks' inputs that are kept.
         """
         config, length = source.config, samples.shape[1]
         self._source, self._device, self._dtype = source, device, states
@@ -127,31 +162,40 @@ class _Passes:
             scaled_embeddings(nn.functional.embedding(batch, embedding).float(), config.embedding_multiplier)
             for batch in batches
         ]
-        self._returning = -(-kept // step)
-        self._given: list[list[Tensor]] = [[] for _ in range(self._returning)]
+        self._inputs: list[list[Tensor]] = [[] for _ in range(-(-kept // step))]
         positions = torch.arange(length, device=device)
         angles = Rotary(config).to(device)(positions)
         self._step = Step(angles, causal_attention(positions, config.windows))
 
     @torch.no_grad()
     def forward(self, layer: int) -> tuple[dict[str, tuple[Tensor, int]], Block]:
-        """Run a block: by site the sum of ``X.T @ X`` over the inputs of its linears, and how many these were."""
+        """Run a block: the sum of ``X.T @ X`` over the inputs X of its linears, and their number, by site."""
         block = self._block(layer)
-        sums: dict[str, tuple[Tensor, int]] = {}
-        with _hessians(block, input_groups(self._source.config, layer), sums):
+        sums: dict[str, tuple[Tensor, int]] = {}  # the experts of a layer share a site
+
+        def add(site: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            x = inputs[0].flatten(0, -2)
+            total, count = sums.get(site) or (torch.zeros(x.shape[1], x.shape[1], device=x.device), 0)
+            add_square_(total, x.t().contiguous())
+            sums[site] = total, count + len(x)
+
+        with ExitStack() as hooks:
+            for group in input_groups(self._source.config, layer):
+                linear = block.get_submodule(group.modules[0])
+                hooks.enter_context(linear.register_forward_pre_hook(partial(add, group.site)))
             for index, states in enumerate(self._states):
-                if index < self._returning:
-                    self._given[index].append(states.to(self._dtype))
+                if index < len(self._inputs):
+                    self._inputs[index].append(states.to(self._dtype))
                 self._states[index] = block(states.to(self._device), self._step).cpu()
         return sums, block
 
     def turn(self, first: int) -> None:
-        """Begin the way back: gradients of the log probabilities of drawn tokens by what the last block gave.
+        """Begin the backward pass: gradients of the log probabilities of drawn tokens by the last block's outputs.
 
         Args:
-            first: the number among all samples of the first one here.
+            first: the index of this process's first sample among all samples.
         """
-        del self._states[self._returning :]
+        del self._states[len(self._inputs) :]
         norm = rms_norm(self._source.config)
         norm.weight = nn.Parameter(_floats(self._source, "model.norm.weight").float(), requires_grad=False)
         head = _floats(self._source, "model.embed_tokens.weight" if self._source.config.tied_embeddings
@@ -165,19 +209,27 @@ class _Passes:
             self._states[index] = states.grad
 
     def backward(self, layer: int) -> dict[str, Tensor]:
-        """Take the gradients back through a block; the sum of their squares by module, [O] for each."""
+        """Run the gradients back through a block; the sum of their squares by module, [O] for each."""
         block = self._block(layer)
-        squares = {
-            name: torch.zeros(module.out_features, device=self._device)
-            for name, module in block.named_modules() if isinstance(module, nn.Linear)
-        }  # fmt: skip
-        with _squared_gradients(block, squares):
+        squares: dict[str, Tensor] = {}
+
+        def add(name: str, gradient: Tensor) -> None:
+            squares[name].add_(gradient.flatten(0, -2).square().sum(0))
+
+        def listen(name: str, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+            out.register_hook(partial(add, name))  # type: ignore[no-untyped-call]
+
+        with ExitStack() as hooks:
+            for name, module in block.named_modules():
+                if isinstance(module, nn.Linear):
+                    squares[name] = torch.zeros(module.out_features, device=self._device)
+                    hooks.enter_context(module.register_forward_hook(partial(listen, name)))
             for index, gradient in enumerate(self._states):
-                given = self._given[index].pop().to(self._device, torch.float32).requires_grad_()
+                inputs = self._inputs[index].pop().to(self._device, torch.float32).requires_grad_()
                 with torch.enable_grad():
-                    block(given, self._step).backward(gradient.to(self._device))
-                assert given.grad is not None
-                self._states[index] = given.grad.cpu()
+                    block(inputs, self._step).backward(gradient.to(self._device))
+                assert inputs.grad is not None
+                self._states[index] = inputs.grad.cpu()
         prefix = BLOCK_PREFIX.format(layer)
         return {prefix + name: found for name, found in squares.items()}
 
@@ -186,48 +238,6 @@ class _Passes:
             block = Block(self._source.config, layer)
         fill(block, self._source, BLOCK_PREFIX.format(layer), self._device, torch.float32, None)
         return block.eval()
-
-
-@contextmanager
-def _hessians(block: Block, groups: Sequence[InputGroup], sums: dict[str, tuple[Tensor, int]]) -> Iterator[None]:
-    """Within, add up the inputs at each site; experts of a layer have theirs in common."""
-
-    def listener(site: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def listen(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            x = given[0].flatten(0, -2)
-            total, count = sums.get(site) or (torch.zeros(x.shape[1], x.shape[1], device=x.device), 0)
-            add_square_(total, x.t().contiguous())
-            sums[site] = total, count + len(x)
-
-        return listen
-
-    hooks = [block.get_submodule(one.modules[0]).register_forward_pre_hook(listener(one.site)) for one in groups]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def _squared_gradients(block: Block, squares: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within, add up the squared gradients by the outputs of each linear."""
-
-    def listener(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def take_up(gradient: Tensor) -> None:
-            squares[name].add_(gradient.flatten(0, -2).square().sum(0))
-
-        def listen(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-            out.register_hook(take_up)  # type: ignore[no-untyped-call]
-
-        return listen
-
-    hooks = [block.get_submodule(name).register_forward_hook(listener(name)) for name in squares]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _block_errors(
@@ -272,11 +282,11 @@ def _block_errors(
 
 
 def _head_gradients(hidden: Tensor, head: Tensor, config: ModelConfig, first: int) -> Tensor:
-    """Gradients of minus the log probability of a drawn token at each of hidden states [B, T, D], by these.
+    """Gradients by hidden states [B, T, D] of minus the log probability of a token drawn at each of them.
 
     Args:
         head: [V, D], of any float type.
-        first: seeds what is drawn, so that it does not depend on who draws.
+        first: the seed of the first sample's tokens, so that they do not depend on the number of processes.
     """
     found = torch.empty_like(hidden)
     for index, states in enumerate(hidden):

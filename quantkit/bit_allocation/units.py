@@ -1,4 +1,4 @@
-"""What gets one scheme: linears that runtimes fuse, or that are one module on disk, and all experts of a layer."""
+"""Units of linears that share a scheme: those that runtimes fuse or that are one module on disk, and all experts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Unit:
     """Linears of a layer that share a scheme.
 
     Attributes:
-        layer: its number.
-        name: what they are to people, alike in all layers: ``q k v``, ``o``, ``experts``.
+        layer: its index.
+        name: for tables, the same in all layers: ``q k v``, ``o``, ``experts``.
         parameters: their weights.
     """
 
@@ -50,27 +50,27 @@ def units(config: ModelConfig, kept: Collection[str] = ()) -> list[Unit]:
     """The units of all layers, in the order of their first linears.
 
     Args:
-        kept: modules that are in none.
+        kept: modules that are in no unit.
     """
     linears = [
         parameter for parameter in parameters(config)
         if parameter.is_linear_weight and parameter.layer is not None and parameter.linear is not None
         and parameter.linear.quantizable and parameter.module not in kept
     ]  # fmt: skip
-    owner = {parameter.module: parameter.module for parameter in linears}
+    groups = {parameter.module: {parameter.module} for parameter in linears}
     for together in _together(config, linears):
-        own = [module for module in together if module in owner]
-        for module in own:
-            first, other = _root(owner, own[0]), _root(owner, module)
-            owner[other] = first
-    found: dict[str, list[Parameter]] = {}
+        own = [groups[module] for module in together if module in groups]
+        if any(one is not own[0] for one in own):
+            merged = set().union(*own)
+            groups.update(dict.fromkeys(merged, merged))
+    found: dict[int, list[Parameter]] = {}
     for parameter in linears:
-        found.setdefault(_root(owner, parameter.module), []).append(parameter)
+        found.setdefault(id(groups[parameter.module]), []).append(parameter)
     return [Unit(own[0].layer or 0, _name(own), tuple(own)) for own in found.values()]
 
 
 def _together(config: ModelConfig, linears: Collection[Parameter]) -> list[list[str]]:
-    """Modules that must not differ in their schemes."""
+    """Modules that must have the same scheme."""
     found: list[list[str]] = []
     experts: dict[int | None, list[str]] = {}
     for parameter in linears:
@@ -81,12 +81,6 @@ def _together(config: ModelConfig, linears: Collection[Parameter]) -> list[list[
         prefix = BLOCK_PREFIX.format(layer)
         found += [[prefix + module for module in modules] for modules in fused_modules(config, layer).values()]
     return found + [[part.removesuffix(".weight") for part in tensor.parts] for tensor in disk_tensors(config)]
-
-
-def _root(owner: dict[str, str], module: str) -> str:
-    while owner[module] != module:
-        module = owner[module]
-    return module
 
 
 def _name(own: Collection[Parameter]) -> str:

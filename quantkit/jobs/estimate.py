@@ -15,8 +15,8 @@ import torch
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import input_groups, layer_kinds, linear_columns, sizes
-from quantkit.bit_allocation.cost import choice_bytes, choice_flops
 from quantkit.bit_allocation.fit import Fit
+from quantkit.bit_allocation.losses import choice_bytes, choice_flops
 from quantkit.calibration.effort import batch_samples, inner_width
 from quantkit.calibration.estimate import (
     calibration_flops,
