@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from quantkit.architectures.topology import fused_modules, parameters
 from quantkit.doctor.findings import Finding, finding
-from quantkit.doctor.modules import KIND_NAMES, Coded, expected_shapes, missing_leaves
 from quantkit.doctor.view import View
-from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.formats.codecs.awq import AWQ, Awq
+from quantkit.formats.codecs.bitsandbytes import METHOD as BITSANDBYTES
+from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors
+from quantkit.formats.codecs.compressed_weights import INT8, PACKED_CODES
+from quantkit.formats.codecs.gptq import Gptq
+from quantkit.formats.codecs.layout import Description
+from quantkit.formats.codecs.mlx import Mlx
+from quantkit.formats.codecs.table import LAYOUTS
 
 _STATE_BITS = 8
 _BY_ROWS = ("gptq", "awq")
 _NUMBER = re.compile(r"\d+")
-_FLOATS = Coded("", "", {})
-_CODES = ("weight_packed", "qweight", "weight")
-_INTEGER_KINDS = ("packed", "gptq", "awq", "mlx", "int8")
-_INTEGERS = ("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx", "qweight", "qzeros", "g_idx")
-_SCALES = ("weight_scale", "scales", "biases")
-_NO_SCALES = (DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT32)  # bytes may be exponents
-_KINDS = {"bitsandbytes": ("nf4", "bnb-int8")}
-"""Of methods whose settings name no modules."""
-_EMBEDDINGS_READ = ("mlx",)  # methods whose own readers expect quantized embeddings
-_PLAIN_EMBEDDINGS = ("compressed-tensors", "int8")  # method and kind that transformers loads, but for tied heads
+_READ_EMBEDDINGS = (Mlx.name,)  # methods whose own readers expect quantized embeddings
 
 
 def check(view: View, tp: int) -> Iterator[Finding]:
@@ -52,79 +50,66 @@ def _module(view: View, module: str) -> Iterator[Finding]:
     if coded is None:
         floats = f"{module}.weight" in view.stored
         if claim is not None and view.claims.certain and floats and _is_meant(view, module):
-            kind = KIND_NAMES.get(claim.kind or "", "quantized")
-            yield finding("not-quantized", module, f"floats, and by the config {kind}")
+            title = "quantized" if claim.layout is None else claim.layout.title
+            yield finding("not-quantized", module, f"floats, and by the config {title}")
         return
     symmetric = None if claim is None else claim.symmetric
-    lacking = [leaf for leaf in missing_leaves(coded, symmetric=symmetric) if not _unread(view, module, leaf)]
+    lacking = [leaf for leaf in coded.missing(symmetric=symmetric) if not _unread(view, module, leaf)]
     if lacking:
-        there = f"; has {', '.join(filter(None, coded.leaves))}" if any(coded.leaves) else ""
+        there = f"; has {', '.join(coded.tensors)}" if coded.tensors else ""
         yield finding("incomplete", module, f"lacks {', '.join(lacking)}{there}")
-    if not coded.kind:
+    if coded.layout is None:
         return
     if view.is_embedding(module) and not _embedding_is_read(view, coded):
-        yield finding("quantized-embedding", module, KIND_NAMES[coded.kind])
+        yield finding("quantized-embedding", module, coded.title)
     elif claim is None and view.claims.certain:
         said = "no quantization_config" if view.folder.settings is None else "not among those it quantizes"
-        yield finding("not-in-config", module, f"{KIND_NAMES[coded.kind]}, and in the config {said}")
+        yield finding("not-in-config", module, f"{coded.title}, and in the config {said}")
     bits = coded.bits if claim is None or claim.bits is None else claim.bits
     if bits is not None and bits < _STATE_BITS and view.is_recurrent(module):
-        yield finding("low-bit-state", module, f"{KIND_NAMES[coded.kind]}, {bits} bits")
-    yield from _types(coded)
+        yield finding("low-bit-state", module, f"{coded.title}, {bits} bits")
+    for leaf, expected in coded.wrong_types(LAYOUTS):
+        yield finding("codes-type", f"{module}.{leaf}", f"found {coded.tensors[leaf].dtype}, expected {expected}")
     if claim is None:
-        if coded.kind not in _KINDS.get(view.folder.method or "", (coded.kind,)):
-            yield finding("other-kind", module, f"{KIND_NAMES[coded.kind]}, and by the config {view.folder.method}")
+        if view.method is not None and not view.claims.certain and not _may_have(view.method, coded):
+            yield finding("other-kind", module, f"{coded.title}, and by the config {view.folder.method}")
         return
-    if claim.kind is not None and claim.kind != coded.kind:
-        expected = KIND_NAMES.get(claim.kind, claim.kind)
-        yield finding("other-kind", module, f"{KIND_NAMES[coded.kind]}, and by the config {expected}")
+    if claim.layout not in (None, coded.layout):
+        yield finding("other-kind", module, f"{coded.title}, and by the config {claim.layout.title}")
         return
-    if claim.order == "group" and coded.kind == "packed":
+    if claim.by_index and coded.layout is PACKED_CODES:
         yield finding("act-order", module, "actorder 'group'")
     shape = view.linears.get(module) or _embedding_shape(view, module)
     if shape is not None and len(shape) == 2:
-        if claim.group and shape[1] % claim.group:
-            yield finding("uneven-groups", module, f"rows of {shape[1]} in groups of {claim.group}")
+        if claim.group_size and shape[1] % claim.group_size:
+            yield finding("uneven-groups", module, f"rows of {shape[1]} in groups of {claim.group_size}")
             return
-        yield from _held_shapes(coded, expected_shapes(coded, shape, claim.bits, claim.group, claim.block))
+        for leaf, wanted in coded.wrong_shapes(shape, claim):
+            rule = "codes-shape" if leaf == coded.layout.codes else "scale-shape"
+            found = list(coded.tensors[leaf].shape)
+            yield finding(rule, f"{module}.{leaf}", f"found {found}, expected {list(wanted)}")
 
 
-def _embedding_is_read(view: View, coded: Coded) -> bool:
-    """Whether transformers, or its method's own reader, loads an embedding of codes: of compressed-tensors' forms the
-    plain one, where the head is not tied to it (tried with 5.23)."""
-    method = view.folder.method
+def _may_have(method: QuantMethod, coded: Description) -> bool:
+    """Whether a method whose settings name no modules has codes of such a layout."""
+    return method.name != BITSANDBYTES or coded.layout in method.layouts
+
+
+def _embedding_is_read(view: View, coded: Description) -> bool:
+    """Whether transformers, or its method's own reader, loads a quantized embedding: of compressed-tensors' layouts
+    int8, if the head is not tied to it (tried with 5.23)."""
     tied = view.config is None or view.config.tied_embeddings
-    return method in _EMBEDDINGS_READ or (not tied and (method, coded.kind) == _PLAIN_EMBEDDINGS)
-
-
-def _types(coded: Coded) -> Iterator[Finding]:
-    """Tensors that hold numbers of another sort than those of their kind do."""
-    if coded.kind not in _INTEGER_KINDS:
-        return
-    for leaf, tensor in coded.leaves.items():
-        where = f"{coded.module}.{leaf}"
-        if leaf in _INTEGERS and tensor.dtype in FLOATS:
-            yield finding("codes-type", where, f"found {tensor.dtype}, expected integers")
-        elif leaf in _SCALES and tensor.dtype in _NO_SCALES:
-            yield finding("codes-type", where, f"found {tensor.dtype}, expected floats")
+    plain = isinstance(view.method, CompressedTensors) and coded.layout is INT8
+    return view.folder.method in _READ_EMBEDDINGS or (not tied and plain)
 
 
 def _is_meant(view: View, module: str) -> bool:
     """Whether a config that lists no modules means one: in a family that is not known, if its like in most layers are
     quantized."""
-    if view.known or view.folder.method not in _BY_ROWS:
+    if view.known or not isinstance(view.method, Gptq | Awq):
         return True
     alike = [one for one in view.linears if _NUMBER.sub("*", one) == _NUMBER.sub("*", module)]
     return 2 * sum(one in view.coded for one in alike) > len(alike)
-
-
-def _held_shapes(coded: Coded, expected: Mapping[str, Sequence[tuple[int, ...]]]) -> Iterator[Finding]:
-    for leaf, shapes in expected.items():
-        found = coded.leaves.get(leaf)
-        if found is None or found.shape in shapes:
-            continue
-        rule = "codes-shape" if leaf in _CODES else "scale-shape"
-        yield finding(rule, f"{coded.module}.{leaf}", f"found {list(found.shape)}, expected {list(shapes[0])}")
 
 
 def _unread(view: View, module: str, leaf: str) -> bool:
@@ -158,7 +143,7 @@ def _differing(view: View, canonical: Sequence[str], rule: str, where: str) -> I
     tensors = [view.on_disk(f"{name}.weight") for name in canonical]
     modules = list(dict.fromkeys(tensor.module for tensor in tensors if tensor is not None))
     present = [one for one in modules if one in view.coded or f"{one}.weight" in view.stored]
-    if any(one in view.coded and missing_leaves(view.coded[one], symmetric=None) for one in present):
+    if any(one in view.coded and view.coded[one].missing(symmetric=None) for one in present):
         return  # broken, which is another rule's
     other = next((one for one in present[1:] if view.signature(one) != view.signature(present[0])), None)
     if other is not None:
@@ -192,8 +177,8 @@ def _split(view: View, tp: int) -> Iterator[Finding]:
             if not parameter.role.startswith("attention."):
                 yield finding("tp-heads", tensor.module, f"width {width} over {tp}")
             continue
-        block = None if claim is None else claim.block[axis] if claim.block else claim.group if axis == 1 else None
+        block = None if claim is None else claim.block[axis] if claim.block else claim.group_size if axis == 1 else None
         if block is not None and tensor.module in view.coded and (width // tp) % block:
             yield finding("tp-groups", tensor.module, f"{width} over {tp} is {width // tp}, in groups of {block}")
-        elif axis == 0 and (width // tp) % 8 and view.coded.get(tensor.module, _FLOATS).kind == "awq":
+        elif axis == 0 and (width // tp) % 8 and (own := view.coded.get(tensor.module)) and own.layout is AWQ:
             yield finding("tp-groups", tensor.module, f"{width} outputs over {tp}, eight to a word")

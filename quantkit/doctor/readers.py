@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit.doctor.claims import Claim
 from quantkit.doctor.findings import Finding, Runtime, finding
 from quantkit.doctor.folder import Folder
-from quantkit.doctor.modules import Coded
 from quantkit.doctor.view import View
+from quantkit.formats.codecs.awq import AWQ
+from quantkit.formats.codecs.compressed_weights import PACKED_CODES
+from quantkit.formats.codecs.gptq_linear import GPTQ
+from quantkit.formats.codecs.gptq_zeros import G_IDX
+from quantkit.formats.codecs.layout import Claim, Description
 
 _TITLES = {"vllm": "vLLM", "transformers": "transformers", "llama.cpp": "llama.cpp", "mlx": "mlx-lm"}
 _CONTAINERS: dict[Runtime, tuple[str, ...]] = {
@@ -32,7 +35,7 @@ _METHODS: dict[Runtime, frozenset[str]] = {
     "mlx": frozenset({"mlx", "awq", "gptq", "mxfp4", "bitnet", "modelopt"}),
 }  # fmt: skip
 _FAST_GROUPS = (None, 32, 64, 128)
-_VLLM_BITS = {"packed": (2, 3, 4, 5, 6, 7, 8), "gptq": (4, 8), "awq": (4,)}
+_VLLM_BITS = {PACKED_CODES: (2, 3, 4, 5, 6, 7, 8), GPTQ: (4, 8), AWQ: (4,)}
 
 
 def check_container(folder: Folder, runtime: Runtime) -> Iterator[Finding]:
@@ -60,28 +63,29 @@ def _module(view: View, module: str, runtime: Runtime) -> Iterator[Finding]:
     claim, coded = view.claims.modules.get(module), view.coded[module]
     if claim is None:
         return
-    if runtime == "vllm" and coded.kind in _VLLM_BITS:
+    if runtime == "vllm" and coded.layout in _VLLM_BITS:
         yield from _vllm(view, coded, claim)
-    if runtime == "transformers" and coded.kind == "packed" and claim.symmetric is False:
+    if runtime == "transformers" and coded.layout is PACKED_CODES and claim.symmetric is False:
         yield finding("packed-zeros", module, "asymmetric")
-    if runtime == "mlx" and coded.kind in ("gptq", "awq"):
+    if runtime == "mlx" and coded.layout in (GPTQ, AWQ):
         if claim.bits != 4:
-            yield finding("other-scheme", module, f"{claim.bits} bits; mlx-lm takes 4 of {coded.kind}")
-        if "g_idx" in coded.leaves:
+            yield finding("other-scheme", module, f"{claim.bits} bits; mlx-lm takes 4 in {coded.title}")
+        if G_IDX in coded.tensors:
             yield finding("column-groups", module, "has g_idx")
 
 
-def _vllm(view: View, coded: Coded, claim: Claim) -> Iterator[Finding]:
-    module, kind = coded.module, coded.kind
-    if claim.bits not in _VLLM_BITS[kind] or (view.is_embedding(module) and kind != "packed"):
-        yield finding("other-scheme", module, f"{claim.bits} bits of {kind}")
-    elif kind == "packed" and claim.bits == 8 and not claim.activations:
+def _vllm(view: View, coded: Description, claim: Claim) -> Iterator[Finding]:
+    module, layout = coded.module, coded.layout
+    assert layout is not None
+    if claim.bits not in _VLLM_BITS[layout] or (view.is_embedding(module) and layout is not PACKED_CODES):
+        yield finding("other-scheme", module, f"{claim.bits} bits of {layout.title}")
+    elif layout is PACKED_CODES and claim.bits == 8 and not claim.activations:
         yield finding("no-cpu-kernel", module, "8 bits, activations in floats")
-    if claim.group not in _FAST_GROUPS:
-        yield finding("slow-groups", module, f"groups of {claim.group}")
-    if kind == "gptq" and claim.symmetric is False:
+    if claim.group_size not in _FAST_GROUPS:
+        yield finding("slow-groups", module, f"groups of {claim.group_size}")
+    if layout is GPTQ and claim.symmetric is False:
         yield finding("gptq-zeros", module, "sym is false")
-    if kind == "gptq" and claim.order == "group" and claim.group is not None:
+    if layout is GPTQ and claim.by_index and claim.group_size is not None:
         yield finding("gptq-order", module, "desc_act is true")
 
 

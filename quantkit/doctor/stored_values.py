@@ -15,13 +15,17 @@ from quantkit.doctor.view import View
 from quantkit.files.gguf_io import GgufHeader
 from quantkit.files.gguf_types import GgufTensor
 from quantkit.files.tensor_file import StoredTensor, TensorFile
+from quantkit.formats.codecs.compressed_weights import PACKED_CODES
 from quantkit.formats.codecs.float8 import TYPES as FLOAT8
+from quantkit.formats.codecs.gptq_linear import GPTQ
+from quantkit.formats.codecs.layout import Layout
+from quantkit.formats.codecs.table import LAYOUTS
 from quantkit.tensors.dtypes import FLOATS, DType
 
 _OPAQUE = {one for one in DType if one.startswith(("bits", "q", "float4")) or one == DType.COMPLEX32}
 _PIECE = 1 << 22  # bytes
-_SCALES = ("weight_scale", "weight_scale_inv", "scales", "SCB", "weight.absmax", "weight_global_scale")
-_CODES = ("weight_packed", "qweight", "weight", "_blocks", "_qdata", "")
+_SCALES = {"weight_global_scale", *(suffix for layout in LAYOUTS for suffix in layout.scales)}
+_CODES = {layout.codes for layout in LAYOUTS}
 _GGUF_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _GGUF_SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
@@ -51,21 +55,21 @@ def parts(folder: Folder, view: View | None) -> list[Part]:
     """All there is in a folder or file."""
     if folder.kind == "gguf":
         return [part for header in folder.headers.values() for part in _of_gguf(header)]
-    leaves: dict[str, tuple[str, str]] = {}
+    quantized: dict[str, tuple[str, Layout | None]] = {}
     for coded in view.coded.values() if view is not None else ():
-        for leaf, tensor in coded.leaves.items():
-            kind = "scale" if leaf in _SCALES or leaf == "_scales" else "codes" if leaf in _CODES else "other"
-            leaves[tensor.name] = kind, coded.kind
+        for suffix, tensor in coded.tensors.items():
+            kind = "scale" if suffix in _SCALES else "codes" if suffix in _CODES else "other"
+            quantized[tensor.name] = kind, coded.layout
     offset = view is None or view.config is None or view.config.norm_offset != 0
     found = []
     for name, tensor in folder.stored.items():
         if tensor.dtype in _OPAQUE:
             continue
-        kind, codes = leaves.get(name, (_kind(name, tensor, offset), ""))
+        kind, layout = quantized.get(name, (_kind(name, tensor, offset), None))
         if kind == "scale" and tensor.dtype not in (*FLOATS, *FLOAT8):
             kind = "other"  # exponents
         read = partial(_pieces, folder.homes[name], name)
-        found.append(Part(name, kind, read, codes in ("packed", "gptq")))
+        found.append(Part(name, kind, read, layout in (PACKED_CODES, GPTQ)))
     return found
 
 

@@ -18,6 +18,7 @@ from quantkit.doctor.stored_values import Part, parts
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import same_tensor
+from quantkit.formats.codecs.gptq_zeros import G_IDX
 from quantkit.progress import Progress
 
 _ABSURD = 1000.0
@@ -144,10 +145,10 @@ def _tied_head(view: View) -> Iterator[Finding]:
 def _column_order(view: View) -> Iterator[Finding]:
     """Groups of columns that are none of neighbours, where the settings say nothing of it."""
     for module, coded in view.coded.items():
-        claim, index = view.claims.modules.get(module), coded.leaves.get("g_idx")
-        if index is None or claim is None or claim.order == "group" or len(index.shape) != 1:
+        claim, index = view.claims.modules.get(module), coded.tensors.get(G_IDX)
+        if index is None or claim is None or claim.by_index or len(index.shape) != 1:
             continue
-        if not _is_plain(view.folder.homes[index.name].read(index.name), claim.group):
+        if not _is_plain(view.folder.homes[index.name].read(index.name), claim.group_size):
             yield finding("column-order", index.name, "desc_act is false, and g_idx is no rising count of groups")
 
 

@@ -11,13 +11,15 @@ from quantkit.architectures.disk import DiskTensor, found_tensors
 from quantkit.architectures.families import families
 from quantkit.architectures.families.opaque import Hints, named_roles, opaque_config
 from quantkit.architectures.names import is_embedding
-from quantkit.doctor.claims import Claims, read_claims
 from quantkit.doctor.folder import CONFIG, Folder
-from quantkit.doctor.modules import Coded, coded_modules
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.json_values import Settings
+from quantkit.formats.codecs.layout import Claims
+from quantkit.formats.codecs.table import METHODS, describe_modules
+from quantkit.json_values import Settings, shown
 
+_UNNAMED = ("load_in_4bit", "load_in_8bit", "quant_algo", "producer", "quantization")
+"""Keys of known settings that do not name their method."""
 _OTHER_EXPERTS = re.compile(r".*\.switch_mlp\..*")  # as MLX stacks them
 _WITHOUT_HEAD = re.compile(
     r".*(?<!LMHead)Model|.*For(SequenceClassification|TokenClassification|QuestionAnswering|Reward)"
@@ -32,7 +34,8 @@ class View:
         problem: why there is none.
         expected: the tensors that the model needs, by their names; empty where the family is not known.
         linears: the weights that may be quantized, by module, and their shapes [O, I] where these are known.
-        coded: the modules whose weights lie as codes.
+        method: by which the folder is quantized; None for floats, and for methods that are not known.
+        coded: what lies on disk for the modules whose weights are stored as codes.
         claims: what the config says of each linear.
     """
 
@@ -40,7 +43,8 @@ class View:
         self.folder = folder
         self.problem: QuantkitError | None = None
         self.config = self._model()
-        self.coded: Mapping[str, Coded] = coded_modules(folder.stored, folder.method)
+        self.method = METHODS.get(folder.method or "")
+        self.coded = describe_modules(folder.stored, self.method, named=folder.method is not None)
         self.expected = self._expected()
         self.linears = self._linears()
         self.claims = self._claims()
@@ -109,10 +113,21 @@ class View:
         return Hints.of(self.folder.config, {name: tensor.shape for name, tensor in self.stored.items()})
 
     def _claims(self) -> Claims:
-        folder = self.folder
+        folder, method = self.folder, self.method
         if folder.kind == "file":
             return Claims()  # nothing says what it is
-        return read_claims(folder.settings, folder.method, self.linears, self.coded, str(folder.root / CONFIG))
+        if folder.settings is None:
+            return Claims(certain=True)
+        modules = list(dict.fromkeys([*self.linears, *self.coded]))
+        if method is not None:
+            try:
+                return method.claims(folder.settings, modules, self.coded, str(folder.root / CONFIG))
+            except (CheckpointError, ValueError, TypeError, AttributeError, LookupError) as error:
+                problem = error.problem if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+                return Claims(problems=(f"{problem}"[:300],))
+        stated = folder.settings.get("quant_method")
+        known = isinstance(stated, str) or any(folder.settings.get(key) for key in _UNNAMED)
+        return Claims() if known else Claims(problems=(f"quant_method is {shown(stated)}",))
 
     def _model(self) -> ModelConfig | None:
         raw = self.folder.config
@@ -145,4 +160,4 @@ class View:
         tensors = opaque_config(self.folder.config, floats).tensors or ()
         roles = named_roles(self.folder.config, tensors)
         own = {one.module: one.shape for one in tensors if roles.get(one.name, ("",))[0] in ("linear", "recurrent")}
-        return {**own, **{module: None for module, one in self.coded.items() if one.kind}}
+        return {**own, **{module: None for module, one in self.coded.items() if one.layout}}

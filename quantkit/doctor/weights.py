@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,16 +12,22 @@ from quantkit.architectures.ignored_rope import ignored_rope_settings
 from quantkit.architectures.names import is_derived_buffer
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import CONFIG
-from quantkit.doctor.modules import is_scale_of_activations, stored_shape
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
+from quantkit.formats.codecs.awq import Awq
+from quantkit.formats.codecs.gptq import Gptq
+from quantkit.formats.codecs.table import METHODS
 from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.registry import METHODS
 from quantkit.json_values import shown
 from quantkit.tensors.dtypes import FLOATS
 
+_OF_ACTIVATIONS = re.compile(
+    r"(.+)\.(input_scale|input_scale_ub|activation_scale|output_scale|input_zero_point|output_zero_point"
+    r"|input_global_scale|[qkv]_scale|kv_scale|k_zero_point|v_zero_point)"
+)
+"""Tensors that belong to quantized activations or a quantized cache."""
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
 _TOWERS = {"vision_config": ("vis", "vit", "image", "patch"), "audio_config": ("audio", "speech", "sound")}
 
@@ -85,19 +92,19 @@ def _extra(view: View) -> Iterator[Finding]:
     raw = view.folder.config
     head = "lm_head.weight"
     predicts = any(raw.get(key) for key in _PREDICTION)
-    owners = {leaf.name: module for module, coded in view.coded.items() for leaf in coded.leaves.values()}
+    owners = {tensor.name: module for module, coded in view.coded.items() for tensor in coded.tensors.values()}
     expected = {tensor.module for tensor in view.expected.values() if tensor.linear is not None or tensor.stacked}
     embedded = {tensor.module for tensor in view.expected.values() if view.is_embedding(tensor.module)}
     known = expected | embedded | {"lm_head"}
     for name, tensor in view.stored.items():
         module = name.rpartition(".")[0]
-        if name in view.expected or is_derived_buffer(name) or is_scale_of_activations(name):
+        if name in view.expected or is_derived_buffer(name) or _OF_ACTIVATIONS.fullmatch(name):
             continue
         if name == head or owners.get(name) in known:
             continue
         if predicts and is_extra_layer(name, raw):
             continue
-        if name.endswith(".bias") and module in view.coded and view.folder.method in ("gptq", "awq"):
+        if name.endswith(".bias") and module in view.coded and isinstance(view.method, Gptq | Awq):
             continue  # zeros that their writers add; vLLM and GPTQModel pass them by
         yield finding("extra-tensor", name, f"{tensor.dtype} {list(tensor.shape)}, which the config does not call for")
 
@@ -107,7 +114,7 @@ def _shapes(view: View) -> Iterator[Finding]:
     for name, tensor in view.expected.items():
         found = view.stored.get(name)
         coded = view.coded.get(tensor.module)
-        shape = found.shape if found is not None and coded is None else stored_shape(coded) if coded else None
+        shape = found.shape if found is not None and coded is None else coded.unpacked_shape if coded else None
         if shape is not None and rows is not None and tensor.module in ("lm_head", "model.embed_tokens"):
             shape = tensor.shape if shape == (rows, *tensor.shape[1:]) else shape  # vocab_size is another rule's
         if shape is not None and shape != tensor.shape and not _is_turned(tensor, shape):

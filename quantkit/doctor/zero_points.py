@@ -8,19 +8,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from quantkit.doctor.findings import Finding, finding
-from quantkit.doctor.modules import Coded
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError
-from quantkit.formats.codecs.gptq import writers
-from quantkit.formats.codecs.gptq_zeros import WRITER
+from quantkit.files.tensor_file import StoredTensor
+from quantkit.formats.codecs.gptq import Gptq, writers
+from quantkit.formats.codecs.gptq_linear import GPTQ
+from quantkit.formats.codecs.gptq_zeros import QZEROS, WRITER
+from quantkit.formats.codecs.layout import Description
 from quantkit.tensors.dtypes import DType
 
-_ZEROS = "weight_zero_point"
 _SAMPLED = 4  # modules whose zero points are read without being asked for
 _MAX_BYTES = 1 << 20
 _SURE = 0.5  # of a step, in the middle of all modules
 _TOLD_BY_WEIGHTS = 4  # bits, whose steps are large against the mean of a weight; those of 8 are not
-_ASYMMETRIC = {"gptq": ("qweight", "qzeros"), "awq": ("qweight", "qzeros"), "packed": ("weight_packed", _ZEROS)}
 
 
 def check(view: View, *, deep: bool) -> Iterator[Finding]:
@@ -33,22 +33,24 @@ def check(view: View, *, deep: bool) -> Iterator[Finding]:
     above: dict[str, float] = {}
     for module, coded in view.coded.items():
         claim = view.claims.modules.get(module)
-        if claim is None or claim.bits not in (4, 8) or not _is_whole(view, coded):
+        if claim is None or claim.bits not in (4, 8) or not _is_whole(coded):
             continue
-        if claim.symmetric and coded.kind == "gptq" and (deep or sampled < _SAMPLED):
+        if claim.symmetric and coded.layout is GPTQ and (deep or sampled < _SAMPLED):
             sampled += 1
             yield from _constant(view, coded, claim.bits)
-        elif deep and claim.bits == _TOLD_BY_WEIGHTS and not claim.symmetric and coded.kind in _ASYMMETRIC:
+        elif deep and claim.bits == _TOLD_BY_WEIGHTS and not claim.symmetric and coded.layout and coded.layout.zeros:
             with contextlib.suppress(CheckpointError):  # told of where values are read
-                above[module] = _above(view, coded)
+                codes, zeros = _words(coded)
+                above[module] = _mean_code(view, codes) - _mean_code(view, zeros)
     yield from _statistical(view, above)
 
 
-def _is_whole(view: View, coded: Coded) -> bool:
-    found = [coded.leaves.get(leaf) for leaf in _ASYMMETRIC.get(coded.kind, ())]
+def _is_whole(coded: Description) -> bool:
+    """Whether packed codes and zero points are there, in words."""
+    suffixes = (coded.layout.codes, coded.layout.zeros) if coded.layout is not None and coded.layout.zeros else ()
     return all(
         tensor is not None and tensor.dtype == DType.INT32 and len(tensor.shape) == 2 and 0 not in tensor.shape
-        for tensor in found
+        for tensor in (coded.tensors.get(suffix) for suffix in suffixes)
     )
 
 
@@ -56,12 +58,12 @@ def _stored_less(view: View) -> int:
     """By how much zero points as stored are less than what they mean, as the config has it."""
     settings = view.folder.settings or {}
     stated = settings.get("checkpoint_format", settings.get("format", "gptq"))
-    return 1 if view.folder.method == "gptq" and stated != "gptq_v2" else 0
+    return 1 if isinstance(view.method, Gptq) and stated != "gptq_v2" else 0
 
 
-def _constant(view: View, coded: Coded, bits: int) -> Iterator[Finding]:
+def _constant(view: View, coded: Description, bits: int) -> Iterator[Finding]:
     """Symmetric ones are all the same, which their bytes tell."""
-    tensor = coded.leaves["qzeros"]
+    tensor = coded.tensors[QZEROS]
     if tensor.nbytes > _MAX_BYTES:
         return
     try:
@@ -88,25 +90,25 @@ def _statistical(view: View, above: Mapping[str, float]) -> Iterator[Finding]:
     if abs(statistics.median(above.values()) - expected) <= _SURE:
         return
     for module, distance in above.items():
-        zeros = _ASYMMETRIC[view.coded[module].kind][1]
+        zeros = _words(view.coded[module])[1].name
         what = f"codes lie {distance:.2f} above zero points as stored; by the config {expected}"
-        yield finding("zero-version", f"{module}.{zeros}", what)
+        yield finding("zero-version", zeros, what)
 
 
-def _above(view: View, coded: Coded) -> float:
-    codes, zeros = _ASYMMETRIC[coded.kind]
-    return _mean_code(view, coded, codes) - _mean_code(view, coded, zeros)
+def _words(coded: Description) -> tuple[StoredTensor, StoredTensor]:
+    """The tensors of packed codes and of packed zero points."""
+    assert coded.layout is not None
+    return coded.tensors[coded.layout.codes], coded.tensors[coded.layout.zeros]
 
 
-def _mean_code(view: View, coded: Coded, leaf: str) -> float:
+def _mean_code(view: View, words: StoredTensor) -> float:
     """Of all the 4-bit codes in a tensor of words."""
     import torch
 
-    name = coded.leaves[leaf].name
-    home = view.folder.homes[name]
+    home = view.folder.homes[words.name]
     total = count = 0
-    for part in home.row_parts(name):
-        data = home.read(name, part).contiguous().view(-1).view(torch.uint8)
+    for part in home.row_parts(words.name):
+        data = home.read(words.name, part).contiguous().view(-1).view(torch.uint8)
         data = torch.stack((data & 0xF, data >> 4))
         total += int(data.sum(dtype=torch.int64))
         count += data.numel()

@@ -12,6 +12,7 @@ from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
 from quantkit.formats.codecs.float8 import TYPES as SMALL_FLOATS
+from quantkit.formats.codecs.table import quantized_as
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -21,23 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.tensors.qtensor import QuantTensor
-
-_QUANTIZED_SUFFIXES = {
-    "qweight": "GPTQ or AWQ",
-    "qzeros": "GPTQ or AWQ",
-    "g_idx": "GPTQ",
-    "weight_packed": "compressed-tensors",
-    "weight_scale_inv": "FP8 block",
-    "weight_scale": "FP8 or compressed-tensors",
-    "absmax": "bitsandbytes 4-bit",
-    "quant_map": "bitsandbytes 4-bit",
-    "quant_state.bitsandbytes__nf4": "bitsandbytes NF4",
-    "quant_state.bitsandbytes__fp4": "bitsandbytes FP4",
-    "SCB": "bitsandbytes LLM.int8()",
-    "weight_format": "bitsandbytes",
-    "W_q": "HQQ",
-    "_weight_qdata": "torchao",
-}
 
 
 class Checkpoint(Protocol):
@@ -174,7 +158,7 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
                 found=f"'{name}'",
                 hint="merge it into its base model first",
             )
-        if (scheme := _scheme_told_by(name)) is not None:
+        if (scheme := quantized_as(name)) is not None:
             raise UnsupportedError(
                 f"the source is quantized already ({scheme})", path=path, found=f"'{name}'",
                 hint="start from the float model",
@@ -198,7 +182,7 @@ def require_unquantized(found: Mapping[str, TensorSpec], path: Path, *, method: 
         UnsupportedError: where none is.
     """
     for name, spec in found.items():
-        scheme = _scheme_told_by(name) or _scheme_of_pair(name, spec, found, floats)
+        scheme = quantized_as(name) or _scheme_of_pair(name, spec, found, floats)
         if method is None and scheme is not None:
             raise UnsupportedError(
                 f"the source is quantized already ({scheme}), in a scheme that its config does not name", path=path,
@@ -217,14 +201,6 @@ def require_unquantized(found: Mapping[str, TensorSpec], path: Path, *, method: 
                 found=f"{spec.dtype} {list(spec.shape)} alone", expected=f"codes and scales of {method}",
                 hint="a weight file is missing or damaged; download it again",
             )  # fmt: skip
-
-
-def _scheme_told_by(name: str) -> str | None:
-    """The scheme of quantization to which a tensor of such a name belongs; None if to none."""
-    for suffix, scheme in _QUANTIZED_SUFFIXES.items():
-        if name.endswith("." + suffix) or (name.endswith(suffix) and suffix.startswith("_")):
-            return scheme
-    return None
 
 
 def _scheme_of_pair(name: str, spec: TensorSpec, found: Mapping[str, TensorSpec], floats: bool) -> str | None:

@@ -11,6 +11,7 @@ from quantkit.arguments import as_text
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.codecs.table import SETTINGS_FILES
 from quantkit.json_values import MAX_BYTES, read_json, shown
 from quantkit.text.chat import chat_format
 from quantkit.text.chat_template import (
@@ -34,8 +35,8 @@ READ_BESIDE = {"generation_config.json", *TOKENIZER_FILES}
 OTHER_FILES = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")
 
 _SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".bpe", ".vocab"}
-QUANTIZED_ELSEWHERE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Files that tell of a quantization beside a config.json that does not."""
+QUANTIZED_ELSEWHERE = tuple(SETTINGS_FILES)
+"""Files that hold settings of a quantization next to a config.json without any."""
 _NOT_TAKEN = {"config.json", "quantkit.json", "params.json", *QUANTIZED_ELSEWHERE}
 
 

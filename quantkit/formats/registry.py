@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantkit.errors import RequestError
-from quantkit.formats.codecs.awq import Awq
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
-from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
-from quantkit.formats.codecs.gptq import Gptq
-from quantkit.formats.codecs.mlx import Mlx
-from quantkit.formats.codecs.torchao import TorchAo
+from quantkit.formats.codecs.table import METHODS, NATIVE
 from quantkit.formats.container import Container
 from quantkit.formats.containers.gguf import Gguf
 from quantkit.formats.containers.gpt_fast import GptFast
@@ -19,14 +15,7 @@ from quantkit.formats.containers.meta import Meta
 from quantkit.formats.folder import READ_BESIDE
 from quantkit.json_values import shown
 
-_NATIVE = CompressedTensors()
-
-METHODS: dict[str, QuantMethod] = {
-    method.name: method for method in (_NATIVE, Int8Activations(), Gptq(), Awq(), Mlx(), TorchAo())
-}
-"""By ``quant_method`` in config.json."""
-
-HF = HuggingFace(METHODS, _NATIVE)
+HF = HuggingFace(METHODS, NATIVE)
 META = Meta()
 GGUF = Gguf()
 

@@ -9,9 +9,9 @@ import re
 from typing import Any
 
 from quantkit.errors import UnsupportedError
+from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.json_values import Settings, shown
 
-METHOD = "auto-round"
 _PACKINGS = {
     "auto_round:auto_gptq": ("gptq", "gptq"),
     "auto_round:gptqmodel": ("gptq", "gptq_v2"),
@@ -20,6 +20,16 @@ _PACKINGS = {
 }
 _FLOAT_BITS = 16
 _PATTERN = re.compile(r"\.\*|[][^$|()?+\\]")  # what only patterns of modules have, not names
+
+
+class AutoRound(QuantMethod):
+    """``quant_method: auto-round``: read as GPTQ or AWQ."""
+
+    name = "auto-round"
+
+    def resolve(self, settings: Settings) -> tuple[str, Settings]:
+        found = plain(settings)
+        return found.text("quant_method"), found
 
 
 def plain(settings: Settings) -> Settings:

@@ -8,17 +8,19 @@ Source: the package autoawq, WQLinear_GEMM.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.errors import UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import NO_EMBEDDING, Codec, RawModule, Reason, exact_scale
-from quantkit.formats.codecs.gptq import quantized_modules
-from quantkit.formats.codecs.gptq_linear import SUFFIXES, scales_dtype
+from quantkit.formats.codecs.codec import NO_EMBEDDING, Codec, QuantMethod, RawModule, Reason, exact_scale
+from quantkit.formats.codecs.gptq import claims_by_rows, quantized_modules
+from quantkit.formats.codecs.gptq_linear import packs_outputs, require_tensors, scales_dtype
 from quantkit.formats.codecs.gptq_zeros import QWEIGHT, QZEROS, SCALES
+from quantkit.formats.codecs.layout import Claim, Claims, Layout, Shape, Shapes, words
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
@@ -38,6 +40,17 @@ _READ_SIZES = {None, 16, 32, 64, 128}  # by gptqmodel
 _MAX_COLUMNS = 2**24
 
 
+def _shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+    packed, groups = words(rows, bits), math.ceil(columns / (group_size or columns))
+    return {QWEIGHT: [(columns, packed)], QZEROS: [(groups, packed)], SCALES: [(groups, rows)]}
+
+
+AWQ = Layout(
+    "codes of AWQ", QWEIGHT, (SCALES,), ((QZEROS,),), packed_outputs=QWEIGHT, zeros=QZEROS, floats=(SCALES,),
+    integers=(QWEIGHT, QZEROS), shapes=_shapes, is_evident=packs_outputs,
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class AwqLinear:
     """4-bit codes packed along the outputs.
@@ -49,16 +62,7 @@ class AwqLinear:
     scheme: QuantScheme
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        if len(expected.shape) != 2 or 0 in expected.shape:
-            raise UnsupportedError(
-                f"'{raw.name}' is no matrix, and has codes", path=raw.path, found=list(expected.shape)
-            )  # fmt: skip
-        missing = [suffix for suffix in SUFFIXES if raw.find(suffix) is None]
-        if missing:
-            raise CheckpointError(
-                f"'{raw.name}' is quantized, but its {' and '.join(missing)} are missing", path=raw.path,
-                hint="a weight file is missing or damaged; download it again",
-            )  # fmt: skip
+        require_tensors(raw, expected)
         if reason := self.misfit(expected.shape):
             raise UnsupportedError(
                 f"'{raw.name}' is quantized, but {reason.problem}", path=raw.path, found=reason.found,
@@ -133,24 +137,24 @@ class AwqLinear:
         return [_packed(value.codes.t()), _packed(zero), scale.t().contiguous()]
 
     def _tensors(self, spec: TensorSpec, scales: DType) -> list[StoredTensor]:
-        module = spec.name.removesuffix("weight")
-        rows, columns = spec.shape
-        groups = self.scheme.groups(columns)
-        return [
-            StoredTensor(module + QWEIGHT, DType.INT32, (columns, rows // _PER_WORD)),
-            StoredTensor(module + QZEROS, DType.INT32, (groups, rows // _PER_WORD)),
-            StoredTensor(module + SCALES, scales, (groups, rows)),
-        ]
+        dtypes = {QWEIGHT: DType.INT32, QZEROS: DType.INT32, SCALES: scales}
+        return AWQ.stored(spec.name.removesuffix(".weight"), spec.shape, _BITS, self.scheme.group_size, dtypes)
 
 
-class Awq:
+class Awq(QuantMethod):
     """``quant_method: awq``: one group size for all modules that are quantized."""
 
     name = "awq"
-    keys: tuple[str, ...] = ("quantization_config",)
-    joins_experts = False
+    layouts = (AWQ,)
+    settings_file = "quant_config.json"
     schemes = tuple(scheme for scheme in SCHEMES.values() if scheme.bits == 4)
-    scale_dtype: DType | None = DType.FLOAT16
+    scale_dtype = DType.FLOAT16
+
+    def claims(
+        self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str
+    ) -> Claims:  # fmt: skip
+        symmetric = not settings.get("zero_point", True)
+        return claims_by_rows(settings, Claim(AWQ, symmetric=symmetric), modules, coded, path)
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """
@@ -210,9 +214,6 @@ class Awq:
             "modules_to_not_convert": floats or None,
         }
         return settings | ({"dynamic": dynamic} if dynamic else {})
-
-    def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
-        return {}
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> AwqLinear | Reason:
         if embedding:

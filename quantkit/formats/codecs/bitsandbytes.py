@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes
+from quantkit.formats.codecs.layout import Layout
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -29,6 +30,15 @@ _STATES = {"NF4": ".quant_state.bitsandbytes__nf4", "FP4": ".quant_state.bitsand
 _ABSMAX, _MAP, _NESTED_ABSMAX, _NESTED_MAP = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
 _PARTS = (_ABSMAX, _MAP, _NESTED_ABSMAX, _NESTED_MAP)
 _SCB, _FORMAT = "SCB", "weight_format"
+FOUR_BITS = Layout(
+    "4-bit codes of bitsandbytes", "weight", ("weight" + _ABSMAX,),
+    (("weight" + _MAP,), tuple(f"weight{suffix}" for suffix in _STATES.values())), code_types=(DType.UINT8,), bits=4,
+    others=("weight" + _NESTED_ABSMAX, "weight" + _NESTED_MAP),
+)  # fmt: skip
+EIGHT_BITS = Layout(
+    "int8 of bitsandbytes", "weight", (_SCB,), code_types=(DType.INT8,), bits=8, others=(_FORMAT,), unpacked=True,
+    is_evident=lambda tensors: _SCB in tensors,
+)  # fmt: skip
 _STATE_BYTES = 1 << 16
 _MOST_IN_BLOCK = 1 << 20
 _LARGEST_OFFSET = 1e30

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quantkit.errors import CheckpointError, NotRepresentableError
+from quantkit.errors import CheckpointError, NotRepresentableError, UnsupportedError
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
+from quantkit.formats.codecs.layout import Claims, Layout
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
@@ -224,81 +225,105 @@ class HoldsCodes(Protocol):
         ...
 
     def encode(self, value: QuantTensor) -> Any | Reason:
-        """What is stored, or why there is nothing that says exactly the same."""
+        """What is stored, or why nothing that is stored means exactly the same."""
         ...
 
 
-class CodeFormat(Protocol):
-    """What quantized weights are written in."""
+class CodeFormat:
+    """What quantized weights are written in.
 
-    @property
-    def name(self) -> str:
-        """What ``--to`` calls it."""
-        ...
+    Attributes:
+        name: what ``--to`` calls it.
+        schemes: its own, to which weights are rounded that it cannot hold exactly; none if it is only read.
+        scale_dtype: the type of all scales; None if they may have the model's.
+    """
 
-    @property
-    def schemes(self) -> tuple[QuantScheme, ...]:
-        """Its own, to which weights are rounded that it cannot hold exactly; none if it is only read."""
-        ...
-
-    @property
-    def scale_dtype(self) -> DType | None:
-        """That all scales have in it; None if they may have the model's."""
-        ...
+    name: str
+    schemes: tuple[QuantScheme, ...] = ()
+    scale_dtype: DType | None = None
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> HoldsCodes | Reason:
-        """What it holds a scheme's weights with: those of linears, or the rows of an embedding."""
-        ...
+        """What holds the weights of a scheme: those of linears, or the rows of an embedding."""
+        return Reason("it is only read")
 
 
-class QuantMethod(CodeFormat, Protocol):
-    """A way to quantize whole folders: its settings say which modules have which codec.
+class QuantMethod(CodeFormat):
+    """A way to quantize whole folders: its settings in config.json say which modules have which codec.
 
     Attributes:
         name: ``quant_method`` in config.json.
+        layouts: in which the weights of modules may lie.
         keys: of config.json under which its settings are written.
+        settings_file: a file that may hold the settings if config.json does not; empty if there is none.
         joins_experts: whether all experts of a layer are one module for each role.
+        read_as_floats: whether all its weights are read as floats, see `dequantized`.
     """
 
-    keys: tuple[str, ...]
-    joins_experts: bool
+    layouts: tuple[Layout, ...] = ()
+    keys: tuple[str, ...] = ("quantization_config",)
+    settings_file = ""
+    joins_experts = False
+    read_as_floats = False
+
+    def claims(
+        self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str
+    ) -> Claims:  # fmt: skip
+        """What settings state of each module, whether or not it is read.
+
+        Args:
+            modules: all that may be quantized.
+            coded: those whose weights are stored as codes.
+            path: of the settings, for errors.
+
+        Raises:
+            CheckpointError, ValueError, TypeError, AttributeError, LookupError: if the settings make no sense.
+        """
+        return Claims()
+
+    def resolve(self, settings: Settings) -> tuple[str, Settings]:
+        """The name of the method that reads the settings, and the settings in its terms.
+
+        Raises:
+            UnsupportedError, CheckpointError: see `read_settings`.
+        """
+        return self.name, settings
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
-        """The codec of every one of the modules that is quantized.
+        """The codec of each module that is quantized.
 
         Args:
             settings: as they stand in config.json, or in a file beside it.
-            modules: all that may be.
-            stored: the names of all tensors on disk; none where only the config is looked at.
+            modules: all that may be quantized.
+            stored: the names of all tensors on disk; none if only the config is read.
 
         Raises:
             UnsupportedError: for what quantkit does not read.
-            CheckpointError: for settings of the wrong kind, or that contradict each other.
+            CheckpointError: for settings of the wrong type, or that contradict each other.
         """
-        ...
+        return {}
 
     def write_settings(
         self, schemes: Mapping[str, QuantScheme], modules: Mapping[str, int], *, every: bool = True
     ) -> dict[str, Any]:
-        """The settings of a folder: all its linear modules, of which some have a scheme.
+        """The settings of a folder.
 
         Args:
-            modules: the inputs of each; 0 where they are not known, of one without a scheme.
-            every: whether its readers know of no linear modules besides.
+            schemes: of the modules that are quantized.
+            modules: all linear modules, and the inputs of each; 0 if they are not known, of one without a scheme.
+            every: whether its readers know of no other linear modules.
 
         Raises:
-            UnsupportedError: if they can't tell these schemes apart.
+            UnsupportedError: if the settings cannot tell these schemes apart.
         """
-        ...
+        raise UnsupportedError(f"{self.name} is only read", hint="write compressed-tensors")
 
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
-        """Files beside config.json that say the settings over again."""
-        ...
+        """Files beside config.json that repeat the settings."""
+        return {}
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
-        """What it holds a scheme's weights with: those of linears, or the rows of an embedding."""
-        ...
+        return Reason("it is only read")
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
-        """Who else loads a folder whose linear modules have these schemes; None: they are floats, or read as such."""
-        ...
+        """Which other programs load a folder with these schemes of linear modules; None: floats, or read as floats."""
+        return "nothing"

@@ -14,8 +14,21 @@ from typing import Any
 from quantkit.architectures.names import is_embedding
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
+from quantkit.formats.codecs.claims import bits_in, block_in, group_size_in, names_in, spellings
 from quantkit.formats.codecs.codec import Codec, QuantMethod, Reason
-from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE, SHAPE, IntQuantized, PackQuantized
+from quantkit.formats.codecs.compressed_weights import (
+    FP4,
+    INT8,
+    PACKED,
+    PACKED_CODES,
+    PLAIN,
+    SCALE,
+    SHAPE,
+    IntQuantized,
+    PackQuantized,
+)
+from quantkit.formats.codecs.float8 import FLOAT8
+from quantkit.formats.codecs.layout import Claim, Claims, Layout
 from quantkit.formats.codecs.targets import NO_MATCH, Deadline, Targets
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
@@ -33,18 +46,48 @@ _EXPERTS = r".*\.experts\.\d+\..*"
 _BY_INDEX = "group"  # an order of columns that is told; in others what is stored lies in the order of the inputs
 _STRATEGIES = ("group", "channel", "tensor")
 _ORDERS = ("weight", "static", _BY_INDEX)
+_LAYOUTS = {
+    _PACK: PACKED_CODES, _INT: INT8, "float-quantized": FLOAT8,
+    "nvfp4-pack-quantized": FP4, "mxfp4-pack-quantized": FP4,
+}  # fmt: skip
 _INT8 = QuantScheme(8, None)
 _TO_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
-class CompressedTensors:
+class CompressedTensors(QuantMethod):
     """``quant_method: compressed-tensors``: groups of modules, each of one scheme."""
 
     name = "compressed-tensors"
+    layouts: tuple[Layout, ...] = (FP4, PACKED_CODES, INT8, FLOAT8)
     schemes = tuple(SCHEMES.values())
-    scale_dtype: DType | None = None
-    keys: tuple[str, ...] = ("quantization_config",)
-    joins_experts = False
+
+    def claims(
+        self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str
+    ) -> Claims:  # fmt: skip
+        deadline = Deadline(path)
+        ignored = Targets(names_in(settings.get("ignore")), deadline)
+        groups = []
+        named: dict[str, None] = {}
+        for name, group in settings["config_groups"].items():
+            targets = names_in(group["targets"])
+            named |= dict.fromkeys(one for one in targets if "." in one and not one.startswith("re:"))
+            groups.append((name, Targets(targets, deadline), _claim(group, settings)))
+        found: dict[str, Claim] = {}
+        conflicts = {}
+        known: set[str] = set()
+        for module in modules:
+            names = spellings(module)
+            known |= set(names)
+            if min(ignored.closeness(one) for one in names) < NO_MATCH:
+                continue
+            ranked = [(min(targets.closeness(one) for one in names), name, claim) for name, targets, claim in groups]
+            closest = min((rank for rank, _, _ in ranked), default=NO_MATCH)
+            chosen = [(name, claim) for rank, name, claim in ranked if rank == closest]
+            if closest < NO_MATCH and chosen[0][1] is not None:
+                found[module] = chosen[0][1]
+                if any(claim != chosen[0][1] for _, claim in chosen):
+                    conflicts[module] = " and ".join(name for name, _ in chosen)
+        return Claims(found, True, tuple(one for one in named if one not in known), conflicts)
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """
@@ -76,10 +119,7 @@ class CompressedTensors:
     ) -> dict[str, Any]:
         return _written(schemes, modules, _PACK, None, every=every)
 
-    def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
-        return {}
-
-    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> PackQuantized:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         return PackQuantized(scheme)
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
@@ -92,28 +132,20 @@ class CompressedTensors:
         return f"compressed-tensors' own decompressor{vllm}; transformers refuses packed zero points (seen in 5.23)"
 
 
-class Int8Activations:
+class Int8Activations(CompressedTensors):
     """compressed-tensors' ``int-quantized``: int8 per row, multiplied by activations that are rounded to int8 token by
     token. Only written: what has this form names `CompressedTensors` as its method."""
 
     name = _INT
-    schemes: tuple[QuantScheme, ...] = (_INT8,)
-    scale_dtype: DType | None = None
-    keys: tuple[str, ...] = CompressedTensors.keys
-    joins_experts = False
-
-    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
-        return CompressedTensors().read_settings(settings, modules, stored)
+    layouts = ()
+    schemes = (_INT8,)
 
     def write_settings(
         self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
     ) -> dict[str, Any]:
         return _written(schemes, modules, _INT, _TO_INT8, every=every)
 
-    def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
-        return {}
-
-    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> IntQuantized | Reason:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         if scheme == _INT8:
             return IntQuantized(scheme)
         return Reason("its readers multiply int8 per row alone", found=scheme, expected=_INT8)
@@ -130,7 +162,7 @@ def has_embedding(schemes: Mapping[str, QuantScheme | None]) -> bool:
 def read_here_alone(method: QuantMethod, schemes: Mapping[str, QuantScheme | None], *, tied: bool) -> bool:
     """Whether no other reader of compressed-tensors loads a folder, as tried: its embedding has codes, and the head is
     tied to it."""
-    return tied and method.keys == CompressedTensors.keys and has_embedding(schemes)
+    return tied and isinstance(method, CompressedTensors) and has_embedding(schemes)
 
 
 def _written(
@@ -212,6 +244,23 @@ def packed_shapes(
         elif leaf == PLAIN and stored[name].dtype == DType.INT8 and f"{module}.{SCALE}" in stored:
             found[module] = stored[name].shape
     return found
+
+
+def _claim(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Claim | None:
+    """What a group states; None if its weights are not quantized."""
+    weights = group.get("weights")
+    if weights is None:
+        return None
+    stated = group.get("format") or settings.get("format")
+    layout = _LAYOUTS.get(str(stated))
+    if layout is None and stated == "naive-quantized":
+        layout = FLOAT8 if weights.get("type") == "float" else INT8
+    size = weights.get("group_size") if weights.get("strategy") in ("group", "tensor_group", None) else None
+    return Claim(
+        layout, bits_in(weights.get("num_bits")), group_size_in(size), weights.get("symmetric", True) is not False,
+        weights.get("actorder") == _BY_INDEX, bool(group.get("input_activations")),
+        block_in(weights.get("block_structure")),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import RawModule
+from quantkit.formats.codecs.layout import Layout, Shape, Shapes, words
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -35,6 +37,37 @@ PACKED, SHAPE = "weight_packed", "weight_shape"
 PLAIN, SCALE, _ZERO, _GROUPS = "weight", "weight_scale", "weight_zero_point", "weight_g_idx"
 _UNORDERED = "compressed-tensors with act-order"
 _INDEX = {DType.INT32: "i", DType.INT64: "q"}
+
+
+def _packed_shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+    groups = math.ceil(columns / (group_size or columns))
+    one_scale = [(1,), ()] if group_size is None else []
+    return {
+        PACKED: [(rows, words(columns, bits))], SCALE: [(rows, groups), *one_scale], SHAPE: [(2,)],
+        _ZERO: [(words(rows, bits), groups), (rows, groups), *one_scale],  # one a byte before version 0.9
+        _GROUPS: [(columns,)],
+    }  # fmt: skip
+
+
+def _plain_shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+    groups = math.ceil(columns / (group_size or columns))
+    one_scale = [(1,), (), (rows,)] if group_size is None else []
+    scales = [(rows, groups), *one_scale]
+    return {PLAIN: [(rows, columns)], SCALE: scales, _ZERO: scales}
+
+
+PACKED_CODES = Layout(
+    "packed integers of compressed-tensors", PACKED, (SCALE,), ((SHAPE,),), if_asymmetric=(_ZERO,), zeros=_ZERO,
+    floats=(SCALE,), integers=(PACKED, SHAPE, _ZERO, _GROUPS), shapes=_packed_shapes,
+)  # fmt: skip
+FP4 = Layout(
+    "packed small floats of compressed-tensors", PACKED, (SCALE,), code_types=(DType.UINT8,), bits=4,
+    others=("weight_global_scale",),
+)  # fmt: skip
+INT8 = Layout(
+    "int8", PLAIN, (SCALE, "weight_scale_inv"), code_types=(DType.INT8,), bits=8, floats=(SCALE,), integers=(_ZERO,),
+    shapes=_plain_shapes, unpacked=True, is_evident=lambda tensors: "SCB" not in tensors,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,17 +87,10 @@ class PackQuantized:
         return _spec(raw, PACKED, self, expected)
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
-        module = spec.name.removesuffix("weight")
-        rows, columns = spec.shape
-        bits, groups = self.scheme.bits, self.scheme.groups(columns)
-        tensors = [
-            StoredTensor(module + PACKED, DType.INT32, (rows, math.ceil(columns * bits / 32))),
-            StoredTensor(module + SCALE, spec.dtype, (rows, groups)),
-            StoredTensor(module + SHAPE, DType.INT64, (2,)),
-        ]
-        if not self.scheme.symmetric:
-            tensors.append(StoredTensor(module + _ZERO, DType.INT32, (math.ceil(rows * bits / 32), groups)))
-        return tensors
+        dtypes = {PACKED: DType.INT32, SCALE: spec.dtype, SHAPE: DType.INT64}
+        return _stored(
+            PACKED_CODES, spec, self.scheme, dtypes if self.scheme.symmetric else {**dtypes, _ZERO: DType.INT32}
+        )
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return _parts(raw, self.stored(spec), self.scheme, self.one_scale)
@@ -141,13 +167,8 @@ class IntQuantized:
         return _spec(raw, PLAIN, self, expected)
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
-        module, groups = spec.name.removesuffix("weight"), self.scheme.groups(spec.shape[1])
-        scales = (spec.shape[0], groups)
-        tensors = [
-            StoredTensor(module + PLAIN, DType.INT8, spec.shape),
-            StoredTensor(module + SCALE, spec.dtype, scales),
-        ]
-        return tensors if self.scheme.symmetric else [*tensors, StoredTensor(module + _ZERO, DType.INT8, scales)]
+        dtypes = {PLAIN: DType.INT8, SCALE: spec.dtype}
+        return _stored(INT8, spec, self.scheme, dtypes if self.scheme.symmetric else {**dtypes, _ZERO: DType.INT8})
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return _parts(raw, self.stored(spec), self.scheme, self.one_scale)
@@ -185,6 +206,12 @@ class IntQuantized:
         stored = [value.codes] if value.zero is None else [value.codes, value.zero]
         codes, *zero = ((one.to(torch.int16) - half).to(torch.int8).contiguous() for one in stored)
         return [codes, value.scale.contiguous(), *zero]
+
+
+def _stored(
+    layout: Layout, spec: TensorSpec, scheme: QuantScheme, dtypes: Mapping[str, DType]
+) -> list[StoredTensor]:  # fmt: skip
+    return layout.stored(spec.name.removesuffix(".weight"), spec.shape, scheme.bits, scheme.group_size, dtypes)
 
 
 def _spec(raw: RawModule, codes: str, form: PackQuantized | IntQuantized, expected: TensorSpec) -> TensorSpec:

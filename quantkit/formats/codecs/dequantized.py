@@ -3,14 +3,17 @@ that they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
 from quantkit.formats.codecs import bitsandbytes, float8, mxfp4
 from quantkit.formats.codecs.bitsandbytes import EightBitWeight, FourBitWeight
-from quantkit.formats.codecs.float8 import Float8Weight
+from quantkit.formats.codecs.claims import Skipped, block_in, is_head
+from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.float8 import FLOAT8, Float8Weight
+from quantkit.formats.codecs.layout import Claim, Claims, Layout
 from quantkit.formats.codecs.mxfp4 import Mxfp4Weight
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
@@ -21,8 +24,34 @@ if TYPE_CHECKING:
 
 MODEL_OPTIMIZER = "modelopt"
 """NVIDIA's, of which FP8 with a scale for each weight is read."""
-METHODS = frozenset({"fp8", "fbgemm_fp8", "mxfp4", MODEL_OPTIMIZER, bitsandbytes.METHOD})
-"""``quant_method`` of folders all of whose quantized weights are read as floats."""
+
+
+class SmallFloats(QuantMethod):
+    """A method all of whose quantized weights are read as floats."""
+
+    read_as_floats = True
+
+    def __init__(self, name: str, *layouts: Layout, settings_file: str = "") -> None:
+        self.name, self.layouts, self.settings_file = name, layouts, settings_file
+
+    def claims(
+        self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str
+    ) -> Claims:  # fmt: skip
+        if self.name not in _STATED_FOR_ALL:
+            return Claims()
+        skipped, block = Skipped(settings), block_in(settings.get("weight_block_size"))
+        claim = Claim(FLOAT8, 8, symmetric=True, activations=True, block=block)
+        return Claims({one: claim for one in modules if not skipped(one) and not is_head(one)}, certain=True)
+
+
+METHODS = (
+    SmallFloats(bitsandbytes.METHOD, bitsandbytes.FOUR_BITS, bitsandbytes.EIGHT_BITS),
+    SmallFloats("fbgemm_fp8", FLOAT8), SmallFloats("fp8", FLOAT8),
+    SmallFloats(MODEL_OPTIMIZER, FLOAT8, settings_file="hf_quant_config.json"), SmallFloats("mxfp4", mxfp4.MXFP4),
+)  # fmt: skip
+"""Those whose quantized weights are read as floats."""
+_NAMES = frozenset(method.name for method in METHODS)
+_STATED_FOR_ALL = ("fbgemm_fp8", "fp8")  # whose settings are those of all linears but the head
 _ALSO = "compressed-tensors"  # some of whose formats are
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "input_zero_point")
 _CARRIED_SCALES = (*_OF_ACTIVATIONS, "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale")
@@ -79,7 +108,7 @@ def dequantized(
     """
     method = None if settings is None else method_in(settings)
     tensors, found = dict(stored), dict[str, Home](homes)
-    if settings is None or not (method in METHODS or method == _ALSO):
+    if settings is None or not (method in _NAMES or method == _ALSO):
         return tensors, found, []
     block, left_out = _block(settings), 0
     by_columns = method == "fbgemm_fp8"
@@ -104,7 +133,7 @@ def dequantized(
     order = {name: place for place, name in enumerate(stored)}
     ordered = sorted(tensors, key=lambda name: order.get(name, order.get(name + mxfp4.BLOCKS, 0)))
     notes = [f"{count} weights in {kind} are read as {dtype}, by their own scales" for kind, count in kinds.items()]
-    if method in METHODS and not kinds:
+    if method in _NAMES and not kinds:
         notes.append(f"the config names {method}, and no weight is in it: they are the floats that they are")
     if _rounds_activations(settings):
         notes.append("the config quantizes what goes into linears too; here activations stay floats")
@@ -166,7 +195,7 @@ def _rounds_activations(settings: Settings) -> bool:
 
 def by_small_floats(settings: Mapping[str, Any]) -> bool:
     """Whether settings of a quantization say that weights are in small floats."""
-    if settings.get("quant_method") in METHODS:
+    if settings.get("quant_method") in _NAMES:
         return True
     groups = settings.get("config_groups")
     weights = [

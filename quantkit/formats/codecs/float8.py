@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.errors import UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
+from quantkit.formats.codecs.layout import Layout, Shape, Shapes
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -23,6 +24,19 @@ if TYPE_CHECKING:
 TYPES = (DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2FNUZ)
 SUFFIXES = ("_scale_inv", "_scale")
 _SCALES = (*FLOATS, DType.FLOAT8_E8M0FNU, DType.UINT8)
+
+
+def _shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+    one_scale = [(1,), ()] if group_size is None else []
+    scales: list[Shape] = [(rows, 1), (rows,), *one_scale]
+    if block is not None:
+        scales = [(math.ceil(rows / block[0]), math.ceil(columns / block[1]))]
+    return {"weight": [(rows, columns)], "weight_scale_inv": scales, "weight_scale": scales}
+
+
+FLOAT8 = Layout(
+    "FP8", "weight", ("weight_scale", "weight_scale_inv"), code_types=TYPES, bits=8, shapes=_shapes, unpacked=True
+)
 _BIAS = 127  # of exponents
 _CHUNK = 1 << 20
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.formats.codecs.codec import Reason, exact_scale
+from quantkit.formats.codecs.codec import CodeFormat, Reason, exact_scale
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 
@@ -111,12 +111,12 @@ def block_type(scheme: QuantScheme) -> BlockType:
     return Q4_0 if scheme.bits == 4 else Q8_0
 
 
-class GgmlBlocks:
+class GgmlBlocks(CodeFormat):
     """Both of them, as what quantized weights of a file are written in."""
 
     name = "gguf"
-    schemes: tuple[QuantScheme, ...] = (Q4_0.scheme, Q8_0.scheme)
-    scale_dtype: DType | None = DType.FLOAT16
+    schemes = (Q4_0.scheme, Q8_0.scheme)
+    scale_dtype = DType.FLOAT16
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> BlockType | Reason:
         kind = block_type(scheme)

@@ -9,13 +9,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.codecs.codec import NO_EMBEDDING, Codec, Reason
-from quantkit.formats.codecs.gptq_linear import SUFFIXES, GptqLinear
+from quantkit.formats.codecs.claims import Skipped, bits_in, group_size_in, is_head
+from quantkit.formats.codecs.codec import NO_EMBEDDING, Codec, QuantMethod, Reason
+from quantkit.formats.codecs.gptq_linear import GPTQ, SUFFIXES, GptqLinear
 from quantkit.formats.codecs.gptq_zeros import QWEIGHT, WRITER, Stated, Version
-from quantkit.formats.codecs.targets import BY_PATTERN, Deadline, Targets
+from quantkit.formats.codecs.layout import Claim, Claims
+from quantkit.formats.codecs.targets import BY_PATTERN, NO_MATCH, Deadline, Targets
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
@@ -27,14 +30,20 @@ _MOST_PATTERNS = 4096
 _MAX_COLUMNS = 2**24
 
 
-class Gptq:
+class Gptq(QuantMethod):
     """``quant_method: gptq``: one scheme for all modules, and patterns of others."""
 
     name = "gptq"
-    keys: tuple[str, ...] = ("quantization_config",)
-    joins_experts = False
+    layouts = (GPTQ,)
+    settings_file = "quantize_config.json"
     schemes = tuple(SCHEMES.values())
-    scale_dtype: DType | None = DType.FLOAT16
+    scale_dtype = DType.FLOAT16
+
+    def claims(
+        self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str
+    ) -> Claims:  # fmt: skip
+        symmetric = settings.get("sym", True) is not False
+        return claims_by_rows(settings, Claim(GPTQ, symmetric=symmetric), modules, coded, path)
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """
@@ -95,7 +104,7 @@ class Gptq:
         return settings | ({"dynamic": dynamic} if dynamic else {})
 
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
-        return {"quantize_config.json": json.dumps(settings, indent=2).encode() + b"\n"}
+        return {self.settings_file: json.dumps(settings, indent=2).encode() + b"\n"}
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> GptqLinear | Reason:
         if embedding:
@@ -138,6 +147,45 @@ def quantized_modules(modules: Iterable[str], stored: Collection[str], settings:
             path=settings.path, hint=f"if these are floats, take {settings.name} out of the config",
         )  # fmt: skip
     return found
+
+
+def claims_by_rows(
+    settings: Mapping[str, Any], base: Claim, modules: Iterable[str], coded: Collection[str], path: str
+) -> Claims:  # fmt: skip
+    """What settings of GPTQ or AWQ state: one scheme for all linears except the head, with exceptions.
+
+    Args:
+        base: the layout, and whether there are zero points.
+        modules, coded, path: see `QuantMethod.claims`.
+    """
+    deadline = Deadline(path)
+    base = replace(
+        base, bits=bits_in(settings.get("bits", settings.get("w_bit", 4))),
+        group_size=group_size_in(settings.get("group_size", settings.get("q_group_size", 128))),
+        by_index=bool(settings.get("desc_act")) and not settings.get("static_groups"),
+    )  # fmt: skip
+    skipped, head = Skipped(settings), bool(settings.get("lm_head"))
+    overrides = [
+        (_override(pattern, deadline), None if pattern.startswith("-:") or changes is False else changes)
+        for pattern, changes in (settings.get("dynamic") or {}).items()
+    ]
+    found, unchanged = {}, dict[str, Any]()
+    for module in modules:
+        if skipped(module) or (is_head(module) and not head and module not in coded):
+            continue
+        changes = next((own for targets, own in overrides if targets.closeness(module) < NO_MATCH), unchanged)
+        if changes is not None:
+            found[module] = replace(
+                base, bits=bits_in(changes.get("bits", base.bits)),
+                group_size=group_size_in(changes.get("group_size", base.group_size)),
+                symmetric=changes.get("sym", base.symmetric),
+            )  # fmt: skip
+    return Claims(found, certain=True)
+
+
+def _override(pattern: str, deadline: Deadline) -> Targets:
+    """The modules that a key of ``dynamic`` names."""
+    return Targets([f"re:{pattern.removeprefix('+:').removeprefix('-:')}"], deadline)
 
 
 def writers(settings: Mapping[str, Any]) -> set[str]:
@@ -207,7 +255,6 @@ def _overrides(settings: Settings, every: GptqLinear) -> list[tuple[Targets, Gpt
         )  # fmt: skip
     found: list[tuple[Targets, GptqLinear | None]] = []
     for key in dynamic.values:
-        targets = Targets([f"re:{key.removeprefix('+:').removeprefix('-:')}"], deadline)
-        skipped = key.startswith("-:")
-        found.append((targets, None if skipped else _stated(dynamic.inside(key), every)))
+        codec = None if key.startswith("-:") else _stated(dynamic.inside(key), every)
+        found.append((_override(key, deadline), codec))
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from quantkit.formats.codecs.gptq_zeros import (
     require_whole,
     zero_points,
 )
+from quantkit.formats.codecs.layout import Layout, Shape, Shapes, words
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -38,6 +40,21 @@ if TYPE_CHECKING:
     from quantkit.tensors.qtensor import QuantTensor
 
 SUFFIXES = (QWEIGHT, QZEROS, SCALES)
+
+
+def _shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+    groups = math.ceil(columns / (group_size or columns))
+    return {
+        QWEIGHT: [(words(columns, bits), rows)], QZEROS: [(groups, words(rows, bits))], SCALES: [(groups, rows)],
+        G_IDX: [(columns,)],
+    }  # fmt: skip
+
+
+GPTQ = Layout(
+    "codes of GPTQ", QWEIGHT, (SCALES,), ((QZEROS,),), packed_outputs=QZEROS, zeros=QZEROS, floats=(SCALES,),
+    integers=(QWEIGHT, QZEROS, G_IDX), shapes=_shapes,
+    is_evident=lambda tensors: not packs_outputs(tensors),
+)  # fmt: skip
 _CHUNK = 1 << 20
 
 
@@ -63,7 +80,10 @@ class GptqLinear:
         return QuantScheme(self.bits, self.group_size, self.symmetric) if whole else None
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        packed = require_tensors(self, raw, expected)
+        require_tensors(raw, expected)
+        for tensor in self.parts(raw, expected):
+            raw.require(tensor, self.scheme)
+        packed = self.packed(expected)
         ordered = self._in_order(raw, packed)
         assert self.version is not None, "only what was written has none"
         symmetric = self.version.symmetric(raw)
@@ -78,13 +98,10 @@ class GptqLinear:
         return TensorSpec(expected.name, expected.shape, scales_dtype(raw), scheme)
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
-        module, packed = spec.name.removesuffix("weight"), self.packed(spec)
-        return [*tensors(module, packed, DType.FLOAT16), StoredTensor(module + G_IDX, DType.INT32, (packed.columns,))]
+        return self._tensors(spec, DType.FLOAT16, indexed=True)
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
-        g_idx = raw.find(G_IDX)
-        found = tensors(spec.name.removesuffix("weight"), self.packed(spec), scales_dtype(raw))
-        return found if g_idx is None else [*found, g_idx]
+        return self._tensors(spec, scales_dtype(raw), indexed=raw.find(G_IDX) is not None)
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
         from quantkit.tensors.qtensor import QuantTensor, unpack_int32
@@ -133,6 +150,11 @@ class GptqLinear:
         """How a weight of some shape lies."""
         rows, columns = spec.shape
         return Packed(self.bits, rows, columns, min(self.group_size or columns, columns))
+
+    def _tensors(self, spec: TensorSpec, scales: DType, *, indexed: bool) -> list[StoredTensor]:
+        dtypes = {QWEIGHT: DType.INT32, QZEROS: DType.INT32, SCALES: scales}
+        dtypes |= {G_IDX: DType.INT32} if indexed else {}
+        return GPTQ.stored(spec.name.removesuffix(".weight"), spec.shape, self.bits, self.group_size, dtypes)
 
     def _in_order(self, raw: RawModule, packed: Packed) -> bool:
         """Whether inputs that share a scale lie side by side.
@@ -211,37 +233,25 @@ class GptqLinear:
         return out
 
 
-def tensors(module: str, packed: Packed, scales: DType) -> list[StoredTensor]:
-    """The tensors that all writers store for a module."""
-    across = math.ceil(packed.rows / packed.per_word)
-    return [
-        StoredTensor(module + QWEIGHT, DType.INT32, (math.ceil(packed.columns / packed.per_word), packed.rows)),
-        StoredTensor(module + QZEROS, DType.INT32, (packed.groups, across)),
-        StoredTensor(module + SCALES, scales, (packed.groups, packed.rows)),
-    ]
+def packs_outputs(tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether codes are packed along the outputs, as AWQ's are: they are as wide as their zero points."""
+    codes, zeros = tensors[QWEIGHT], tensors.get(QZEROS)
+    return zeros is not None and codes.shape[-1:] == zeros.shape[-1:]
 
 
-def require_tensors(codec: GptqLinear, raw: RawModule, expected: TensorSpec) -> Packed:
-    """How a module's weight lies, all of whose tensors are there in the right types and shapes.
+def require_tensors(raw: RawModule, expected: TensorSpec) -> None:
+    """Check that a weight is a matrix, and that its codes, scales and zero points are there.
 
     Raises:
-        CheckpointError, UnsupportedError: if one is not.
+        CheckpointError, UnsupportedError: if not.
     """
     if len(expected.shape) != 2 or 0 in expected.shape:
         raise UnsupportedError(f"'{raw.name}' is no matrix, and has codes", path=raw.path, found=list(expected.shape))
-    if any(raw.find(suffix) is None for suffix in SUFFIXES):
-        missing = [suffix for suffix in SUFFIXES if raw.find(suffix) is None]
+    if missing := [suffix for suffix in SUFFIXES if raw.find(suffix) is None]:
         raise CheckpointError(
             f"'{raw.name}' is quantized, but its {' and '.join(missing)} are missing", path=raw.path,
             hint="a weight file is missing or damaged; download it again",
         )  # fmt: skip
-    packed, module = codec.packed(expected), expected.name.removesuffix("weight")
-    found = tensors(module, packed, scales_dtype(raw))
-    if raw.find(G_IDX) is not None:
-        found.append(StoredTensor(module + G_IDX, DType.INT32, (packed.columns,)))
-    for one in found:
-        raw.require(one, codec.scheme)
-    return packed
 
 
 def scales_dtype(raw: RawModule) -> DType:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import Codec, RawModule, Reason
+from quantkit.formats.codecs.claims import bits_in, group_size_in
+from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason
+from quantkit.formats.codecs.layout import Claim, Claims, Layout, Shape, Shapes, words
 from quantkit.formats.codecs.whole_steps import affine, stated_scheme_of, zero_points
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _CODES, _SCALES, _BIASES = "weight", "scales", "biases"
 _LEAVES = (_CODES, _SCALES, _BIASES)
 _AFFINE = "affine"
+_KEYS = {"group_size", "bits", "mode", "quant_method", "linear_class", "quantize_activations"}
+"""Of the settings that are not names of modules."""
 _GROUP_SIZES = (128, 64, 32)  # that MLX computes with
 _BITS = (2, 3, 4, 5, 6, 8)
 _MAX_COLUMNS = 2**24
@@ -40,6 +44,16 @@ _EXACT_OFFSETS = {
 }  # fmt: skip
 """The types through which scales go so that float32 has each offset: 24 bits hold 11 of a scale times 8 of a zero
 point."""
+
+
+def _shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+    groups = math.ceil(columns / (group_size or columns))
+    return {_CODES: [(rows, words(columns, bits))], _SCALES: [(rows, groups)], _BIASES: [(rows, groups)]}
+
+
+MLX = Layout(
+    "codes of MLX", _CODES, (_SCALES,), code_types=(DType.UINT32,), floats=(_SCALES, _BIASES), shapes=_shapes,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -193,15 +207,30 @@ class Affine:
         return layout
 
 
-class Mlx:
+class Mlx(QuantMethod):
     """Settings without a ``quant_method``, under ``quantization``: bits, group size and mode of all modules that have
     scales, and by their names those of some."""
 
     name = "mlx"
+    layouts = (MLX,)
     keys: tuple[str, ...] = ("quantization", "quantization_config")
     joins_experts = True
     schemes = tuple(QuantScheme(bits, size) for bits in (4, 8) for size in (32, 64, 128))
-    scale_dtype: DType | None = None
+
+    def claims(
+        self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str
+    ) -> Claims:  # fmt: skip
+        """The tensors decide; settings give some modules a scheme by their names."""
+        own = {key: value for key, value in settings.items() if key not in _KEYS}
+        found = {}
+        for module in coded:
+            stated = own.get(module, settings)
+            if isinstance(stated, Mapping):
+                layout = MLX if stated.get("mode", _AFFINE) == _AFFINE else None
+                bits, group_size = bits_in(stated.get("bits")), group_size_in(stated.get("group_size"))
+                found[module] = Claim(layout, bits, group_size, symmetric=False)
+        missing = (key for key, value in own.items() if isinstance(value, Mapping) and key not in coded)
+        return Claims(found, certain=True, unmatched=tuple(missing))
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """
@@ -259,9 +288,6 @@ class Mlx:
         counted = Counter(tuple(layout.items()) for layout in layouts.values())
         usual = dict(counted.most_common(1)[0][0])
         return usual | {module: layout for module, layout in layouts.items() if layout != usual}
-
-    def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
-        return {}
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         if scheme.group_size is not None and isinstance(none := _written_group_size(scheme, 0), Reason):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.errors import UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
+from quantkit.formats.codecs.layout import Layout
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
+MXFP4 = Layout("MXFP4", BLOCKS, (SCALES,), bits=4)
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
 _BYTES = 16  # of the codes that share a scale

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import Codec, RawModule, Reason
+from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason
+from quantkit.formats.codecs.layout import Layout
 from quantkit.formats.codecs.whole_steps import affine, stated_scheme_of, zero_points
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -37,6 +38,9 @@ _OF_ACTIVATIONS = ("_weight_act_pre_scale", "_weight_act_quant_scale", "_weight_
 _INT8, _INTX, _INT4 = "Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor"
 _CHUNK = 1 << 17  # scales at a time
 _MAX_COLUMNS = 2**24
+
+
+TORCHAO = Layout("torchao", "_qdata")
 
 
 class Plain:
@@ -245,28 +249,14 @@ class _Weight:
             yield self.raw.read(_SCALE, part), self.raw.read(_ZERO, part)
 
 
-class TorchAo:
+class TorchAo(QuantMethod):
     """``quant_method: torchao``: the weights that lie as its tensors do."""
 
     name = "torchao"
-    keys: tuple[str, ...] = ("quantization_config",)
-    joins_experts = False
-    schemes: tuple[QuantScheme, ...] = ()
-    scale_dtype: DType | None = None
+    layouts = (TORCHAO,)
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         return {module: Plain() for module in modules if f"{module}.{_CODES}" in stored}
-
-    def write_settings(
-        self, schemes: Mapping[str, QuantScheme], modules: Mapping[str, int], *, every: bool = True
-    ) -> dict[str, Any]:
-        raise UnsupportedError("torchao's tensors are only read", hint="write compressed-tensors")
-
-    def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
-        return {}
-
-    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
-        return Reason("it is only read")
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         return "transformers with torchao"

@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.codecs import auto_round
 from quantkit.formats.codecs.codec import Codec, QuantMethod
-from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
 from quantkit.formats.codecs.dequantized import MODEL_OPTIMIZER, method_in
+from quantkit.formats.codecs.table import SETTINGS_FILES
 from quantkit.formats.kv_cache_scheme import states_scheme
 from quantkit.json_values import Settings, read_json, shown
 
 SETTINGS = "quantization_config"
 """The key of config.json with the settings of a quantization."""
 _MLX_SETTINGS = "quantization"
-_SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": MODEL_OPTIMIZER}
-"""Files with settings that config.json does not have, and their method if they name none."""
 _FLOAT8 = "FP8"
 NOT_CARRIED = {SETTINGS, _MLX_SETTINGS, "dtype", "rope_scaling", "_name_or_path", "auto_map"}
 """Keys of config.json that are not copied into an output's."""
@@ -47,21 +44,20 @@ def read_codecs(
     if not isinstance(raw[SETTINGS], dict):
         raise CheckpointError(f"{SETTINGS} is no object", path=path, found=shown(raw[SETTINGS]))
     settings = Settings(raw[SETTINGS], path, SETTINGS)
-    if method_in(settings) == auto_round.METHOD:
-        settings = auto_round.plain(settings)
     name = method_in(settings)
+    if name is not None and name in methods:
+        name, settings = methods[name].resolve(settings)
     if name == MODEL_OPTIMIZER:
         _require_read_weights(settings)
-    if name in READ_AS_FLOATS:
-        return None, {}
     if name is None or name not in methods:
         bits = shown(settings.values["bits"]) if settings.has("bits") else ""
         raise UnsupportedError(
             "the source is quantized already in a scheme quantkit does not read", path=path,
             found=f"{name} {bits}".strip() if name else "an unnamed scheme",
-            expected=", ".join([*methods, auto_round.METHOD, *sorted(READ_AS_FLOATS)]),
-            hint="start from the float model",
+            expected=", ".join(methods), hint="start from the float model",
         )  # fmt: skip
+    if methods[name].read_as_floats:
+        return None, {}
     codecs = methods[name].read_settings(settings, modules, stored)
     form = methods.get(str(settings.values.get("format")))  # a format of this method with its own name
     named = form is not None and all(codec.scheme in form.schemes for codec in codecs.values())
@@ -82,7 +78,7 @@ def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
     nested = (part.get(SETTINGS) for part in raw.values() if isinstance(part, dict))
     found = next((one for one in (raw.get(SETTINGS), *nested) if one is not None), None)
     if found is None and folder is not None:
-        files = [(folder / name, method) for name, method in _SETTINGS_FILES.items() if (folder / name).is_file()]
+        files = [(folder / name, method) for name, method in SETTINGS_FILES.items() if (folder / name).is_file()]
         found = next(({"quant_method": method, **_plain(read_json(path))} for path, method in files), None)
     return {**raw, SETTINGS: found}
 

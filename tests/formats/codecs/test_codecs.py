@@ -37,7 +37,7 @@ from quantkit.tensors.tensor_slice import TensorSlice
 INT8 = QuantScheme(8, None)
 
 
-class Steps:
+class Steps(QuantMethod):
     """Signed codes [I, O], so transposed, beside scales [O] that are never negative; nothing but int8 per row."""
 
     name = "steps"
@@ -93,7 +93,7 @@ class Steps:
         return [(value.codes ^ 128).view(torch.int8).t().contiguous(), value.scale.squeeze(1).contiguous()]
 
 
-class Backwards:
+class Backwards(QuantMethod):
     """Floats whose bytes lie backwards, as those of formats that are dequantized when they are read."""
 
     name = "backwards"

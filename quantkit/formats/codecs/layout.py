@@ -1,0 +1,236 @@
+"""How weights lie in a format: which tensors a module has, in which shapes; and what was found there of one module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from quantkit.files.tensor_file import StoredTensor
+from quantkit.tensors.dtypes import FLOATS, DType
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, list[Shape]]
+"""The shapes that each tensor of a module may have, by suffix; the first is the one that is written."""
+
+_INTEGERS = (DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT32)  # bytes may be exponents
+_MAX_BITS = 8  # of codes whose shapes are known
+
+
+def _unknown_shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+    return {}
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The tensors of one module in a format, by their suffixes: what their names have after the module's.
+
+    Attributes:
+        title: of the layout, for messages.
+        codes: the suffix of the codes.
+        scales: the suffixes that scales may have.
+        also: other tensors that a module must have: for each the suffixes that it may have.
+        if_asymmetric: the suffixes of tensors that a module must have if it has zero points.
+        code_types: in which codes are stored; empty if any.
+        bits: of a code; None if `packed_outputs` or the config says it.
+        packed_outputs: the suffix of a tensor whose words pack the outputs; empty if there is none.
+        zeros: the suffix of packed zero points; empty if there are none.
+        others: the suffixes of tensors that a module may have, and whose types are not checked.
+        floats, integers: the suffixes of tensors that must hold floats, or integers.
+        shapes: the shapes of the tensors of a weight.
+        unpacked: whether codes are stored one by one, in the shape of the weight.
+        is_evident: whether tensors with such codes are in this layout, if the config does not say so.
+    """
+
+    title: str
+    codes: str
+    scales: tuple[str, ...] = ()
+    also: tuple[tuple[str, ...], ...] = ()
+    if_asymmetric: tuple[str, ...] = ()
+    code_types: Collection[DType] = ()
+    bits: int | None = None
+    packed_outputs: str = ""
+    zeros: str = ""
+    others: tuple[str, ...] = ()
+    floats: tuple[str, ...] = ()
+    integers: tuple[str, ...] = ()
+    shapes: Callable[[int, int, int, int | None, Shape | None], Shapes] = _unknown_shapes
+    unpacked: bool = False
+    is_evident: Callable[[Mapping[str, StoredTensor]], bool] = lambda tensors: True
+
+    @property
+    def needed(self) -> list[tuple[str, ...]]:
+        """The tensors that every module must have: for each the suffixes that it may have."""
+        return [names for names in ((self.codes,), self.scales, *self.also) if names]
+
+    @property
+    def suffixes(self) -> set[str]:
+        """All that its tensors may have."""
+        also = (one for names in self.also for one in names)
+        return {self.codes, *self.scales, *self.floats, *self.integers, *self.others, *also}
+
+    def matches(self, tensors: Mapping[str, StoredTensor]) -> bool:
+        """Whether tensors, by suffix, have its codes."""
+        codes = tensors.get(self.codes)
+        return codes is not None and (not self.code_types or codes.dtype in self.code_types)
+
+    def stored(
+        self, module: str, shape: Shape, bits: int, group_size: int | None, dtypes: Mapping[str, DType]
+    ) -> list[StoredTensor]:  # fmt: skip
+        """The tensors of a weight [O, I] as they are written.
+
+        Args:
+            dtypes: of the tensors, by suffix; they are listed in this order.
+        """
+        rows, columns = shape
+        shapes = self.shapes(rows, columns, bits, group_size, None)
+        return [StoredTensor(f"{module}.{suffix}", dtype, shapes[suffix][0]) for suffix, dtype in dtypes.items()]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """How a config says that a weight is quantized.
+
+    Attributes:
+        layout: of its tensors; None for one that is not known here.
+        bits: of a code; None if the config does not say.
+        group_size: inputs that share a scale; None for a row, or a block.
+        symmetric: whether there are no zero points; None if the config does not say.
+        by_index: whether a tensor says the group of each column.
+        activations: whether these are quantized too.
+        block: rows and columns that share a scale, if scales are per block.
+    """
+
+    layout: Layout | None
+    bits: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+    by_index: bool = False
+    activations: bool = False
+    block: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a config says of all linears.
+
+    Attributes:
+        modules: the claim for each module that the config calls quantized.
+        certain: whether the config decides for each module; otherwise the tensors do.
+        unmatched: names in the config that match no module.
+        conflicts: modules to which the config gives two schemes, and which groups do.
+        problems: why the settings make no sense.
+    """
+
+    modules: Mapping[str, Claim] = field(default_factory=dict)
+    certain: bool = False
+    unmatched: tuple[str, ...] = ()
+    conflicts: Mapping[str, str] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Description:
+    """What lies on disk for one quantized module, from headers.
+
+    Attributes:
+        layout: of its codes; None if only scales are there.
+        tensors: by suffix.
+    """
+
+    module: str
+    layout: Layout | None
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def title(self) -> str:
+        """Its layout for messages."""
+        return self.layout.title if self.layout is not None else "scales alone"
+
+    @property
+    def scale(self) -> StoredTensor | None:
+        """The tensor of its scales."""
+        suffixes = () if self.layout is None else self.layout.scales
+        return next((self.tensors[suffix] for suffix in suffixes if suffix in self.tensors), None)
+
+    @property
+    def codes(self) -> StoredTensor | None:
+        """The tensor of its codes."""
+        return None if self.layout is None else self.tensors.get(self.layout.codes)
+
+    @property
+    def unpacked_shape(self) -> Shape | None:
+        """The shape of a weight whose codes are stored one by one; None of packed ones."""
+        codes = self.codes
+        return codes.shape if codes is not None and self.layout is not None and self.layout.unpacked else None
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of a code, if the tensors tell."""
+        if self.layout is None or not self.layout.packed_outputs:
+            return None if self.layout is None else self.layout.bits
+        parts = [self.codes, self.scale, self.tensors.get(self.layout.packed_outputs)]
+        shapes = [one.shape for one in parts if one is not None and len(one.shape) > 1]
+        if len(shapes) < len(parts):
+            return None
+        outputs, packed = shapes[1][-1], 32 * shapes[2][-1]
+        return packed // outputs if outputs and packed and packed % outputs == 0 else None
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What must be equal where modules are fused: layout, bits, number of groups, zero points."""
+        scale = self.scale
+        by_inputs = self.layout is not None and bool(self.layout.packed_outputs)
+        groups = 0 if scale is None or len(scale.shape) < 2 else scale.shape[0 if by_inputs else -1]
+        return self.title, self.bits, groups, "weight_zero_point" in self.tensors
+
+    @property
+    def scheme(self) -> str:
+        """Its signature for messages."""
+        bits, groups = self.signature[1:3]
+        parts = [self.title]
+        parts += [f"{bits} bits"] if bits else []
+        parts += [f"{groups} scale{'s' if groups != 1 else ''} a row"] if groups else []
+        return ", ".join(parts)
+
+    def missing(self, *, symmetric: bool | None) -> list[str]:
+        """The suffixes of tensors that the layout needs and the module lacks.
+
+        Args:
+            symmetric: as the config says; None if it does not.
+        """
+        if self.layout is None:
+            return ["weight"]
+        needed = [*self.layout.needed, *((name,) for name in self.layout.if_asymmetric if symmetric is False)]
+        return [names[0] for names in needed if not any(name in self.tensors for name in names)]
+
+    def wrong_types(self, layouts: Iterable[Layout]) -> Iterator[tuple[str, str]]:
+        """The suffixes of tensors that hold integers instead of floats, or the reverse, and what they should hold.
+
+        Args:
+            layouts: all that are known: the tensors of another one may be among those of a module.
+        """
+        if self.layout is None or not self.layout.floats:
+            return
+        integers = {suffix for layout in layouts for suffix in layout.integers}
+        floats = {suffix for layout in layouts for suffix in layout.floats}
+        for suffix, tensor in self.tensors.items():
+            if suffix in integers and tensor.dtype in FLOATS:
+                yield suffix, "integers"
+            elif suffix in floats and tensor.dtype in _INTEGERS:
+                yield suffix, "floats"
+
+    def wrong_shapes(self, shape: Shape, claim: Claim) -> Iterator[tuple[str, Shape]]:
+        """The suffixes of tensors whose shape is not that of a weight [O, I], and the shape that they should have."""
+        if self.layout is None or claim.bits is None or claim.bits > _MAX_BITS:
+            return
+        rows, columns = shape
+        expected = self.layout.shapes(rows, columns, claim.bits, claim.group_size, claim.block)
+        for suffix, shapes in expected.items():
+            if suffix in self.tensors and self.tensors[suffix].shape not in shapes:
+                yield suffix, shapes[0]
+
+
+def words(count: int, bits: int) -> int:
+    """The words of 32 bits that codes fill."""
+    return math.ceil(count * bits / 32)

@@ -1,0 +1,96 @@
+"""The table of codecs: every method of quantization that folders name in config.json, and what it leaves on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quantkit.files.tensor_file import StoredTensor
+from quantkit.formats.codecs.auto_round import AutoRound
+from quantkit.formats.codecs.awq import Awq
+from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
+from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
+from quantkit.formats.codecs.float8 import TYPES as FLOAT8
+from quantkit.formats.codecs.gptq import Gptq
+from quantkit.formats.codecs.layout import Description
+from quantkit.formats.codecs.mlx import Mlx
+from quantkit.formats.codecs.torchao import TorchAo
+from quantkit.tensors.dtypes import DType
+
+NATIVE = CompressedTensors()
+"""The method that is written where none is requested."""
+
+METHODS: dict[str, QuantMethod] = {
+    method.name: method
+    for method in (NATIVE, Int8Activations(), Gptq(), Awq(), Mlx(), TorchAo(), AutoRound(), *READ_AS_FLOATS)
+}
+"""By ``quant_method`` in config.json."""
+
+SETTINGS_FILES = {method.settings_file: method.name for method in METHODS.values() if method.settings_file}
+"""The files that hold settings if config.json does not, and the method that they mean unless they name one."""
+
+_WEIGHT = "weight"
+LAYOUTS = tuple(dict.fromkeys(layout for method in METHODS.values() for layout in method.layouts))
+_SUFFIXES = {suffix for layout in LAYOUTS for suffix in layout.suffixes}
+_MAX_PARTS = max(suffix.count(".") for suffix in _SUFFIXES) + 1
+_GLUED = tuple(suffix for suffix in _SUFFIXES if suffix.startswith("_"))
+_IN_BYTES = (DType.UINT8, DType.INT8)  # what tensors with these suffixes hold
+_CODE_TYPES = {dtype for layout in LAYOUTS if layout.codes == _WEIGHT for dtype in layout.code_types}
+_AMBIGUOUS = {
+    "weight", "scales", "biases", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale",
+    "_blocks", "_scales",
+}  # fmt: skip
+"""Suffixes that alone do not make a tensor part of a quantized weight."""
+_NOT_READ = {"W_q": "HQQ"}
+
+
+def describe_modules(
+    stored: Mapping[str, StoredTensor], method: QuantMethod | None, *, named: bool
+) -> dict[str, Description]:  # fmt: skip
+    """What lies on disk for each module whose weight is stored as codes.
+
+    Args:
+        stored: the tensors of a folder.
+        method: by which the folder is quantized, if it is one of `METHODS`.
+        named: whether the folder names any method: only then scales without codes belong to a quantized weight.
+    """
+    tensors: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        module, suffix = _split(name)
+        if suffix in _GLUED and tensor.dtype not in _IN_BYTES:
+            continue
+        if suffix not in ("", _WEIGHT):
+            tensors.setdefault(module, {})[suffix] = tensor
+        elif suffix == _WEIGHT and tensor.dtype in _CODE_TYPES and len(tensor.shape) > 1:
+            tensors.setdefault(module, {})
+        elif tensor.dtype in FLOAT8 and len(tensor.shape) > 2:  # of all experts
+            tensors.setdefault(name, {})[_WEIGHT] = tensor
+    stated = () if method is None else method.layouts
+    candidates = sorted(LAYOUTS, key=lambda layout: (layout.codes == _WEIGHT, layout not in stated))
+    found = {}
+    for module, own in tensors.items():
+        if (weight := stored.get(f"{module}.{_WEIGHT}")) is not None and weight.dtype in _CODE_TYPES:
+            own[_WEIGHT] = weight
+        layout = next((one for one in candidates if one.matches(own) and (one in stated or one.is_evident(own))), None)
+        if layout is not None or named:
+            found[module] = Description(module, layout, own)
+    return found
+
+
+def quantized_as(name: str) -> str | None:
+    """The methods of quantization to which a tensor of such a name belongs, for messages; None if to none."""
+    _, suffix = _split(name)
+    methods = [method.name for method in METHODS.values() if any(suffix in one.suffixes for one in method.layouts)]
+    if suffix and suffix not in _AMBIGUOUS and methods:
+        return " or ".join(methods)
+    return _NOT_READ.get(name.rpartition(".")[2])
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The module of a tensor, and the suffix of its layout; an empty suffix if no layout has such a tensor."""
+    parts = name.split(".")
+    for count in range(_MAX_PARTS, 0, -1):
+        if (suffix := ".".join(parts[-count:])) in _SUFFIXES and len(parts) > count:
+            return ".".join(parts[:-count]), suffix
+    glued = next((suffix for suffix in _GLUED if name.endswith(suffix)), "")
+    return name.removesuffix(glued), glued
