@@ -15,6 +15,7 @@ from quantkit.cli.help import Command, Decorator, section
 from quantkit.cli.output import note
 from quantkit.cli.spelling import as_options
 from quantkit.errors import RequestError
+from quantkit.formats.registry import targets
 from quantkit.jobs.option_fields import OptionInfo, declared
 from quantkit.json_values import shown
 from quantkit.kernels.registry import BACKENDS
@@ -24,7 +25,6 @@ from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 
 PATH = click.Path(path_type=Path)
-TARGETS = ("compressed-tensors", "int-quantized", "gptq", "awq", "mlx", "gguf", "hf", "meta")
 
 
 class Scheme(click.types.StringParamType):
@@ -141,7 +141,7 @@ def target(default: str, *, quantized: bool = False) -> Decorator:
         default: in words.
         quantized: whether it is for quantized models only.
     """
-    names = [name for name in TARGETS if not quantized or name not in ("hf", "meta")]
+    names = [name for name, one in targets().items() if one.codes is not None or not quantized]
     about = f"{', '.join(names)}. Default: {default}; gguf if DST ends in .gguf."
     return click.option("--to", type=click.Choice(names), metavar="FORMAT", help=about)
 
