@@ -9,10 +9,10 @@ from quantkit.architectures.topology import fused_modules, parameters
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.view import View
 from quantkit.formats.codecs.awq import AWQ, Awq
-from quantkit.formats.codecs.bitsandbytes import METHOD as BITSANDBYTES
-from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.codec import QuantMethod, RawModule
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.codecs.compressed_weights import INT8, PACKED_CODES
+from quantkit.formats.codecs.dequantized import MODEL_OPTIMIZER
 from quantkit.formats.codecs.gptq import Gptq
 from quantkit.formats.codecs.layout import Description
 from quantkit.formats.codecs.mlx import Mlx
@@ -53,8 +53,8 @@ def _module(view: View, module: str) -> Iterator[Finding]:
             title = "quantized" if claim.layout is None else claim.layout.title
             yield finding("not-quantized", module, f"floats, and by the config {title}")
         return
-    symmetric = None if claim is None else claim.symmetric
-    lacking = [leaf for leaf in coded.missing(symmetric=symmetric) if not _unread(view, module, leaf)]
+    missing = coded.missing(claim)
+    lacking = [suffix for suffix in missing if not view.folder.in_unread_file(coded.tensor_name(suffix))]
     if lacking:
         there = f"; has {', '.join(coded.tensors)}" if coded.tensors else ""
         yield finding("incomplete", module, f"lacks {', '.join(lacking)}{there}")
@@ -70,6 +70,15 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         yield finding("low-bit-state", module, f"{coded.title}, {bits} bits")
     for leaf, expected in coded.wrong_types(LAYOUTS):
         yield finding("codes-type", f"{module}.{leaf}", f"found {coded.tensors[leaf].dtype}, expected {expected}")
+    for suffix in coded.foreign:
+        tensor = coded.tensors[suffix]
+        what = f"{tensor.dtype} {list(tensor.shape)}, which is no part of {coded.title}"
+        yield finding("extra-tensor", tensor.name, what)
+    shape = view.linears.get(module) or _embedding_shape(view, module)
+    if not missing and shape is not None and len(shape) == 2:
+        raw = RawModule(module, view.folder.homes, view.folder.root)
+        if problem := coded.layout.problem(raw, shape):
+            yield finding("codes-shape", module, problem)
     if claim is None:
         if view.method is not None and not view.claims.certain and not _may_have(view.method, coded):
             yield finding("other-kind", module, f"{coded.title}, and by the config {view.folder.method}")
@@ -79,7 +88,6 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         return
     if claim.by_index and coded.layout is PACKED_CODES:
         yield finding("act-order", module, "actorder 'group'")
-    shape = view.linears.get(module) or _embedding_shape(view, module)
     if shape is not None and len(shape) == 2:
         if claim.group_size and shape[1] % claim.group_size:
             yield finding("uneven-groups", module, f"rows of {shape[1]} in groups of {claim.group_size}")
@@ -91,8 +99,8 @@ def _module(view: View, module: str) -> Iterator[Finding]:
 
 
 def _may_have(method: QuantMethod, coded: Description) -> bool:
-    """Whether a method whose settings name no modules has codes of such a layout."""
-    return method.name != BITSANDBYTES or coded.layout in method.layouts
+    """Whether a method whose settings name no modules has codes of such a layout; Model Optimizer's are many."""
+    return method.name == MODEL_OPTIMIZER or not method.layouts or coded.layout in method.layouts
 
 
 def _embedding_is_read(view: View, coded: Description) -> bool:
@@ -110,10 +118,6 @@ def _is_meant(view: View, module: str) -> bool:
         return True
     alike = [one for one in view.linears if _NUMBER.sub("*", one) == _NUMBER.sub("*", module)]
     return 2 * sum(one in view.coded for one in alike) > len(alike)
-
-
-def _unread(view: View, module: str, leaf: str) -> bool:
-    return view.folder.in_unread_file(f"{module}{'' if leaf.startswith('_') else '.'}{leaf}")
 
 
 def _embedding_shape(view: View, module: str) -> tuple[int, ...] | None:
@@ -143,7 +147,7 @@ def _differing(view: View, canonical: Sequence[str], rule: str, where: str) -> I
     tensors = [view.on_disk(f"{name}.weight") for name in canonical]
     modules = list(dict.fromkeys(tensor.module for tensor in tensors if tensor is not None))
     present = [one for one in modules if one in view.coded or f"{one}.weight" in view.stored]
-    if any(one in view.coded and view.coded[one].missing(symmetric=None) for one in present):
+    if any(one in view.coded and view.coded[one].missing(None) for one in present):
         return  # broken, which is another rule's
     other = next((one for one in present[1:] if view.signature(one) != view.signature(present[0])), None)
     if other is not None:

@@ -89,7 +89,7 @@ def _kind(name: str, tensor: StoredTensor, offset: bool) -> str:
 
 def _pieces(file: TensorFile, name: str) -> Iterator[Tensor]:
     if not file.tensors[name].shape:
-        yield file.read(name)
+        yield _compared(file.read(name))
         return
     for part in file.row_parts(name):
         piece = file.read(name, part)

@@ -19,7 +19,7 @@ from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import NO_EMBEDDING, Codec, QuantMethod, RawModule, Reason, exact_scale
 from quantkit.formats.codecs.gptq import claims_by_rows, quantized_modules
 from quantkit.formats.codecs.gptq_linear import packs_outputs, require_tensors, scales_dtype
-from quantkit.formats.codecs.gptq_zeros import QWEIGHT, QZEROS, SCALES
+from quantkit.formats.codecs.gptq_zeros import G_IDX, QWEIGHT, QZEROS, SCALES
 from quantkit.formats.codecs.layout import Claim, Claims, Layout, Shape, Shapes, words
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
@@ -47,7 +47,7 @@ def _shapes(rows: int, columns: int, bits: int, group_size: int | None, block: S
 
 AWQ = Layout(
     "codes of AWQ", QWEIGHT, (SCALES,), ((QZEROS,),), packed_outputs=QWEIGHT, zeros=QZEROS, floats=(SCALES,),
-    integers=(QWEIGHT, QZEROS), shapes=_shapes, is_evident=packs_outputs,
+    integers=(QWEIGHT, QZEROS, G_IDX), shapes=_shapes, is_evident=packs_outputs,
 )  # fmt: skip
 
 

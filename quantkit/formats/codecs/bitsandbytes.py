@@ -33,7 +33,7 @@ _SCB, _FORMAT = "SCB", "weight_format"
 FOUR_BITS = Layout(
     "4-bit codes of bitsandbytes", "weight", ("weight" + _ABSMAX,),
     (("weight" + _MAP,), tuple(f"weight{suffix}" for suffix in _STATES.values())), code_types=(DType.UINT8,), bits=4,
-    others=("weight" + _NESTED_ABSMAX, "weight" + _NESTED_MAP),
+    others=("weight" + _NESTED_ABSMAX, "weight" + _NESTED_MAP), prefixes=("weight.quant_state.",),
 )  # fmt: skip
 EIGHT_BITS = Layout(
     "int8 of bitsandbytes", "weight", (_SCB,), code_types=(DType.INT8,), bits=8, others=(_FORMAT,), unpacked=True,

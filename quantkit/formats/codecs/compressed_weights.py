@@ -53,7 +53,7 @@ def _plain_shapes(rows: int, columns: int, bits: int, group_size: int | None, bl
     groups = math.ceil(columns / (group_size or columns))
     one_scale = [(1,), (), (rows,)] if group_size is None else []
     scales = [(rows, groups), *one_scale]
-    return {PLAIN: [(rows, columns)], SCALE: scales, _ZERO: scales}
+    return {PLAIN: [(rows, columns)], SCALE: scales, _ZERO: scales, _GROUPS: [(columns,)]}
 
 
 PACKED_CODES = Layout(
@@ -65,8 +65,8 @@ FP4 = Layout(
     others=("weight_global_scale",),
 )  # fmt: skip
 INT8 = Layout(
-    "int8", PLAIN, (SCALE, "weight_scale_inv"), code_types=(DType.INT8,), bits=8, floats=(SCALE,), integers=(_ZERO,),
-    shapes=_plain_shapes, unpacked=True, is_evident=lambda tensors: "SCB" not in tensors,
+    "int8", PLAIN, (SCALE, "weight_scale_inv"), code_types=(DType.INT8,), bits=8, floats=(SCALE,),
+    integers=(_ZERO, _GROUPS), shapes=_plain_shapes, unpacked=True, excluded="SCB",
 )  # fmt: skip
 
 

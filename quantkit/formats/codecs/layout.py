@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.tensors.dtypes import FLOATS, DType
+
+if TYPE_CHECKING:
+    from quantkit.formats.codecs.codec import RawModule
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, list[Shape]]
@@ -35,10 +40,14 @@ class Layout:
         bits: of a code; None if `packed_outputs` or the config says it.
         packed_outputs: the suffix of a tensor whose words pack the outputs; empty if there is none.
         zeros: the suffix of packed zero points; empty if there are none.
-        others: the suffixes of tensors that a module may have, and whose types are not checked.
+        others: the suffixes of further tensors that a module may have.
+        prefixes: with which the suffixes of still others begin.
+        excluded: a suffix that only modules in another layout with such codes have.
+        joint: what joins the name of a module and a suffix.
         floats, integers: the suffixes of tensors that must hold floats, or integers.
         shapes: the shapes of the tensors of a weight.
         unpacked: whether codes are stored one by one, in the shape of the weight.
+        problem: why the tensors of a weight [O, I] do not fit together, by their headers; None if they do.
         is_evident: whether tensors with such codes are in this layout, if the config does not say so.
     """
 
@@ -52,10 +61,14 @@ class Layout:
     packed_outputs: str = ""
     zeros: str = ""
     others: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
+    excluded: str = ""
+    joint: str = "."
     floats: tuple[str, ...] = ()
     integers: tuple[str, ...] = ()
     shapes: Callable[[int, int, int, int | None, Shape | None], Shapes] = _unknown_shapes
     unpacked: bool = False
+    problem: Callable[[RawModule, Shape], str | None] = lambda raw, shape: None
     is_evident: Callable[[Mapping[str, StoredTensor]], bool] = lambda tensors: True
 
     @property
@@ -63,16 +76,18 @@ class Layout:
         """The tensors that every module must have: for each the suffixes that it may have."""
         return [names for names in ((self.codes,), self.scales, *self.also) if names]
 
-    @property
+    @functools.cached_property
     def suffixes(self) -> set[str]:
         """All that its tensors may have."""
         also = (one for names in self.also for one in names)
         return {self.codes, *self.scales, *self.floats, *self.integers, *self.others, *also}
 
     def matches(self, tensors: Mapping[str, StoredTensor]) -> bool:
-        """Whether tensors, by suffix, have its codes."""
+        """Whether tensors, by suffix, have its codes; scales are enough if no other layout has scales of that name."""
         codes = tensors.get(self.codes)
-        return codes is not None and (not self.code_types or codes.dtype in self.code_types)
+        if codes is None:
+            return not self.joint and any(suffix in tensors for suffix in self.scales)
+        return self.excluded not in tensors and (not self.code_types or codes.dtype in self.code_types)
 
     def stored(
         self, module: str, shape: Shape, bits: int, group_size: int | None, dtypes: Mapping[str, DType]
@@ -193,15 +208,24 @@ class Description:
         parts += [f"{groups} scale{'s' if groups != 1 else ''} a row"] if groups else []
         return ", ".join(parts)
 
-    def missing(self, *, symmetric: bool | None) -> list[str]:
-        """The suffixes of tensors that the layout needs and the module lacks.
-
-        Args:
-            symmetric: as the config says; None if it does not.
-        """
+    @property
+    def foreign(self) -> list[str]:
+        """The suffixes of tensors that other layouts have, and its own does not."""
         if self.layout is None:
-            return ["weight"]
-        needed = [*self.layout.needed, *((name,) for name in self.layout.if_asymmetric if symmetric is False)]
+            return []
+        known, prefixes = self.layout.suffixes, self.layout.prefixes
+        return [suffix for suffix in self.tensors if suffix not in known and not suffix.startswith(prefixes)]
+
+    def tensor_name(self, suffix: str) -> str:
+        """The whole name of a tensor, whether or not it is there."""
+        return f"{self.module}{'.' if self.layout is None else self.layout.joint}{suffix}"
+
+    def missing(self, claim: Claim | None) -> list[str]:
+        """The suffixes of tensors that the layout needs and the module lacks."""
+        if self.layout is None:
+            return ["weight" if claim is None or claim.layout is None else claim.layout.codes]
+        asymmetric = claim is not None and claim.symmetric is False
+        needed = [*self.layout.needed, *((name,) for name in self.layout.if_asymmetric if asymmetric)]
         return [names[0] for names in needed if not any(name in self.tensors for name in names)]
 
     def wrong_types(self, layouts: Iterable[Layout]) -> Iterator[tuple[str, str]]:

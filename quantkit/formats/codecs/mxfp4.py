@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
-MXFP4 = Layout("MXFP4", BLOCKS, (SCALES,), bits=4)
+MXFP4 = Layout("MXFP4", BLOCKS, (SCALES,), bits=4, joint="")
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
 _BYTES = 16  # of the codes that share a scale

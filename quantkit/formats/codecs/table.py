@@ -33,7 +33,8 @@ _WEIGHT = "weight"
 LAYOUTS = tuple(dict.fromkeys(layout for method in METHODS.values() for layout in method.layouts))
 _SUFFIXES = {suffix for layout in LAYOUTS for suffix in layout.suffixes}
 _MAX_PARTS = max(suffix.count(".") for suffix in _SUFFIXES) + 1
-_GLUED = tuple(suffix for suffix in _SUFFIXES if suffix.startswith("_"))
+_GLUED = tuple(suffix for layout in LAYOUTS if not layout.joint for suffix in layout.suffixes)
+_PREFIXES = tuple(prefix for layout in LAYOUTS for prefix in layout.prefixes)
 _IN_BYTES = (DType.UINT8, DType.INT8)  # what tensors with these suffixes hold
 _CODE_TYPES = {dtype for layout in LAYOUTS if layout.codes == _WEIGHT for dtype in layout.code_types}
 _AMBIGUOUS = {
@@ -66,12 +67,14 @@ def describe_modules(
         elif tensor.dtype in FLOAT8 and len(tensor.shape) > 2:  # of all experts
             tensors.setdefault(name, {})[_WEIGHT] = tensor
     stated = () if method is None else method.layouts
-    candidates = sorted(LAYOUTS, key=lambda layout: (layout.codes == _WEIGHT, layout not in stated))
+    candidates = sorted(LAYOUTS, key=lambda layout: (layout not in stated, layout.codes == _WEIGHT))
     found = {}
     for module, own in tensors.items():
         if (weight := stored.get(f"{module}.{_WEIGHT}")) is not None and weight.dtype in _CODE_TYPES:
             own[_WEIGHT] = weight
         layout = next((one for one in candidates if one.matches(own) and (one in stated or one.is_evident(own))), None)
+        if layout is None and len(stated) == 1 and stated[0].suffixes & set(own):
+            layout = stated[0]
         if layout is not None or named:
             found[module] = Description(module, layout, own)
     return found
@@ -90,7 +93,9 @@ def _split(name: str) -> tuple[str, str]:
     """The module of a tensor, and the suffix of its layout; an empty suffix if no layout has such a tensor."""
     parts = name.split(".")
     for count in range(_MAX_PARTS, 0, -1):
-        if (suffix := ".".join(parts[-count:])) in _SUFFIXES and len(parts) > count:
+        suffix = ".".join(parts[-count:])
+        known = (suffix in _SUFFIXES and suffix not in _GLUED) or suffix.startswith(_PREFIXES)
+        if known and len(parts) > count:
             return ".".join(parts[:-count]), suffix
     glued = next((suffix for suffix in _GLUED if name.endswith(suffix)), "")
     return name.removesuffix(glued), glued

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason
-from quantkit.formats.codecs.layout import Layout
+from quantkit.formats.codecs.layout import Layout, Shape
 from quantkit.formats.codecs.whole_steps import affine, stated_scheme_of, zero_points
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -40,7 +40,20 @@ _CHUNK = 1 << 17  # scales at a time
 _MAX_COLUMNS = 2**24
 
 
-TORCHAO = Layout("torchao", "_qdata")
+def _problem(raw: RawModule, shape: Shape) -> str | None:
+    try:
+        _Weight.of(raw, shape)
+    except UnsupportedError:
+        return None  # a class of tensors that others may read
+    except CheckpointError as error:
+        return f"{error.problem}: found {error.found}, expected {error.expected}"
+    return None
+
+
+TORCHAO = Layout(
+    "torchao", _CODES, (_SCALE, "_weight_scale_and_zero"), prefixes=("_weight_",), floats=(_SCALE,),
+    integers=(_CODES,), problem=_problem,
+)  # fmt: skip
 
 
 class Plain:
