@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal, get_args
 
-Runtime = Literal["vllm", "transformers", "llama.cpp", "mlx"]
+from quantkit.formats.codecs.codec import Runtime as Runtime
+
 RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)

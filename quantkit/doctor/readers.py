@@ -12,28 +12,23 @@ from quantkit.formats.codecs.compressed_weights import PACKED_CODES
 from quantkit.formats.codecs.gptq_linear import GPTQ
 from quantkit.formats.codecs.gptq_zeros import G_IDX
 from quantkit.formats.codecs.layout import Claim, Description
+from quantkit.formats.codecs.table import METHODS
 
 _TITLES = {"vllm": "vLLM", "transformers": "transformers", "llama.cpp": "llama.cpp", "mlx": "mlx-lm"}
 _CONTAINERS: dict[Runtime, tuple[str, ...]] = {
     "vllm": ("safetensors", "bin", "mistral"), "transformers": ("safetensors", "bin", "gguf"), "llama.cpp": ("gguf",),
     "mlx": ("safetensors",),
 }  # fmt: skip
-_METHODS: dict[Runtime, frozenset[str]] = {
-    "vllm": frozenset(
-        {
-            "compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "mxfp4", "mxfp8", "torchao", "modelopt", "quark",
-            "auto-round", "fp_quant",
-        }
-    ),
-    "transformers": frozenset(
-        {
-            "compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "mxfp4", "mxfp8", "torchao", "bitsandbytes",
-            "aqlm", "quanto", "quark", "fp_quant", "eetq", "higgs", "hqq", "bitnet", "vptq", "spqr", "nvfp4",
-            "auto-round",
-        }
-    ),
-    "mlx": frozenset({"mlx", "awq", "gptq", "mxfp4", "bitnet", "modelopt"}),
+_CONTAINER_TITLES = {
+    "safetensors": "folders with safetensors", "bin": "with pytorch_model*.bin", "gguf": "*.gguf",
+    "mistral": "consolidated*.safetensors",
 }  # fmt: skip
+_METHODS: dict[str, tuple[Runtime, ...]] = {
+    **{name: method.runtimes for name, method in METHODS.items()},
+    **dict.fromkeys(("mxfp8", "quark", "fp_quant"), ("vllm", "transformers")), "bitnet": ("transformers", "mlx"),
+    **dict.fromkeys(("aqlm", "quanto", "eetq", "higgs", "hqq", "vptq", "spqr", "nvfp4"), ("transformers",)),
+}  # fmt: skip
+"""The runtimes that load a method of quantization."""
 _FAST_GROUPS = (None, 32, 64, 128)
 _VLLM_BITS = {PACKED_CODES: (2, 3, 4, 5, 6, 7, 8), GPTQ: (4, 8), AWQ: (4,)}
 
@@ -42,7 +37,8 @@ def check_container(folder: Folder, runtime: Runtime) -> Iterator[Finding]:
     """Whether a runtime reads such a folder at all."""
     if folder.kind and folder.kind not in _CONTAINERS[runtime]:
         what = "a file" if folder.kind == "file" else f"{folder.kind} weights"
-        yield finding("other-container", folder.path.name, f"{what}; {_TITLES[runtime]} reads {_read(runtime)}")
+        read = ", ".join(_CONTAINER_TITLES[one] for one in _CONTAINERS[runtime])
+        yield finding("other-container", folder.path.name, f"{what}; {_TITLES[runtime]} reads {read}")
 
 
 def check(view: View, runtime: Runtime) -> Iterator[Finding]:
@@ -50,7 +46,7 @@ def check(view: View, runtime: Runtime) -> Iterator[Finding]:
     if view.folder.kind not in _CONTAINERS[runtime]:
         return
     method = view.folder.method
-    if method is not None and method not in _METHODS[runtime]:
+    if method is not None and runtime not in _METHODS.get(method, ()):
         yield finding("other-method", "quantization_config", f"{method}; {_TITLES[runtime]} does not read it")
         return
     if view.config is None and view.folder.config:
@@ -87,11 +83,3 @@ def _vllm(view: View, coded: Description, claim: Claim) -> Iterator[Finding]:
         yield finding("gptq-zeros", module, "sym is false")
     if layout is GPTQ and claim.by_index and claim.group_size is not None:
         yield finding("gptq-order", module, "desc_act is true")
-
-
-def _read(runtime: Runtime) -> str:
-    told = {
-        "safetensors": "folders with safetensors", "bin": "with pytorch_model*.bin", "gguf": "*.gguf",
-        "mistral": "consolidated*.safetensors",
-    }  # fmt: skip
-    return ", ".join(told[one] for one in _CONTAINERS[runtime])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from quantkit.doctor import norms
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.stored_values import Part, parts
@@ -25,6 +24,11 @@ _ABSURD = 1000.0
 _LEAST_SCALES = 16  # of which it means something that all are equal
 _TAIL = 8  # of how many parts the last one is looked at
 _NUMBER = re.compile(r"\d+")
+_LAYER = re.compile(r"(\D*)\.(\d+)\.(\D*)")  # two numbers are an expert's, whose sizes differ by nature
+_FEWEST = 8  # layers, of which it means something that one is out of line
+_ENDS = 2  # layers at each end differ by nature: a factor of 2.5 in sound models
+_FACTOR = math.log2(1.7)
+_VARIED = 12  # of how many layers one may be halfway out of line, before a role is called varied by nature
 
 
 @dataclass
@@ -92,7 +96,7 @@ def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding
             sizes.setdefault(part.name, math.sqrt(facts.squares / facts.count))
     progress("weights", len(listed), len(listed), "tensors")
     found += _absurd(scales)
-    found += norms.check(sizes)
+    found += unusual_norms(sizes)
     if view is not None:
         found += _tied_head(view)
         found += _column_order(view)
@@ -129,6 +133,38 @@ def _absurd(scales: dict[str, list[tuple[str, float]]]) -> Iterator[Finding]:
         for name, largest in alike:
             if len(alike) > 1 and usual > 0 and largest > _ABSURD * usual:
                 yield finding("absurd-scale", name, f"up to {largest:g}; in other layers up to {usual:g}")
+
+
+def unusual_norms(sizes: Mapping[str, float]) -> Iterator[Finding]:
+    """Layers whose weight is out of line with those of the layers around it.
+
+    Args:
+        sizes: root mean squares of weights, or of their scales, by name.
+    """
+    roles: dict[tuple[str, str], dict[int, str]] = {}
+    for name, size in sizes.items():
+        if size > 0 and math.isfinite(size) and (found := _LAYER.fullmatch(name)):
+            roles.setdefault((found[1], found[3]), {})[int(found[2])] = name
+    for layers in roles.values():
+        names = [layers[layer] for layer in sorted(layers)]
+        yield from _unusual_layers(names, [math.log2(sizes[name]) for name in names])
+
+
+def _unusual_layers(names: Sequence[str], logs: Sequence[float]) -> Iterator[Finding]:
+    """Of one role, layer by layer; each is compared with the median of the two layers on each side."""
+    if len(names) < _FEWEST:
+        return
+    usual = {
+        layer: statistics.median([*logs[layer - _ENDS : layer], *logs[layer + 1 : layer + _ENDS + 1]])
+        for layer in range(_ENDS, len(names) - _ENDS)
+    }
+    off = {layer: logs[layer] - one for layer, one in usual.items()}
+    if sum(abs(one) > _FACTOR / 2 for one in off.values()) > max(1, len(names) // _VARIED):
+        return
+    for layer, one in off.items():
+        if abs(one) > _FACTOR:
+            found = f"root mean square {2 ** logs[layer]:.3g}; {2 ** usual[layer]:.3g} in the layers around it"
+            yield finding("unusual-norm", names[layer], found)
 
 
 def _tied_head(view: View) -> Iterator[Finding]:

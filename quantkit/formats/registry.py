@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from quantkit.errors import RequestError
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
@@ -14,6 +15,9 @@ from quantkit.formats.containers.hf import HuggingFace
 from quantkit.formats.containers.meta import Meta
 from quantkit.formats.folder import READ_BESIDE
 from quantkit.json_values import shown
+
+TargetName = Literal["compressed-tensors", "int-quantized", "gptq", "awq", "mlx", "meta", "hf", "gguf"]
+"""The names of `targets`, spelled out for editors and type checkers; a test compares them."""
 
 HF = HuggingFace(METHODS, NATIVE)
 META = Meta()

@@ -16,7 +16,7 @@ from quantkit.architectures.topology import kept_unless_named, linear_columns
 from quantkit.errors import NonFiniteError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.codecs.codec import NO_EMBEDDING, CodeFormat, Reason, exact_scale
-from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, checked_cast
@@ -25,8 +25,6 @@ from quantkit.tensors.scheme import QuantScheme
 
 _MOST_BITS_OF_INT4 = 5.2
 """Bits a weight, scales included, up to which integers whose codes are not carried are rounded to int4."""
-
-_FEW_READ_EMBEDDINGS = (CompressedTensors.name, Int8Activations.name)
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def widened(source: Checkpoint, module: str, codes: CodeFormat) -> bool:
     scheme = source.info(f"{module}.weight").scheme if module == EMBEDDING else None
     if scheme is None:
         return False
-    few = source.format == "gguf" and codes.name in _FEW_READ_EMBEDDINGS
+    few = source.format == "gguf" and isinstance(codes, CompressedTensors)
     return few or codes.codec(scheme, embedding=True) == NO_EMBEDDING
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.detect import WeightKind
+from quantkit.formats.registry import TargetName
 from quantkit.jobs.carried_codes import cast, rounded, with_scales
 from quantkit.jobs.conversion import Conversion, plan_conversion, source_name, suggest_requantize
 from quantkit.jobs.options import ConvertOptions
 from quantkit.jobs.output import Writer, model_summary, writing
 from quantkit.jobs.result import ConvertResult
-from quantkit.jobs.target import TargetName
 from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.transcoded import Exact, require_exact, require_same_kv_cache

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.arguments import as_whole, require_flags
 from quantkit.formats.detect import WeightKind
-from quantkit.jobs.target import TargetName
+from quantkit.formats.registry import TargetName
 from quantkit.tensors.dtypes import SHORT_NAMES, DType, FloatName, float_name
 
 if TYPE_CHECKING:

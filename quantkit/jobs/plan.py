@@ -18,6 +18,7 @@ from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.container import Encoder
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.output.staging import require_space
+from quantkit.formats.registry import TargetName
 from quantkit.jobs.conversion import plan_conversion
 from quantkit.jobs.estimate import Estimate, estimate_conversion, estimate_quantization, require_buildable
 from quantkit.jobs.fit_to_size import size_fit
@@ -25,7 +26,6 @@ from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.options import ConvertOptions
 from quantkit.jobs.prepare import prepare
 from quantkit.jobs.quantize_options import QuantizeOptions
-from quantkit.jobs.target import TargetName
 from quantkit.model.device import float_type
 from quantkit.tensors.dtypes import FloatName
 from quantkit.xla.require import require_compiler

@@ -19,6 +19,7 @@ from quantkit.calibration.quantizers import TensorBlock
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, require_calibratable, schemes
 from quantkit.formats.codecs.codec import Reason
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.container import Encoder, Output, StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
@@ -194,24 +195,9 @@ def _assigned(
         notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
     if native and (unread := unread_experts(source.config, scheme_map.schemes)):
         notes.append(f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does")
-    if target.method is not None and scheme_map.embedding is not None:
-        notes += [f"{dst}: {line}" for line in _unread_embedding(source.config, target.name)]
+    if scheme_map.embedding is not None and isinstance(target.method, CompressedTensors):
+        notes.append(f"{dst}: {target.method.unread_embedding(tied=source.config.tied_embeddings)}")
     return scheme_map, notes
-
-
-def _unread_embedding(config: ModelConfig, name: str) -> list[str]:
-    """Which readers of a target do not load a quantized embedding, as tried."""
-    if name in (NATIVE, "int-quantized") and config.tied_embeddings:
-        return [
-            "no other reader of compressed-tensors loads a quantized embedding that is the head too (seen in"
-            " transformers 5.23, vLLM 0.32); quantkit does, and so do llama.cpp and mlx-lm theirs (`to`)"
-        ]
-    if name == NATIVE:
-        return [
-            "transformers does not load a packed embedding (seen in 5.23), nor does vLLM 0.32 on CPUs; quantkit"
-            ' does, and transformers that of `to="int-quantized"`'
-        ]
-    return ["vLLM does not load an embedding in this form (seen in 0.32)"] if name == "int-quantized" else []
 
 
 def _require_held(schemes: Mapping[str, QuantScheme], target: Target, path: Path) -> None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 from quantkit.arguments import as_path, as_seed, as_text, as_whole, require_flags
 from quantkit.calibration.effort import ACTIVATION_MEMORY, MAX_LENGTH, SAMPLES, SEED
 from quantkit.errors import RequestError
+from quantkit.formats.registry import TargetName
 from quantkit.jobs.option_fields import OTHER, option
-from quantkit.jobs.target import TargetName, quantized_target
+from quantkit.jobs.target import quantized_target
 from quantkit.json_values import shown
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 

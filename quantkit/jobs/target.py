@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Literal
 
 from quantkit.arguments import as_text, as_whole
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import read_as_floats, schemes
+from quantkit.formats.codecs.table import NATIVE as native
 from quantkit.formats.container import Container, StoredCheckpoint
-from quantkit.formats.registry import HF, Target, target, targets
+from quantkit.formats.registry import GGUF, HF, Target, target, targets
 
-TargetName = Literal["compressed-tensors", "int-quantized", "gptq", "awq", "mlx", "gguf", "hf", "meta"]
-"""What models are written as."""
-
-_GGUF = "gguf"
-NATIVE = "compressed-tensors"
-"""As what models are quantized where nothing is asked for."""
+NATIVE = native.name
+"""The target of quantized models by default."""
 
 
 def requested_target(to: str | None, dst: Path, *, dequantize: bool = False, requantize: bool = False) -> Target | None:
@@ -29,13 +25,13 @@ def requested_target(to: str | None, dst: Path, *, dequantize: bool = False, req
     if dequantize and requantize:
         raise RequestError("`dequantize=True` and `requantize=True` exclude each other")
     found = None if to is None else target(as_text("to", to))
-    if dst.suffix.lower() == f".{_GGUF}":
-        if found is not None and found.name != _GGUF:
+    if dst.suffix.lower() == f".{GGUF.name}":
+        if found is not None and found.name != GGUF.name:
             raise RequestError(
                 f"the destination is a GGUF file by its name, and `to=\"{found.name}\"` asks for a folder",
                 found=str(dst), hint="choose a name without .gguf, or leave `to` out",
             )  # fmt: skip
-        found = target(_GGUF)
+        found = target(GGUF.name)
     if found is None:
         return None
     for given, name, allowed in (

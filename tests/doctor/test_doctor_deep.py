@@ -15,7 +15,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL
-from quantkit.doctor import norms, predictions
+from quantkit.doctor import predictions, values
 from quantkit.formats.containers.meta_checkpoint import to_interleaved, to_rotate_half
 
 WEIGHTS = "model.safetensors"
@@ -161,7 +161,7 @@ def test_what_is_not_run_is_listed(sound: Path, tmp_path: Path, monkeypatch: pyt
     assert left_out(build.make(tmp_path / "words")) == ["what it predicts: the tokenizer makes no tokens of English"]
     broken = oracle.copy(sound, tmp_path / "broken")
     _scale("model.layers.1.mlp.up_proj.weight", float("nan"))(broken)
-    assert left_out(broken) == ["what it predicts: it is not run where there are errors"]
+    assert left_out(broken) == ["what it predicts: it is not run because of the errors"]
     (broken / "tokenizer.json").unlink()
     monkeypatch.setattr(predictions, "MAX_PARAMETERS", 10**6)
     (line,) = left_out(sound)
@@ -204,6 +204,6 @@ def test_roles_that_vary_by_nature_have_nothing() -> None:
     experts = {f"layers.{layer}.experts.3.up.weight": 4.0 if layer == 9 else 1.0 for layer in range(24)}
     shallow = {f"layers.{layer}.up.weight": 2.0 if layer == 3 else 1.0 for layer in range(7)}
     for sizes in (rising, windows, experts, shallow):
-        assert list(norms.check(sizes)) == []
+        assert list(values.unusual_norms(sizes)) == []
     lone = {f"layers.{layer}.up.weight": 4.0 if layer == 9 else 1.0 for layer in range(24)}
-    assert [finding.where for finding in norms.check(lone)] == ["layers.9.up.weight"]
+    assert [finding.where for finding in values.unusual_norms(lone)] == ["layers.9.up.weight"]

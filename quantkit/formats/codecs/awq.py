@@ -149,6 +149,7 @@ class Awq(QuantMethod):
     settings_file = "quant_config.json"
     schemes = tuple(scheme for scheme in SCHEMES.values() if scheme.bits == 4)
     scale_dtype = DType.FLOAT16
+    runtimes = ("vllm", "transformers", "mlx")
 
     def claims(
         self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str

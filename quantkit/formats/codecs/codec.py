@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from quantkit.errors import CheckpointError, NotRepresentableError, UnsupportedError
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.tensors.qtensor import QuantTensor
+
+
+Runtime = Literal["vllm", "transformers", "llama.cpp", "mlx"]
+"""A program that loads models."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +261,7 @@ class QuantMethod(CodeFormat):
         settings_file: a file that may hold the settings if config.json does not; empty if there is none.
         joins_experts: whether all experts of a layer are one module for each role.
         read_as_floats: whether all its weights are read as floats, see `dequantized`.
+        runtimes: those of vLLM, transformers and mlx-lm that load it.
     """
 
     layouts: tuple[Layout, ...] = ()
@@ -264,6 +269,7 @@ class QuantMethod(CodeFormat):
     settings_file = ""
     joins_experts = False
     read_as_floats = False
+    runtimes: tuple[Runtime, ...] = ("vllm", "transformers")
 
     def claims(
         self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str

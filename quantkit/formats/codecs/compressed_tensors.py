@@ -15,7 +15,7 @@ from quantkit.architectures.names import is_embedding
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.claims import bits_in, block_in, group_size_in, names_in, spellings
-from quantkit.formats.codecs.codec import Codec, QuantMethod, Reason
+from quantkit.formats.codecs.codec import Codec, QuantMethod, Reason, Runtime
 from quantkit.formats.codecs.compressed_weights import (
     FP4,
     INT8,
@@ -51,6 +51,7 @@ _LAYOUTS = {
     "nvfp4-pack-quantized": FP4, "mxfp4-pack-quantized": FP4,
 }  # fmt: skip
 _INT8 = QuantScheme(8, None)
+_VLLM_EMBEDDING = "vLLM does not load an embedding in this form (seen in 0.32)"
 _TO_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
@@ -60,6 +61,7 @@ class CompressedTensors(QuantMethod):
     name = "compressed-tensors"
     layouts: tuple[Layout, ...] = (FP4, PACKED_CODES, INT8, FLOAT8)
     schemes = tuple(SCHEMES.values())
+    runtimes: tuple[Runtime, ...] = ("vllm", "transformers")
 
     def claims(
         self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str
@@ -131,6 +133,22 @@ class CompressedTensors(QuantMethod):
             return f"transformers with compressed-tensors{vllm}"
         return f"compressed-tensors' own decompressor{vllm}; transformers refuses packed zero points (seen in 5.23)"
 
+    def unread_embedding(self, *, tied: bool) -> str:
+        """A note on the readers that do not load a quantized embedding, as tried.
+
+        Args:
+            tied: whether it is the head too.
+        """
+        if tied:
+            return (
+                "no other reader of compressed-tensors loads a quantized embedding that is the head too (seen in"
+                " transformers 5.23, vLLM 0.32); quantkit does, and so do llama.cpp and mlx-lm theirs (`to`)"
+            )
+        return (
+            "transformers does not load a packed embedding (seen in 5.23), nor does vLLM 0.32 on CPUs; quantkit"
+            f' does, and transformers that of `to="{_INT}"`'
+        )
+
 
 class Int8Activations(CompressedTensors):
     """compressed-tensors' ``int-quantized``: int8 per row, multiplied by activations that are rounded to int8 token by
@@ -139,6 +157,7 @@ class Int8Activations(CompressedTensors):
     name = _INT
     layouts = ()
     schemes = (_INT8,)
+    runtimes = ()  # ``quant_method`` has another name
 
     def write_settings(
         self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
@@ -149,6 +168,9 @@ class Int8Activations(CompressedTensors):
         if scheme == _INT8:
             return IntQuantized(scheme)
         return Reason("its readers multiply int8 per row alone", found=scheme, expected=_INT8)
+
+    def unread_embedding(self, *, tied: bool) -> str:
+        return super().unread_embedding(tied=tied) if tied else _VLLM_EMBEDDING
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         return "transformers with compressed-tensors" + ("" if has_embedding(schemes) else ", vLLM")

@@ -11,7 +11,7 @@ from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
 from quantkit.formats.codecs import bitsandbytes, float8, mxfp4
 from quantkit.formats.codecs.bitsandbytes import EightBitWeight, FourBitWeight
 from quantkit.formats.codecs.claims import Skipped, block_in, is_head
-from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.codec import QuantMethod, Runtime
 from quantkit.formats.codecs.float8 import FLOAT8, Float8Weight
 from quantkit.formats.codecs.layout import Claim, Claims, Layout
 from quantkit.formats.codecs.mxfp4 import Mxfp4Weight
@@ -31,8 +31,8 @@ class SmallFloats(QuantMethod):
 
     read_as_floats = True
 
-    def __init__(self, name: str, *layouts: Layout, settings_file: str = "") -> None:
-        self.name, self.layouts, self.settings_file = name, layouts, settings_file
+    def __init__(self, name: str, layouts: tuple[Layout, ...], *runtimes: Runtime, settings_file: str = "") -> None:
+        self.name, self.layouts, self.runtimes, self.settings_file = name, layouts, runtimes, settings_file
 
     def claims(
         self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str
@@ -45,9 +45,10 @@ class SmallFloats(QuantMethod):
 
 
 METHODS = (
-    SmallFloats(bitsandbytes.METHOD, bitsandbytes.FOUR_BITS, bitsandbytes.EIGHT_BITS),
-    SmallFloats("fbgemm_fp8", FLOAT8), SmallFloats("fp8", FLOAT8),
-    SmallFloats(MODEL_OPTIMIZER, FLOAT8, settings_file="hf_quant_config.json"), SmallFloats("mxfp4", mxfp4.MXFP4),
+    SmallFloats(bitsandbytes.METHOD, (bitsandbytes.FOUR_BITS, bitsandbytes.EIGHT_BITS), "transformers"),
+    SmallFloats("fbgemm_fp8", (FLOAT8,), "vllm", "transformers"), SmallFloats("fp8", (FLOAT8,), "vllm", "transformers"),
+    SmallFloats(MODEL_OPTIMIZER, (FLOAT8,), "vllm", "mlx", settings_file="hf_quant_config.json"),
+    SmallFloats("mxfp4", (mxfp4.MXFP4,), "vllm", "transformers", "mlx"),
 )  # fmt: skip
 """Those whose quantized weights are read as floats."""
 _NAMES = frozenset(method.name for method in METHODS)

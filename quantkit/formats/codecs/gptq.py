@@ -38,6 +38,7 @@ class Gptq(QuantMethod):
     settings_file = "quantize_config.json"
     schemes = tuple(SCHEMES.values())
     scale_dtype = DType.FLOAT16
+    runtimes = ("vllm", "transformers", "mlx")
 
     def claims(
         self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str

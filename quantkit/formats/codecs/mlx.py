@@ -215,6 +215,7 @@ class Mlx(QuantMethod):
     layouts = (MLX,)
     keys: tuple[str, ...] = ("quantization", "quantization_config")
     joins_experts = True
+    runtimes = ("mlx",)
     schemes = tuple(QuantScheme(bits, size) for bits in (4, 8) for size in (32, 64, 128))
 
     def claims(
