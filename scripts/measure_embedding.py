@@ -29,7 +29,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
 from quantkit.model.load import load_model
-from quantkit.quality.baseline import RtnCheckpoint
+from quantkit.quality.gate import RtnCheckpoint
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 

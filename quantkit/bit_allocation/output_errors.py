@@ -68,8 +68,8 @@ def row_errors(
     variances[damped.order.flip(0)] = damped.factor.diagonal().square()
     chosen = {}
     for module, weight in weights.items():
-        step = max(1, len(weight) // max(tried[module], _MIN_ROWS))
-        chosen[module] = torch.arange(0, len(weight), step, device=weight.device)
+        stride = max(1, len(weight) // max(tried[module], _MIN_ROWS))
+        chosen[module] = torch.arange(0, len(weight), stride, device=weight.device)
     columns = torch.cat([weights[module][rows] for module, rows in chosen.items()]).t().contiguous()
     counts = [len(rows) for rows in chosen.values()]
     errors: dict[QuantScheme, Sequence[Tensor]] = {}

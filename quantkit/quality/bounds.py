@@ -1,7 +1,7 @@
-"""The one table of bounds: what a change of type may cost, for the gate and for `verify` alike.
+"""The bounds on the loss from a change of type, for the gate and for `verify`.
 
-What the gate lets through, `verify` never calls different: both hold a model against its source on the
-windows of `windows.py`, with the figures here.
+A model that passes the gate is never different to `verify`: both compare it with its source on the windows of
+`windows.py`, with the figures here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quantkit.tensors.scheme import QuantScheme
 
 @dataclass(frozen=True)
 class Bound:
-    """The most that a type may cost.
+    """The largest loss that a type may cause.
 
     Attributes:
         kl: mean KL(source || result) per token, in nats.
@@ -41,74 +41,77 @@ BOUNDS = {
 """By type; a pair of models has the bound of the coarsest tensor in which they differ."""
 
 TIMES_ROUNDING = 3.0
-"""How many times the error of rounding it to nearest a quantized weight may have (Frobenius norms)."""
+"""The largest error of a quantized weight, in units of that of rounding to nearest (Frobenius norms)."""
 
 MAX_ERROR = 0.9
-"""The relative error (Frobenius norms) from which nothing of a weight is left, by whatever method: scales too small for
-their type make zeros of all its weights, and rounding in the same scheme loses them as well."""
+"""The relative error (Frobenius norms) from which a weight is lost, by whatever method: scales too small for their type
+turn it into zeros, and so does rounding in the same scheme."""
 
-_LEAST_ERROR = 2.0**-8
-"""That a quantized weight may always have: its scales are rounded too."""
+_MIN_BOUND = 2.0**-8
+"""The smallest bound on the error of a quantized weight, as its scales are rounded too."""
 
 ROUNDING_BOUNDS = {"int8": 0.05, "int4": 0.25}
-"""What rounding may cost a weight of a model that cannot be run, relative to it (Frobenius norms).
+"""The largest relative error of rounding a weight of a model that cannot be run (Frobenius norms).
 
-Weights that are spread normally lose 0.01 in rows of int8, and 0.11 in groups of 128 of int4; what loses so much more
-has outliers that leave others no steps, and nobody measures what the model makes of that.
+Normally distributed weights lose 0.01 in rows of int8, and 0.11 in groups of 128 of int4. If a weight loses much more,
+outliers use up the range, and the effect on the model is not measured.
 """
 
 REPEATABLE = 0.005
-"""By how much a figure may change, relatively, when it is measured again on another machine."""
+"""The largest relative change of a figure that is measured again on another machine."""
 
 
 def type_name(value: Tensor | QuantTensor) -> str:
-    """A tensor's type as the table has it: ``float16``, ``int4``, ..."""
+    """A tensor's type, as in `BOUNDS`: ``float16``, ``int4``, ..."""
     return f"int{value.scheme.bits}" if isinstance(value, QuantTensor) else DType.of(value.dtype)
 
 
 def coarser(bounds: Iterable[Bound]) -> Bound:
-    """The bound that allows most."""
+    """The largest bound."""
     return max(bounds, key=lambda bound: bound.kl)
 
 
 def coarsest(schemes: Iterable[QuantScheme]) -> QuantScheme:
-    """The scheme of the fewest bits and, of several, of the longest groups."""
+    """The scheme with the fewest bits and, if there are several, the longest groups."""
     return max(schemes, key=lambda scheme: (-scheme.bits, scheme.group_size or math.inf))
 
 
 def weight_bound(quantized: QuantTensor, weight: Tensor | QuantTensor, coarsest: QuantScheme) -> float:
-    """What the error of a quantized weight [O, I], relative to its reference, may be.
+    """The largest relative error of a quantized weight [O, I].
 
-    Of a reference in floats it is so many times what rounding to nearest makes of it in the same scheme: rows with
-    outliers, or too small for their scales' type, lose more by any method. Two quantized weights are each about as far
-    from what they were made of as their steps say.
+    If the reference has floats, it is a multiple of the error of rounding to nearest in the same scheme: rows with
+    outliers, or too small for their scales' type, lose more by any method. If both are quantized, it follows from their
+    step sizes.
 
     Args:
-        coarsest: of the schemes whose losses this weight may make up for: its own, or, where it was solved for the
-            inputs that layers before it give, that of all layers.
+        coarsest: the coarsest scheme whose losses this weight may compensate: its own, or that of all layers if it was
+            solved for the inputs that earlier layers pass to it.
     """
     scale_dtype = quantized.scale.dtype
     if isinstance(weight, QuantTensor):
         error = max(_step_error(quantized), _step_error(weight))
     else:
         error = relative_error(quantize_rtn(weight, quantized.scheme, scale_dtype), weight)
-    scheme = _dividing(coarsest, weight.shape[1])
+    scheme, columns = coarsest, weight.shape[1]
+    if scheme.group_size is not None and columns % scheme.group_size:  # as many bits, in groups that divide the row
+        size = math.gcd(scheme.group_size, columns)
+        scheme = replace(scheme, group_size=None if size % 8 else size)
     if (scheme.bits, scheme.group_size) != (quantized.scheme.bits, quantized.scheme.group_size):
         floats = weight.dequantize() if isinstance(weight, QuantTensor) else weight
         error = max(error, relative_error(quantize_rtn(floats, scheme, scale_dtype), floats))
-    return min(MAX_ERROR, max(_LEAST_ERROR, TIMES_ROUNDING * error))
+    return min(MAX_ERROR, max(_MIN_BOUND, TIMES_ROUNDING * error))
 
 
 def worst_row(quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
-    """Of a quantized weight [O, I] the row that is farthest beyond what rounding it in its scheme explains: its error
-    relative to its norm, and what that may be. NaN where a row holds one."""
-    worst, found = -1.0, (0.0, _LEAST_ERROR)
+    """The relative error, and its bound, of the row of a quantized weight [O, I] that exceeds its bound the most. NaN
+    if a row holds NaN."""
+    worst, found = -1.0, (0.0, _MIN_BOUND)
     for start, stop in row_chunks(*quantized.shape):
         rows, reference = quantized.rows(start, stop), weight[start:stop].float()
         rounded = quantize_rtn(reference, rows.scheme, rows.scale.dtype).dequantize()
         norms = _row_norms(reference).clamp(min=torch.finfo(torch.float32).tiny)
-        error, least = (_row_norms(one - reference) / norms for one in (rows.dequantize(), rounded))
-        bound = (TIMES_ROUNDING * least).clamp(min=_LEAST_ERROR)
+        error, smallest = (_row_norms(one - reference) / norms for one in (rows.dequantize(), rounded))
+        bound = (TIMES_ROUNDING * smallest).clamp(min=_MIN_BOUND)
         excess, row = torch.max(error / bound, 0)  # NaN is the largest
         if not excess.item() <= worst:
             worst, found = excess.item(), (error[row].item(), bound[row].item())
@@ -116,21 +119,13 @@ def worst_row(quantized: QuantTensor, weight: Tensor) -> tuple[float, float]:
 
 
 def _row_norms(matrix: Tensor) -> Tensor:
-    """Of each row, in float64: squares of large values are beyond float32."""
+    """The norm of each row, in float64, as squares of large values overflow in float32."""
     norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64)
     return norms
 
 
-def _dividing(scheme: QuantScheme, columns: int) -> QuantScheme:
-    """A scheme with as few bits whose groups divide a row: losses elsewhere do not depend on the row's length."""
-    if scheme.group_size is None or columns % scheme.group_size == 0:
-        return scheme
-    size = math.gcd(scheme.group_size, columns)
-    return replace(scheme, group_size=None if size % 8 else size)
-
-
 def _step_error(value: QuantTensor) -> float:
-    """The relative error of a weight whose values were spread evenly between its steps."""
+    """The relative error of a weight if its values were distributed evenly between its steps."""
     rows, columns = value.shape
     squares = value.scale.double().square().sum().item() * (columns // value.scale.shape[1]) / 12
     norm = 0.0
@@ -140,7 +135,7 @@ def _step_error(value: QuantTensor) -> float:
 
 
 def same_but_rounded(a: Tensor, b: Tensor) -> bool:
-    """Whether one of two tensors of floats is the other in its own, coarser or finer, type; each element of it."""
+    """Whether one of two float tensors is the other one, cast to its type."""
     return any(
         all(
             torch.equal(first[start:stop].to(second.dtype), second[start:stop])
@@ -151,17 +146,14 @@ def same_but_rounded(a: Tensor, b: Tensor) -> bool:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are of one type and shape, and equal in every bit."""
+    """Whether two tensors have the same type and shape, and are equal in every bit."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (a, b)))
 
 
 def exceeds(found: Quality, bound: Bound) -> bool:
-    """Whether a model lost more on one text than it may; so it does where a figure is no number.
-
-    The comparison leaves room for figures that are measured again.
-    """
+    """Whether a model's loss on one text exceeds the bound, or is NaN; `REPEATABLE` is added to the bound."""
     room = 1 + REPEATABLE
     ratio = found.perplexity / found.reference_perplexity
     return not (found.divergence.kl <= room * bound.kl and ratio <= room * bound.perplexity_ratio)

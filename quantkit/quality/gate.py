@@ -1,4 +1,4 @@
-"""The gate: a quantized model is compared with its source before it gets its name."""
+"""The gate: a quantized model is compared with its source, and with the RTN baseline, before it gets its name."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.architectures.names import EMBEDDING
 from quantkit.errors import QualityError
+from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.progress import Progress, silent
-from quantkit.quality.baseline import is_baseline, rtn_baseline
 from quantkit.quality.bounds import BOUNDS, MAX_ERROR, coarser, coarsest, weight_bound, worst_row
 from quantkit.quality.figures import Estimate, rounded
 from quantkit.quality.measures import compare_texts
 from quantkit.quality.records import read_record
+from quantkit.quality.transcoded import equal_as_numbers, row_pieces
 from quantkit.quality.windows import WINDOW, measured_windows
-from quantkit.tensors.qtensor import CARRIED, ROUNDING, SCALES_CAST, QuantTensor, relative_error
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.qtensor import CARRIED, ROUNDING, SCALES_CAST, QuantTensor, quantize_rtn, relative_error
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
 
 _NUM_WORST = 3
+_COARSEST = 128  # columns in a group of int4
 
 SLACK = 1.01
 """The largest KL of a result, in units of that of the RTN baseline."""
@@ -169,10 +175,10 @@ def run_gate(
 
     Args:
         source: the float model, or a quantized one of which some tensors had to be rounded again.
-        result: what was made of it.
+        result: the quantized model.
         records: the manifest's entries on tensors, by name.
-        requested: the scheme that each module was quantized in; None is the result's own, which may have smaller
-            groups that repeat a scale.
+        requested: the scheme of each module; None is the result's own, which may have smaller groups that repeat a
+            scale.
 
     Raises:
         NonFiniteError: if a model's logits are NaN or Inf.
@@ -264,3 +270,88 @@ def _pair(source: Checkpoint, result: Checkpoint, module: str) -> tuple[QuantTen
 def _distinct_digits(value: float, bound: float) -> int:
     """How many digits a figure needs, at least three, to look different from its bound."""
     return next((digits for digits in range(3, 17) if f"{value:.{digits}g}" != f"{bound:.{digits}g}"), 17)
+
+
+def rtn_baseline(
+    source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None
+) -> RtnCheckpoint:
+    """The RTN baseline: the source rounded in the schemes by module, but int4 never in groups longer than 128.
+
+    Args:
+        scale_dtype: of its scales; None is the source's.
+    """
+    schemes = {}
+    for module, scheme in assigned.items():
+        if scheme.bits == 4 and (scheme.group_size is None or scheme.group_size > _COARSEST):
+            columns = source.info(module + ".weight").shape[1]
+            scheme = QuantScheme(4, _COARSEST, scheme.symmetric).fitted(columns)
+        schemes[module] = scheme
+    return RtnCheckpoint(source, schemes, scale_dtype)
+
+
+class RtnCheckpoint:
+    """A float checkpoint as it would be with some layers rounded to nearest, computed as it is read."""
+
+    def __init__(
+        self, source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None
+    ) -> None:
+        """
+        Args:
+            assigned: the scheme of each module to round.
+            scale_dtype: of its scales; None is the source's.
+        """
+        self._source = source
+        self._assigned = assigned
+        self._scale_dtype = scale_dtype or DType(source.config.dtype)
+        self.path, self.format, self.config = source.path, source.format, source.config
+        self.extra_config, self.notes = source.extra_config, source.notes
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def info(self, name: str) -> TensorSpec:
+        info, scheme = self._source.info(name), self._assigned.get(name.removesuffix(".weight"))
+        return TensorSpec(name, info.shape, info.dtype if scheme is None else self._scale_dtype, scheme)
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+        scheme = self._assigned.get(name.removesuffix(".weight"))
+        if scheme is None:
+            return self._source.load(name, part)
+        by_rows = part is None or part.axis == 0  # which have the same groups
+        value = self._source.load(name, part if by_rows else None)
+        if isinstance(value, Tensor):
+            value = quantize_rtn(value, scheme, self._scale_dtype.torch)
+        return value if part is None or by_rows else part.of_weight(value)
+
+    def files(self) -> list[SourceFile]:
+        return self._source.files()
+
+
+def is_baseline(result: Checkpoint, baseline: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a result is its own baseline, so that running both would give the same figures twice.
+
+    That is so if every quantized layer was only rounded, according to the records, and every tensor, as it is read
+    back, has the numbers that rounding the source gives.
+
+    Args:
+        records: the manifest's entries on tensors, by name.
+    """
+    if baseline.config.differences(result.config) or baseline.names() != result.names():
+        return False
+    for name in result.names():
+        own, expected = result.info(name), baseline.info(name)
+        if own.shape != expected.shape or (own.scheme is None) != (expected.scheme is None):
+            return False
+        record = records.get(name) or {}
+        if own.scheme is not None and (record.get("solver") != ROUNDING or "fallback" in record):
+            return False
+    for name in result.names():
+        for rows in row_pieces(result.info(name).shape, result.config.head_dim):
+            a, b = result.load(name, rows), baseline.load(name, rows)
+            if isinstance(a, QuantTensor) and isinstance(b, QuantTensor):
+                equal = equal_as_numbers(a, b)
+            else:
+                equal = isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a.float(), b.float())
+            if not equal:
+                return False
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +29,7 @@ from quantkit.text.chat_template import template_paths
 
 _WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}
 _MODEL_CARD = "README.md"
-"""Written for people, who may edit it; it is not loaded."""
+"""Users may edit it; it is not loaded."""
 
 
 def neither_true_nor_false(report: object) -> NoReturn:
@@ -49,7 +50,7 @@ class TextCheck:
     perplexity: float | None
 
     def line(self) -> str:
-        """For people."""
+        """The check as text."""
         one = self.recorded
         if self.perplexity is None:
             return f"'{one.text}' has changed since the model was made; not measured again"
@@ -61,12 +62,12 @@ class TextCheck:
 
 @dataclass(frozen=True)
 class FolderReport:
-    """A model compared with its own manifest. A report is of a sound model: any fault is an error.
+    """A model compared with its own manifest. There is a report only for a sound model: any fault is an error.
 
     Attributes:
         path: of the model.
         files: how many are as quantkit wrote them.
-        edited: what happened to a file that people may change, by its name.
+        edited: the change of each file that users may edit, by its name.
         texts: the texts of a quantized model, measured again.
         weights: the recorded figures of a model that cannot be run.
         manifest: of the model.
@@ -100,25 +101,18 @@ class FolderReport:
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """The report as text."""
         total = self.files + len(self.edited)
         count = f"all {total}" if self.same else f"{self.files} of {total}"
         found = "the file is as quantkit wrote it" if total == 1 else f"{count} files are as quantkit wrote them"
         out = [f"{self.path}: {found}"]
         out += [f"{name}: {what}" for name, what in self.edited.items()]
         out += [] if self.weights is None else [self.weights.line()]
-        if (exact := _recorded_exact(self.manifest)) is not None:
-            out.append(f"when it was made it was compared with its source: {exact.line()}")
+        exact = self.manifest.get("exact")
+        if isinstance(exact, dict) and all(type(one) is int for one in exact.values()):
+            with suppress(TypeError):  # it has another form
+                out.append(f"when it was made it was compared with its source: {Exact(**exact).line()}")
         return [*out, *(one.line() for one in self.texts), "verdict: the model is as it was made"]
-
-
-def _recorded_exact(made: Mapping[str, Any]) -> Exact | None:
-    """The recorded comparison with the source; None if there is none, or it has another form."""
-    exact = made.get("exact")
-    try:
-        return Exact(**exact) if isinstance(exact, dict) and all(type(one) is int for one in exact.values()) else None
-    except TypeError:
-        return None
 
 
 def verify_model(model: str | Path, *, progress: Progress = silent) -> FolderReport:

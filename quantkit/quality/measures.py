@@ -1,6 +1,6 @@
-"""How far the predictions of two models differ, and how well one model predicts a text.
+"""The difference of two models' predictions, and the perplexity of one model.
 
-All in natural logarithms and float32. One decoder block is in memory at a time, and long texts are
+Figures are natural logarithms in float32. One decoder block is in memory at a time, and long texts are
 split into parts, whose hidden states are at most `STATES_BYTES` per model. Each weight is read once per part.
 """
 
@@ -33,7 +33,7 @@ LOGITS_BYTES = 32 << 20  # of one model, in memory at a time
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far a model's predictions are from a reference's.
+    """The difference of a model's predictions from a reference's.
 
     Attributes:
         tokens: positions compared.
@@ -73,7 +73,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Windows:
-    """Token ids [W, T], and what each position is to predict: ids [W, T], or `NOT_SCORED`."""
+    """Token ids [W, T], and the target of each position: ids [W, T], or `NOT_SCORED`."""
 
     tokens: Tensor
     targets: Tensor
@@ -100,7 +100,7 @@ class Hidden(Protocol):
 
 
 class Listener(Protocol):
-    """Receives what two models predict for a text, some tokens at a time, in their order."""
+    """Receives the predictions of two models for a text, some tokens at a time, in order."""
 
     def __call__(self, log_p: Tensor, log_q: Tensor, kl: Tensor, targets: Tensor) -> None:
         """
@@ -150,7 +150,7 @@ def compare_texts(
     All T positions are compared; perplexity is that of the tokens after the first.
 
     Args:
-        reference_hidden: gives the reference's hidden states, for instance from a cache.
+        reference_hidden: returns the reference's hidden states, for instance from a cache.
         listeners: for each text, one per compared checkpoint; or none at all.
         group: the processes that share each model.
 

@@ -119,7 +119,7 @@ class PositionCertificate:
 
     Attributes:
         text, sha256: the text's name, and the hash of its content.
-        asked: the requested positions; the text or the model's context may have had fewer.
+        asked: the requested positions (the manifest's key); the text or the model's context may have had fewer.
         length: tokens of a window, BOS included.
         windows: their number.
         kl_bound: the largest KL of a bucket, with a float cache, that passes.
@@ -164,7 +164,7 @@ class PositionCertificate:
             )  # fmt: skip
 
     def lines(self) -> list[str]:
-        """For people: a line for each cache, and one if the model was kept though it did not pass."""
+        """A line for each cache, and one if the model was kept though it did not pass."""
         lines = [
             f"KL by position, {cache} cache: {own[-1].estimate} at {own[-1].name}, {rise_text(own)}"
             for cache, own in self.caches.items()

@@ -1,4 +1,4 @@
-"""Does a source predict a text at all? A gate between a broken source and its broken copy sees nothing wrong."""
+"""Check that a source predicts a sample text: the gate cannot detect a broken source, whose copy is as broken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.data.files import excerpt
-from quantkit.errors import CheckpointError, NonFiniteError
+from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
@@ -22,7 +22,7 @@ from quantkit.tensors.finite import all_finite, checked_cast, nonfinite_logits
 from quantkit.tensors.qtensor import QuantTensor
 
 NOTED_BITS_PER_BYTE = 3.0
-"""Above this a model predicts plain English so badly that its user should know."""
+"""Above this a model predicts plain English so badly that its user is warned."""
 
 _LETTERS = 8192  # enough for a window of any tokenizer
 _FLAT = 1e-3  # of the logits' range
@@ -31,7 +31,7 @@ _SKIP = "`source_check=False` goes on without this check"
 
 @dataclass(frozen=True)
 class SourceCheck:
-    """What a source makes of one window of a packaged text.
+    """A source's loss on one window of a packaged text.
 
     Attributes:
         text: its name.
@@ -50,7 +50,7 @@ class SourceCheck:
         return asdict(self)
 
     def note(self) -> str | None:
-        """What a user should know, if anything."""
+        """A warning for the user, if there is one."""
         if self.bits_per_byte <= NOTED_BITS_PER_BYTE:
             return None
         return (
@@ -63,13 +63,13 @@ class SourceCheck:
 def check_source(
     source: Checkpoint, *, allow_nonfinite: bool = False, progress: Progress = silent
 ) -> SourceCheck | str:
-    """Run a source, one block in memory at a time, over one window of a packaged text.
+    """Run a source, one block in memory at a time, on one window of a packaged text.
 
     Args:
         allow_nonfinite: logits that are NaN or Inf are no error.
 
     Returns:
-        What was measured, or why nothing could be.
+        The loss, or why it could not be measured.
 
     Raises:
         CheckpointError: if its perplexity is no better than a uniform guess, or its logits do not depend on the input.
@@ -89,7 +89,11 @@ def check_source(
     if not math.isfinite(found):
         if allow_nonfinite:
             return "the source's logits are NaN or Inf"
-        raise _nonfinite(source)
+        for name in source.names():
+            value = source.load(name)
+            floats = value.scale if isinstance(value, QuantTensor) else value
+            checked_cast(floats, floats.dtype, name, source.path, allow_nonfinite=False)
+        raise nonfinite_logits(source.path)
     written = len(tokenizer.decode(window[0].tolist()).encode())
     if tokenizer.bos_id is None:
         written -= len(tokenizer.decode(window[0, :1].tolist()).encode())
@@ -108,12 +112,8 @@ def check_source(
 
 
 def _loss(source: Checkpoint, hidden: Tensor, window: Tensor) -> float:
-    """Minus the log probability, in nats, of the tokens of a window [T] after the first, of its hidden states [T, D];
-    NaN if a logit is NaN or Inf.
-
-    Raises:
-        CheckpointError: if the logits are the same at every position.
-    """
+    """Minus the log probability, in nats, of the tokens of a window [T] after the first, given its hidden states
+    [T, D]; NaN if a logit is NaN or Inf. Logits that are the same at every position are a `CheckpointError`."""
     loss = 0.0
     low = torch.full((source.config.vocab_size,), math.inf)
     high = -low
@@ -132,15 +132,3 @@ def _loss(source: Checkpoint, hidden: Tensor, window: Tensor) -> float:
             hint=f"weights are missing, zero or all equal; {_SKIP}",
         )  # fmt: skip
     return loss
-
-
-def _nonfinite(source: Checkpoint) -> NonFiniteError:
-    """The error that names the first tensor with NaN or Inf, or the logits where all tensors are sound."""
-    for name in source.names():
-        value = source.load(name)
-        try:
-            floats = value.scale if isinstance(value, QuantTensor) else value
-            checked_cast(floats, floats.dtype, name, source.path, allow_nonfinite=False)
-        except NonFiniteError as error:
-            return error
-    return nonfinite_logits(source.path)

@@ -1,9 +1,8 @@
-"""How far one tensor of a model is from its counterpart in another, and how far it may be."""
+"""The difference between a tensor and its counterpart in another model, and its bound."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from quantkit.tensors.scheme import QuantScheme
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How far one tensor is from its counterpart: Frobenius norms, and the largest element."""
+    """The difference between a tensor and its counterpart: Frobenius norms, and the largest element."""
 
     name: str
     relative_error: float
@@ -30,7 +29,7 @@ class TensorDifference:
 
     @property
     def excess(self) -> float:
-        """The error in units of its bound; infinite where none is allowed, or it is NaN."""
+        """The error in units of its bound; infinite if it is NaN or no error is allowed."""
         if math.isnan(self.relative_error) or not self.bound:
             return math.inf
         return self.relative_error / self.bound
@@ -39,12 +38,13 @@ class TensorDifference:
 def tensor_difference(
     name: str, first: Tensor | QuantTensor, second: Tensor | QuantTensor, coarsest: QuantScheme | None
 ) -> tuple[TensorDifference | None, Bound]:
-    """How far a tensor is from its reference, the first one, None if they are equal; and the bound of its type.
+    """The difference between a tensor and its reference, the first one, None if they are equal; and its type's bound.
 
     Args:
         coarsest: see `weight_bound`; None for one that is quantized in neither model.
     """
-    bound = _bound_between(first, second)
+    types = type_name(first), type_name(second)
+    bound = coarser((BOUNDS["float16"], *(BOUNDS[name] for name in types if name in BOUNDS)))
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         if same_bits(first, second):
             return None, bound
@@ -55,43 +55,25 @@ def tensor_difference(
     if isinstance(first, QuantTensor) and isinstance(second, QuantTensor):
         if equal_as_numbers(first, second):
             return None, bound
-        equal = False  # be it that float32 rounds the difference away
+        equal = False  # even if the difference is lost in float32
     error = norm = largest = 0.0
-    for x, y in _float_pieces(first, second):
+    for part in row_chunks(first.shape[0], math.prod(first.shape[1:])):
+        x, y = float_rows(first, *part), float_rows(second, *part)
         norm = math.hypot(norm, frobenius(x))
         if torch.equal(x, y):
             continue
         equal = False
         difference = y - x
-        largest = _larger(largest, difference.abs().max().item())
+        element = difference.abs().max().item()
+        largest = element if math.isnan(element) else max(largest, element)
         error = math.hypot(error, frobenius(difference))
     if equal:
         return None, bound
     relative = error / norm if norm else math.inf if error else 0.0
-    return TensorDifference(name, relative, largest, _allowed(first, second, relative, coarsest)), bound
-
-
-def _allowed(
-    a: Tensor | QuantTensor, b: Tensor | QuantTensor, error: float, coarsest: QuantScheme | None
-) -> float:  # fmt: skip
-    """What the relative error of a tensor may be, against its reference `a`; see `weight_bound`."""
-    if isinstance(b, QuantTensor):
-        return weight_bound(b, a, coarsest or b.scheme)
-    if isinstance(a, QuantTensor):
-        return weight_bound(a, b, coarsest or a.scheme)
-    return error if a.dtype != b.dtype and same_but_rounded(a, b) else 0.0
-
-
-def _bound_between(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> Bound:
-    """That of the coarser type."""
-    return coarser((BOUNDS["float16"], *(BOUNDS[name] for name in (type_name(a), type_name(b)) if name in BOUNDS)))
-
-
-def _float_pieces(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> Iterator[tuple[Tensor, Tensor]]:
-    rows, columns = a.shape[0], math.prod(a.shape[1:])
-    for start, stop in row_chunks(rows, columns):
-        yield float_rows(a, start, stop), float_rows(b, start, stop)
-
-
-def _larger(a: float, b: float) -> float:
-    return b if math.isnan(b) else max(a, b)
+    if isinstance(second, QuantTensor):
+        allowed = weight_bound(second, first, coarsest or second.scheme)
+    elif isinstance(first, QuantTensor):
+        allowed = weight_bound(first, second, coarsest or first.scheme)
+    else:
+        allowed = relative if first.dtype != second.dtype and same_but_rounded(first, second) else 0.0
+    return TensorDifference(name, relative, largest, allowed), bound

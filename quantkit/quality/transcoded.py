@@ -1,4 +1,4 @@
-"""The proof that a quantized model is the same in another format: each tensor, read back, held against its source."""
+"""The proof that a quantized model is the same in another format: each tensor is read back and compared."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ from quantkit.tensors.qtensor import QuantTensor, cast_scales, row_chunks
 from quantkit.tensors.tensor_slice import TensorSlice
 
 _BUG = "a bug in quantkit, or a disk that fails; nothing is kept"
-_AT_ONCE = 1 << 23  # floats that are compared at a time
+_AT_ONCE = 1 << 23  # elements that are compared at a time
 
 
 @dataclass(frozen=True)
 class Exact:
-    """What was compared, and found equal.
+    """Counts of tensors that were compared and found equal.
 
     Attributes:
-        tensors: quantized ones whose codes were carried.
-        equal: how many of them are the same numbers as in the source.
-        floats: how many tensors of floats have the source's type, and each of its bits.
-        norms: how many norms are not the source's, as GGUF has them with one added, which rounds small weights.
-        scales_cast: how many of the quantized ones have the source's codes and zero points, and its scales rounded to
-            another type.
+        tensors: quantized tensors whose codes were carried.
+        equal: those of them with the same numbers as in the source.
+        floats: float tensors that are equal bit for bit.
+        norms: norms that differ, as GGUF adds one to them, which rounds small weights.
+        scales_cast: quantized tensors with the source's codes and zero points, and its scales rounded to another type.
     """
 
     tensors: int
@@ -49,7 +48,7 @@ class Exact:
         return {name: count for name, count in asdict(self).items() if count or name not in ("norms", "scales_cast")}
 
     def line(self) -> str:
-        """For people."""
+        """The counts as text."""
         lost = f", but {self.norms} norms rounded, to which GGUF adds 1" if self.norms else ""
         if not self.tensors:
             return f"all {self.floats} tensors that were not cast equal bit for bit{lost}"
@@ -63,13 +62,13 @@ def require_exact(
     source: Checkpoint, result: Checkpoint, rounded: Collection[str] = (),
     cast: Mapping[str, tuple[DType, ...]] | None = None, *, progress: Progress = silent,
 ) -> Exact:  # fmt: skip
-    """Hold what was written, as its own reader gives it, against its source.
+    """Compare a written model, as its own reader loads it, with its source.
 
-    Tensors that were cast to another float type are left out; norms to which GGUF adds one may differ, and are counted.
+    Tensors that were cast to another float type are skipped; norms to which GGUF adds one may differ, and are counted.
 
     Args:
         rounded: the tensors whose codes were not carried.
-        cast: the types through which the scales of others went, by name.
+        cast: the types to which the scales of other tensors were cast, one after the other, by name.
 
     Raises:
         QuantkitError: if a tensor differs: quantkit, or the disk, has changed it.
@@ -87,12 +86,15 @@ def require_exact(
             if not equal and name in (cast or {}):
                 equal = _same_codes(source, result, before.name, name, (cast or {})[name])
                 scales_cast += equal
-        elif _offset(result, name):
-            norms += not _same_when_rounded(source, result, name)
+        elif result.format == "gguf" and result.config.norm_offset != 0 and "norm" in name:
+            one, other = source.load(name), result.load(name)
+            equal = isinstance(one, Tensor) and isinstance(other, Tensor) and _equal(one, other.to(one.dtype))
+            norms += not equal
             continue
         elif before.dtype == result.info(name).dtype:
             floats += 1
-            equal = _same_floats(source, result, before.name, name)
+            pieces = row_pieces(result.info(name).shape, result.config.head_dim)
+            equal = all(_same_floats(source.load(before.name, piece), result.load(name, piece)) for piece in pieces)
         else:
             continue
         if not equal:
@@ -105,7 +107,7 @@ def require_exact(
 
 
 def require_same_kv_cache(source: KvCache, result: StoredCheckpoint) -> None:
-    """Compare what was written of a quantized key/value cache with its source, byte by byte.
+    """Compare the written scales of a quantized key/value cache with its source, byte by byte.
 
     Raises:
         QuantkitError: if it differs: quantkit, or the disk, has changed it.
@@ -116,7 +118,7 @@ def require_same_kv_cache(source: KvCache, result: StoredCheckpoint) -> None:
 
 
 def equal_as_numbers(a: QuantTensor, b: QuantTensor) -> bool:
-    """Whether two weights [O, I] are the same numbers, whatever groups, and types of scales, they are told in."""
+    """Whether two weights [O, I] are the same numbers, even with other groups or types of scales."""
     if a.shape != b.shape:
         return False
     rows, columns = a.shape
@@ -125,7 +127,7 @@ def equal_as_numbers(a: QuantTensor, b: QuantTensor) -> bool:
 
 
 def row_pieces(shape: tuple[int, ...], head_dim: int) -> Iterator[TensorSlice | None]:
-    """Rows of a tensor, some at a time; whole heads, as readers of rotary rows require. None is all of it."""
+    """Parts of a tensor's rows, of complete heads, as readers of rotary rows require. None is the whole tensor."""
     if not shape:
         yield None
         return
@@ -134,48 +136,27 @@ def row_pieces(shape: tuple[int, ...], head_dim: int) -> Iterator[TensorSlice | 
         yield TensorSlice(0, ((start, min(start + step, shape[0])),))
 
 
-def _offset(result: Checkpoint, name: str) -> bool:
-    """Whether a format has a norm's weight with one added to it, which rounds it."""
-    return result.format == "gguf" and result.config.norm_offset != 0 and "norm" in name
-
-
 def _same_codes(
     source: Checkpoint, result: Checkpoint, before_name: str, name: str, cast: tuple[DType, ...] = ()
 ) -> bool:  # fmt: skip
-    """
-    Args:
-        cast: the types through which the source's scales went.
-    """
+    """Whether codes and zero points are the same, and scales after they are cast to the types in `cast`."""
     before, after = source.load(before_name), result.load(name)
     if isinstance(before, QuantTensor) and cast:
         before = cast_scales(before, *(dtype.torch for dtype in cast)) or before
     if isinstance(before, QuantTensor) and isinstance(after, Tensor) and name == f"{EMBEDDING}.weight":
-        chunks = row_chunks(*before.shape)  # a format that has codes of linears only
+        chunks = row_chunks(*before.shape)  # in a format with codes for linears only
         return before.shape == after.shape and all(
             _equal(before.rows(*part).dequantize(), after[slice(*part)]) for part in chunks
         )
     return isinstance(before, QuantTensor) and isinstance(after, QuantTensor) and equal_as_numbers(before, after)
 
 
-def _same_floats(source: Checkpoint, result: Checkpoint, before: str, after: str) -> bool:
-    for piece in row_pieces(result.info(after).shape, result.config.head_dim):
-        first, second = source.load(before, piece), result.load(after, piece)
-        if not (isinstance(first, Tensor) and isinstance(second, Tensor) and same_bits(first, second)):
-            return False
-    return True
-
-
-def _same_when_rounded(source: Checkpoint, result: Checkpoint, name: str) -> bool:
-    """Whether a tensor of floats is the source's, as far as that one's type has it."""
-    before, after = source.load(name), result.load(name)
-    return isinstance(before, Tensor) and isinstance(after, Tensor) and _equal(before, after.to(before.dtype))
+def _same_floats(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> bool:
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and same_bits(a, b)
 
 
 def _equal_rows(a: QuantTensor, b: QuantTensor, size: int) -> bool:
-    """
-    Args:
-        size: of the groups that those of both are made of.
-    """
+    """Whether rows with groups that are multiples of `size` have equal numbers."""
     (first, low), (second, other_low) = (_of_groups(one, size) for one in (a, b))
     same = a.scheme.bits == b.scheme.bits and torch.equal(a.codes, b.codes) and torch.equal(low, other_low)
     if same and _equal(first, second):
@@ -184,7 +165,7 @@ def _equal_rows(a: QuantTensor, b: QuantTensor, size: int) -> bool:
 
 
 def _of_groups(value: QuantTensor, size: int) -> tuple[Tensor, Tensor]:
-    """Scales in float64 and zero points [O, I / size], those of a longer group over again."""
+    """Scales in float64 and zero points [O, I / size], repeated within longer groups."""
     scale, columns = value.scale.double(), value.shape[1]
     zero = value.zero if value.zero is not None else torch.full_like(scale, value.scheme.levels // 2, dtype=torch.uint8)
     times = columns // scale.shape[1] // size
@@ -192,7 +173,7 @@ def _of_groups(value: QuantTensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _products(value: QuantTensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The weights in float64, which has every one of them: 24 bits of a scale times 9 of a code."""
+    """The weights in float64, which is exact: 24 bits of a scale times 9 of a code."""
     codes = value.codes.reshape(*scale.shape, -1).double()
     return (codes - zero.double().unsqueeze(-1)) * scale.unsqueeze(-1)
 

@@ -1,4 +1,4 @@
-"""Prove that two checkpoints are the same model, or say how far apart they are."""
+"""Prove that two checkpoints are the same model, or measure their difference."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from torch import Tensor
 
 from quantkit.architectures.topology import parameters
 from quantkit.arguments import as_path, wrong_type
+from quantkit.data.files import gate_texts
 from quantkit.errors import QualityError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_pair
+from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.kv_cache import one_sided
+from quantkit.formats.registry import CONTAINERS
+from quantkit.json_values import shown
 from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds
@@ -27,17 +31,20 @@ from quantkit.quality.manifest_check import FolderReport, failed_certificate, ne
 from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.records import manifest_or_empty, module_records
 from quantkit.quality.tensor_difference import TensorDifference, tensor_difference
-from quantkit.quality.token_check import token_problems
 from quantkit.quality.weights_only import COMPARED, error_problem, recorded_errors, summary_problems
 from quantkit.quality.windows import measured_windows
+from quantkit.runtime.generation_config import end_tokens
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.text.added_elsewhere import stated_elsewhere
+from quantkit.text.chat_template import ChatTemplates
+from quantkit.text.compare import first_difference
 
 _RANDOM_TOKENS = 64
 
 
 class _NotGiven(Enum):
-    """Stands for an argument that was left out, where None is what a mistake would give."""
+    """Stands for an omitted argument, since None may be passed by mistake."""
 
     NOT_GIVEN = "not given"
 
@@ -46,7 +53,7 @@ class _NotGiven(Enum):
 
 
 class Verdict(Enum):
-    """What `verify` found; the value is the command's exit code."""
+    """The result of `verify`; the value is the command's exit code."""
 
     SAME = 0
     WITHIN_BOUND = 10
@@ -56,15 +63,14 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Probe:
-    """How far the logits are apart on some tokens, and what they may be.
+    """The difference of the logits on some tokens, and its bound.
 
     Attributes:
         divergence: of the logits.
-        perplexity_ratio: perplexity of the model that was changed over that of its reference; None where the tokens
-            are no text.
-        ratio_error: its standard error; None where there are too few tokens.
-        bound: on KL and, of texts, on that ratio; None where any figures are allowed that are numbers.
-        within: whether they are within the bound.
+        perplexity_ratio: perplexity of the changed model over that of its reference; None for random tokens.
+        ratio_error: its standard error; None for too few tokens.
+        bound: on KL and, for texts, on that ratio; None if any finite figures are allowed.
+        within: whether the figures are within the bound.
     """
 
     divergence: Divergence
@@ -74,11 +80,7 @@ class Probe:
     within: bool
 
     def line(self, name: str) -> str:
-        """For people.
-
-        Args:
-            name: of the tokens.
-        """
+        """The probe as text, with the name of its tokens."""
         found, ratio = self.divergence, self.perplexity_ratio
         if found.largest_logit_difference == 0:
             return f"{name}: equal"
@@ -90,7 +92,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All that two checkpoints differ in. It is neither true nor false: use `same` or `ok`.
+    """All differences of two checkpoints. It is neither true nor false: use `same` or `ok`.
 
     Attributes:
         verdict: same, within the scheme's bound, different; or beyond the bound of a certificate for long contexts.
@@ -150,7 +152,7 @@ class VerifyReport:
         }
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """The report as text."""
         out = [f"problem: {problem}" for problem in [*self.problems, *self.not_certified]]
         equal = f"{self.tensors - len(self.differing)} of {self.tensors} bit-equal"
         if self.on_codes:
@@ -201,21 +203,21 @@ def verify(a: str | Path, b: str | Path, *, progress: Progress | None = None) ->
 def verify(
     a: str | Path, b: str | Path | _NotGiven = _NotGiven.NOT_GIVEN, *, progress: Progress | None = None
 ) -> VerifyReport | FolderReport:  # fmt: skip
-    """Say whether two models are the same, or how far apart; of one alone, whether it is as quantkit made it.
+    """Report whether two models are the same, or how much they differ; or whether one model is as quantkit made it.
 
     Two models: configs, end tokens, tokenizers, names, shapes, dequantized tensors and logits are compared.
     Tensors that are quantized in both are compared on their codes, scales and zero points, as exact numbers, whatever
     the formats. Logits are computed in float32, one block in memory at a time: on the texts of the gate, on random
-    tokens, and on positions spread up to the end of the context, where a rope scaling
-    that was lost would show. Of a quantized model and one of floats, the floats are the reference, in whichever
-    order they are given; errors are relative to the reference, and KL is from it.
+    tokens, and on positions spread up to the end of the context, where a lost rope scaling would show. If one model is
+    quantized and the other has floats, the floats are the reference, in either order; errors are relative to the
+    reference, and KL is from it.
 
-    One model: its files are held against the sha256 in its manifest, and a quantized one against the perplexities
+    One model: its files are compared with the sha256 in its manifest, and a quantized model with the perplexities
     there.
 
     Args:
         a, b: the models; for one alone `b` is left out, and None is refused.
-        progress: told of every tensor and layer; None tells nobody.
+        progress: called for every tensor and layer; None shows nothing.
 
     Returns:
         A report with `same`, `ok`, `lines()` and `to_json()`: a `VerifyReport` of two models, a `FolderReport` of one.
@@ -238,13 +240,13 @@ def verify(
 def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     reference, other = open_pair(a, b)
     formats = _format(reference), _format(other)
-    not_certified = [told for one in (reference, other) if (told := failed_certificate(one.path)) is not None]
+    not_certified = [why for one in (reference, other) if (why := failed_certificate(one.path)) is not None]
     problems = _config_problems(reference, other)
     comparable, runnable = not problems, reference.config.runnable
     kv_cache = one_sided(reference.kv_cache, other.kv_cache, (reference.path, other.path))
     if reference.kv_cache is not None and other.kv_cache is not None:
-        problems += [told] if (told := reference.kv_cache.difference(other.kv_cache)) is not None else []
-    problems += token_problems(reference, other) if runnable else []
+        problems += [found] if (found := reference.kv_cache.difference(other.kv_cache)) is not None else []
+    problems += _token_problems(reference, other) if runnable else []
     problems += [] if runnable else [*summary_problems(reference), *summary_problems(other)]
     if schemes(reference) and not schemes(other):
         reference, other = other, reference
@@ -291,6 +293,52 @@ def _config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
     return [f"the configs differ: {difference}" for difference in first.differences(second)]
 
 
+def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """Where the two would tokenize a text or a conversation differently, or end a generation at other tokens."""
+    problems = []
+    stated = all(CONTAINERS[one.format].states_tokens for one in (a, b))
+    begin = [{token for token in (one.config.bos_token_id,) if token is not None} for one in (a, b)]
+    # A Meta folder states no end tokens: they are those of its tokenizer, which may be more or fewer than a model uses.
+    end = [set(end_tokens(one.path, one.config)) for one in (a, b)]
+    for what, (own, others) in (("begin", begin), ("end", end)):
+        if not (own == others if stated else own <= others or others <= own):
+            first, second = (", ".join(map(str, sorted(one))) or "none" for one in (own, others))
+            problems.append(f"the tokens that {what} a text differ: {first} against {second}")
+    one, other = checked_tokenizer(a)[0], checked_tokenizer(b)[0]
+    if one is None or other is None:
+        if one is not other:
+            problems.append(f"{(a if one is None else b).path} has no tokenizer")
+    else:
+        difference = first_difference(one, other, gate_texts().values())
+        if difference is not None:
+            problems.append(f"tokenizers differ on {difference}")
+        problems += _tokenizer_config_problems(a, b)
+    return problems + _template_problems(a, b)
+
+
+def _tokenizer_config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """Where only tokenizer_config.json differs, which some readers of tokenizer.json ignore."""
+    if not all((one.path / "tokenizer.json").is_file() for one in (a, b)):
+        return []
+    own, others = stated_elsewhere(a.path), stated_elsewhere(b.path)
+    differing = sorted(key for key in {*own, *others} if own.get(key) != others.get(key))
+    if not differing:
+        return []
+    key = differing[0]
+    return [f"tokenizer_config.json differs: {key} {shown(own.get(key))} against {shown(others.get(key))}"]
+
+
+def _template_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """Where the chat templates differ; a Meta folder need not have one."""
+    own, others = ChatTemplates(a.path).sources, ChatTemplates(b.path).sources
+    for one, templates in ((a, own), (b, others)):
+        if not templates and (own or others):
+            stated = CONTAINERS[one.format].states_tokens
+            return [f"{one.path} has no chat template, the other has"] if stated else []
+    differing = [name for name in sorted({*own, *others}) if own.get(name) != others.get(name)]
+    return [f"the chat templates differ: {', '.join(differing)}"] if differing else []
+
+
 def _load(checkpoint: Checkpoint, name: str) -> Tensor | QuantTensor:
     if name == "lm_head.weight" and checkpoint.config.tied_embeddings:
         name = "model.embed_tokens.weight"
@@ -310,10 +358,10 @@ def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
 
 
 def _probed(reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Progress) -> dict[str, Probe]:
-    """Hold the logits against the bound.
+    """Compare the logits with the bound.
 
-    Random tokens and far positions are nothing that a quantized model was made for: there the figures are shown, and
-    only between float types they have a bound.
+    Quantized models are not made for random tokens and far positions: there the figures are shown, and only between
+    float types they have a bound.
     """
     texts = {name: Batch.from_start(windows) for name, (_, windows) in measured_windows(reference).items()}
     batches = {**texts, **_other_tokens(reference)}
@@ -332,17 +380,15 @@ def _probed(reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Pr
 
 
 def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
-    """What the logits are compared on besides texts; fixed, so that reports can be repeated."""
+    """The tokens other than texts on which logits are compared; fixed, so that reports are repeatable."""
     config = checkpoint.config
     generator = torch.Generator().manual_seed(1)
     count = min(_RANDOM_TOKENS, config.max_context)
 
-    def random() -> Tensor:
-        return torch.randint(config.vocab_size, (1, count), generator=generator)
-
+    first, second = (torch.randint(config.vocab_size, (1, count), generator=generator) for _ in range(2))
     return {
-        "other random tokens": Batch.from_start(random()),
-        "positions spread over the context": Batch(random(), torch.linspace(0, config.max_positions - 1, count).long()),
+        "other random tokens": Batch.from_start(first),
+        "positions spread over the context": Batch(second, torch.linspace(0, config.max_positions - 1, count).long()),
     }
 
 

@@ -69,7 +69,7 @@ class WeightsOnly:
         return read_record(cls, value if compared else None, path, "the errors of the tensors")
 
     def line(self) -> str:
-        """For people."""
+        """The figures as text."""
         return (
             f"{COMPARED}; {self.share:.1%} of the parameters quantized, {self.carried} tensors carried, largest"
             f" relative error {self.worst_error:.3g} ({self.worst})"

@@ -27,9 +27,9 @@ from quantkit.errors import CheckpointError, NonFiniteError, QualityError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.quality import gate
-from quantkit.quality.baseline import is_baseline, rtn_baseline
 from quantkit.quality.bounds import BOUNDS, weight_bound
 from quantkit.quality.figures import Estimate
+from quantkit.quality.gate import is_baseline, rtn_baseline
 from quantkit.quality.measures import compare, text_windows
 from quantkit.quality.verify import verify
 from quantkit.solver.gptq import SingularError
