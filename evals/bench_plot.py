@@ -7,8 +7,8 @@ from itertools import cycle
 from typing import Any
 
 from quantkit.evals.bench import Bench
-from quantkit.evals.labels import shorten
-from quantkit.evals.pictures import new_figure, picture_bytes, style_axes
+from quantkit.evals.names import shorten
+from quantkit.evals.plot import new_figure, picture_bytes, style_axes
 from quantkit.evals.timing import Rate
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 4.6, 3.8  # inches

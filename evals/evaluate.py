@@ -22,10 +22,9 @@ from quantkit.evals.models import Model, Stream, fixed_window, open_models, stre
 from quantkit.evals.names import short_names
 from quantkit.evals.positions import by_position, checked_positions
 from quantkit.evals.results import Evaluation, Row, TextFacts, TextMeasures
-from quantkit.evals.rolling import score_documents
 from quantkit.evals.samples import Predictions, TextDetails, text_details
 from quantkit.evals.tasks import TaskScore, open_tasks, require_tasks, run_tasks
-from quantkit.evals.texts import Text, prefix_token, read_text, token_ids
+from quantkit.evals.texts import Text, prefix_token, read_text, score_documents, token_ids
 from quantkit.evals.timing import Speed, decoding_speed
 from quantkit.formats import manifest
 from quantkit.jobs.inspect import inspect

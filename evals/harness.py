@@ -13,8 +13,7 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals.extras import optional
 from quantkit.evals.models import backend_names
-from quantkit.evals.rolling import rolling
-from quantkit.evals.texts import prefix_token, token_ids
+from quantkit.evals.texts import prefix_token, rolling, token_ids
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent

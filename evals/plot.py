@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import cycle
 from typing import Any, NamedTuple
 
 from quantkit.errors import RequestError
 from quantkit.evals.extras import optional
-from quantkit.evals.labels import Box, place_label, shorten
-from quantkit.evals.pictures import ignore_missing_glyphs, new_figure, picture_bytes, style_axes
+from quantkit.evals.names import Box, place_label, shorten
 from quantkit.evals.results import Evaluation, Row
 from quantkit.quality.figures import significant
 
@@ -193,3 +195,35 @@ def _layers(part: Any, rows: Sequence[Row], layer_error: str) -> None:
         axes.set_title(title, fontsize=_SIZE - 0.5, parse_math=False)
         style_axes(axes, "x")
     part.supxlabel(f"worst {_NUM_WORST} layers: relative error of the {kind}, %", fontsize=_SIZE)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, sizes in inches.
+
+    Raises:
+        RequestError: if matplotlib is not installed.
+    """
+    return optional("matplotlib.figure").Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def picture_bytes(figure: Any, kind: str) -> bytes:
+    """The figure as a file: ``png``, ``pdf`` or ``svg``."""
+    out = io.BytesIO()
+    with ignore_missing_glyphs():
+        figure.savefig(out, format=kind)
+    return out.getvalue()
+
+
+def style_axes(axes: Any, grid: str) -> None:
+    """A light grid along ``x``, ``y`` or ``both``, and no frame at the top and the right."""
+    axes.grid(axis=grid, alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+@contextmanager
+def ignore_missing_glyphs() -> Iterator[None]:
+    """No warnings for names in scripts that the font lacks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")
+        yield

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from quantkit.errors import RequestError
-from quantkit.evals.rolling import DocumentScore
 from quantkit.evals.samples import TextDetails
 from quantkit.evals.tasks import TaskScore
+from quantkit.evals.texts import DocumentScore
 from quantkit.evals.timing import Speed
 from quantkit.json_values import finite, shown
 from quantkit.quality.figures import Estimate

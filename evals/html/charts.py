@@ -17,7 +17,7 @@ from quantkit.evals.html.drawing import (
     left_margin,
     text_width,
 )
-from quantkit.evals.labels import Box
+from quantkit.evals.names import Box
 from quantkit.evals.results import Evaluation
 from quantkit.quality.figures import Estimate
 from quantkit.quality.positions import FLOAT, PositionDivergence

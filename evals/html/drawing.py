@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quantkit.evals.labels import Box, place_label
+from quantkit.evals.names import Box, place_label
 
 HEIGHT = 300
 LOG_RATIO = 8

@@ -12,15 +12,13 @@ from markupsafe import Markup
 
 from quantkit.evals.html.charts import cost_chart, model_color, position_chart, position_lines
 from quantkit.evals.html.drawing import HEIGHT, Chart
-from quantkit.evals.html.headline import headline, main_model
 from quantkit.evals.html.heatmap import heat_maps, share_scale
-from quantkit.evals.html.pieces import in_text
-from quantkit.evals.html.tokens import script_data, token_scale, worst_tokens
-from quantkit.evals.method import method
+from quantkit.evals.html.tokens import in_text, script_data, token_scale, worst_tokens
 from quantkit.evals.positions import position_tables
-from quantkit.evals.report import side_by_side
-from quantkit.evals.results import Evaluation
+from quantkit.evals.report import method, side_by_side
+from quantkit.evals.results import Evaluation, Row
 from quantkit.evals.table import columns_to_right
+from quantkit.quality.figures import Estimate, significant
 
 _FOLDER = Path(__file__).parent
 
@@ -67,3 +65,70 @@ def _charts(evaluation: Evaluation) -> Iterator[tuple[str, str, Chart]]:
         if (chart := position_chart(position_lines(evaluation, text), title)) is not None:
             heading = "Divergence by position" + (f", {text}" if len(evaluation.texts) > 1 else "")
             yield heading, "Further right, more text precedes a token. Bars are one standard error.", chart
+
+
+def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
+    """The title, the sentence below it where there is a reference, and a sentence for each of the other models."""
+    main = main_model(evaluation)
+    others = [_summary(evaluation, row) for row in _compared(evaluation) if row is not main]
+    if evaluation.reference is None:
+        return _summary(evaluation, main), None, others
+    reference = evaluation.rows[0]
+    lead = (
+        f"Compared with {evaluation.reference}: {reference.megabytes:.2f} MB,"
+        f" {significant(reference.bits_per_weight)} bits a weight"
+    )
+    if evaluation.texts:
+        agreement = _range([one.times(100) for one in _divergences(evaluation, main)[1]])
+        lead += f"; {main.name} predicts the same likeliest token at {agreement}\u00a0% of positions"
+    return _summary(evaluation, main), f"{lead}.", others
+
+
+def main_model(evaluation: Evaluation) -> Row:
+    """The smallest model, and of several of that size the one that diverges least."""
+
+    def mean_kl(row: Row) -> float:
+        kls = [one.kl for text in evaluation.texts if (one := row.texts[text].divergence) is not None]
+        return sum(kls) / len(kls) if kls else 0.0
+
+    return min(_compared(evaluation), key=lambda row: (row.megabytes, mean_kl(row)))
+
+
+def _compared(evaluation: Evaluation) -> list[Row]:
+    return evaluation.rows if evaluation.reference is None else evaluation.rows[1:]
+
+
+def _summary(evaluation: Evaluation, row: Row) -> str:
+    if evaluation.reference is None:
+        perplexities = [Estimate(row.texts[text].documents.word_perplexity) for text in evaluation.texts]
+        cost = f", word perplexity {_range(perplexities)}" if perplexities else ""
+        return f"{row.name}: {row.megabytes:.2f} MB, {significant(row.bits_per_weight)} bits a weight{cost}"
+    ratio = evaluation.rows[0].megabytes / row.megabytes
+    factor = significant(max(ratio, 1 / ratio), 2)
+    size = f"{factor}\u00a0× {'smaller' if ratio > 1 else 'larger'}"  # noqa: RUF001
+    if factor == "1.0":
+        size = f"as large as {evaluation.reference}"
+    if not evaluation.texts:
+        return f"{row.name} is {size}"
+    return f"{row.name} is {size}; per token it diverges by {_range(_divergences(evaluation, row)[0])} nats"
+
+
+def _divergences(evaluation: Evaluation, row: Row) -> tuple[list[Estimate], list[Estimate]]:
+    """KL and top-1 agreement on each text; their means where there are three texts or more."""
+    if (over := evaluation.over_texts(row)) is not None:
+        return [over.kl], [over.top1_agreement]
+    measured = [one for text in evaluation.texts if (one := row.texts[text].divergence) is not None]
+    kls = [Estimate(one.kl, one.kl_error) for one in measured]
+    return kls, [Estimate(one.top1_agreement, one.top1_error) for one in measured]
+
+
+def _range(estimates: list[Estimate]) -> str:
+    """One figure, or the smallest and the largest, with the digits that tables have and without errors."""
+    ordered = sorted(estimates, key=lambda one: one.value)
+    return " to ".join(dict.fromkeys(_without_error(str(one)) for one in (ordered[0], ordered[-1])))
+
+
+def _without_error(figure: str) -> str:
+    """The value in ``0.0123 ± 0.0004`` or ``(1.23 ± 0.04)e-05``."""
+    value, sign, error = figure.partition(" ± ")
+    return value.lstrip("(") + error.partition(")")[2] if sign else value

@@ -1,11 +1,13 @@
-"""What a page shows of single tokens: the data for its script, and the tokens where models diverge most."""
+"""Single tokens on a page: made visible, as data for its script, and those where models diverge most."""
 
 from __future__ import annotations
 
 import json
+import unicodedata
 
-from quantkit.evals.html.color_scale import ColorScale, log_scale
-from quantkit.evals.html.pieces import in_list
+from markupsafe import Markup, escape
+
+from quantkit.evals.html.heatmap import ColorScale, log_scale
 from quantkit.evals.results import Evaluation
 from quantkit.evals.samples import Guess, TextSample, TokenDivergence
 from quantkit.evals.table import Table
@@ -101,3 +103,63 @@ def _percent(share: float) -> str:
     """A probability in the script's format."""
     thousandths = round(1000 * share)
     return f"{thousandths / 10:.1f} %" if thousandths else "< 0.1 %"
+
+
+_SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", " ": "·"}
+_INVISIBLE = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs"})
+_JOINERS = "\u200d\u200c"  # part of emoji and of Persian words
+
+
+def in_text(piece: bytes | str) -> Markup:
+    """A token within a text: spaces next to words stay as they are."""
+    text = _decoded(piece)
+    if text is None:
+        return _sign(_spelled(piece))
+    spaces = not text.strip(" ")
+    parts: list[str] = []
+    for character in text:
+        if character == "\n":
+            parts += [_sign(_SIGNS[character]), "\n"]
+        elif _is_invisible(character, text) and (character != " " or spaces):
+            parts.append(_sign(_visible(character)))
+        else:
+            parts.append(escape(character))
+    return Markup("").join(parts)
+
+
+def in_list(piece: bytes | str) -> str:
+    """A token in a list, as plain text with all white space visible."""
+    text = _decoded(piece)
+    if text is None:
+        return f"⟨{_spelled(piece)}⟩"
+    combining = unicodedata.category(text[0]).startswith("M")  # would combine with the character before it
+    return "".join(
+        _visible(character) if _is_invisible(character, text) or (combining and index == 0) else character
+        for index, character in enumerate(text)
+    )
+
+
+def _decoded(piece: bytes | str) -> str | None:
+    """The text of a token; None for incomplete characters and for special tokens, which have only a name."""
+    try:
+        return None if isinstance(piece, str) else piece.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _spelled(piece: bytes | str) -> str:
+    return piece.hex(" ").upper() if isinstance(piece, bytes) else piece
+
+
+def _is_invisible(character: str, text: str) -> bool:
+    if character in _JOINERS:
+        return len(text) == 1
+    return unicodedata.category(character) in _INVISIBLE
+
+
+def _visible(character: str) -> str:
+    return _SIGNS.get(character) or f"⟨U+{ord(character):04X}⟩"
+
+
+def _sign(text: str) -> Markup:
+    return Markup("<b>{}</b>").format(text)

@@ -21,9 +21,8 @@ from quantkit.data.files import excerpt
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError
 from quantkit.evals import tasks
 from quantkit.evals.harness import as_lm
-from quantkit.evals.rolling import score_documents
 from quantkit.evals.tasks import open_tasks, run_tasks
-from quantkit.evals.texts import measuring_tokenizer, read_text
+from quantkit.evals.texts import measuring_tokenizer, read_text, score_documents
 from quantkit.formats.detect import open_checkpoint
 
 pytest.importorskip("lm_eval")

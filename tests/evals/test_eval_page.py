@@ -21,11 +21,10 @@ from quantkit.cli.files import Outputs
 from quantkit.data.files import excerpt
 from quantkit.errors import RequestError
 from quantkit.evals.html.charts import Line, position_chart
-from quantkit.evals.html.color_scale import STEPS, error_scale, log_scale
 from quantkit.evals.html.drawing import Axis, axis_range, tick_label
-from quantkit.evals.html.headline import headline
-from quantkit.evals.html.heatmap import heat_maps
-from quantkit.evals.html.pieces import in_list, in_text
+from quantkit.evals.html.heatmap import STEPS, error_scale, heat_maps, log_scale
+from quantkit.evals.html.page import headline
+from quantkit.evals.html.tokens import in_list, in_text
 from quantkit.evals.report import side_by_side, tables
 from quantkit.evals.results import Evaluation
 from quantkit.evals.samples import LIKELIEST, SAMPLE_TOKENS, Predictions, TextSample

@@ -20,13 +20,12 @@ from quantkit.cli.files import Outputs
 from quantkit.data.files import EXCERPT, excerpt
 from quantkit.errors import CheckpointError, DestinationError, NonFiniteError, RequestError
 from quantkit.evals.evaluate import evaluate
-from quantkit.evals.method import method
 from quantkit.evals.models import open_models
 from quantkit.evals.plot import picture
-from quantkit.evals.report import markdown, sheet, tables
+from quantkit.evals.report import markdown, method, sheet, tables
 from quantkit.evals.results import Evaluation
-from quantkit.evals.rolling import DocumentScore
 from quantkit.evals.table import render
+from quantkit.evals.texts import DocumentScore
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.manifest import file_sha256
 from quantkit.quality.figures import Estimate

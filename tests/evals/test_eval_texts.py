@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit.errors import RequestError
-from quantkit.evals.rolling import rolling
-from quantkit.evals.texts import articles, detokenize, read_text
+from quantkit.evals.texts import articles, detokenize, read_text, rolling
 from quantkit.quality.measures import NOT_SCORED
 
 WIKI = " \n = First = \n \n A well @-@ known text . \n \n = = Part = = \n \n More .\n = Second one = \n \n The end . \n"
@@ -74,8 +73,7 @@ def test_a_text_says_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"),
-    [(None, "cannot be read"), (b" \n\t\n", "is empty"), (b"caf\xe9 au lait", "is not plain text")],
+    ("content", "problem"), [(None, "cannot be read"), (b" \n\t\n", "is empty"), (b"caf\xe9 au lait", "not plain text")]
 )
 def test_what_is_no_text_is_refused(content: bytes | None, problem: str, tmp_path: Path) -> None:
     if content is not None:
