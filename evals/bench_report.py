@@ -133,7 +133,28 @@ def _priced(found: Sequence[Bench]) -> bool:
 
 def warnings(found: Sequence[Bench]) -> list[str]:
     """Reasons to doubt figures, and models that quantization made slower."""
-    return [*_busy(found), *_unsteady(found), *_slower_than_floats(found)]
+    lines = []
+    if loads := [(one.other_load, one.cores) for one in found if one.busy and one.other_load is not None]:
+        load, cores = max(loads)
+        lines = [f"the machine is busy: other processes used {load:.1f} of its {cores} cores; figures are low"]
+    spreads = []
+    for one in found:
+        at_contexts = {f"context {at.context}, decode {at.batch}": at.together for at in one.at_contexts}
+        prefill = {f"context {context}, prefill": rate for context, rate in prefill_rates(one.at_contexts).items()}
+        rates = _rates(one) | at_contexts | prefill
+        spreads += [(rate.spread, f"{what} of {one.name}") for what, rate in rates.items()]
+    if wide := [one for one in spreads if one[0] > _WIDE_SPREAD]:
+        spread, what = max(wide)
+        few = f"a figure spreads by {spread:.0%}"
+        few = few if len(wide) == 1 else f"{len(wide)} figures spread by up to {spread:.0%}"
+        lines.append(f"{few} ({what}): measure again on a quiet machine, or with more `runs`")
+    floats = [one for one in found if not one.quantized and 1 in one.decode]
+    return lines + [
+        f"{one.name} decodes slower than {other.name}, which is not quantized"
+        for one in found
+        for other in floats
+        if one.quantized and 1 in one.decode and one.decode[1].median < other.decode[1].median
+    ]
 
 
 def notes(found: Sequence[Bench]) -> list[str]:
@@ -152,13 +173,6 @@ def _rates(one: Bench) -> dict[str, Rate]:
     return prefill | {f"decode {batch}": rate for batch, rate in one.decode.items()}
 
 
-def _all_rates(one: Bench) -> dict[str, Rate]:
-    """All rates by description."""
-    at_contexts = {f"context {at.context}, decode {at.batch}": at.together for at in one.at_contexts}
-    prefill = {f"context {context}, prefill": rate for context, rate in prefill_rates(one.at_contexts).items()}
-    return _rates(one) | at_contexts | prefill
-
-
 def _rate(rate: Rate) -> str:
     if rate.least == rate.most:  # of one run
         return _digits(rate.median)
@@ -174,36 +188,3 @@ def _cost(one: Bench, rate: Rate) -> str:
 def _digits(value: float) -> str:
     """Three significant digits."""
     return f"{float(f'{value:.3g}'):.12g}"
-
-
-def _busy(found: Sequence[Bench]) -> list[str]:
-    loads = [(one.other_load, one.cores) for one in found if one.busy and one.other_load is not None]
-    if not loads:
-        return []
-    load, cores = max(loads)
-    return [f"the machine is busy: other processes used {load:.1f} of its {cores} cores; figures are low"]
-
-
-def _unsteady(found: Sequence[Bench]) -> list[str]:
-    wide = [
-        (rate.spread, f"{what} of {one.name}")
-        for one in found
-        for what, rate in _all_rates(one).items()
-        if rate.spread > _WIDE_SPREAD
-    ]
-    if not wide:
-        return []
-    spread, what = max(wide)
-    few = f"a figure spreads by {spread:.0%}" if len(wide) == 1 else f"{len(wide)} figures spread by up to {spread:.0%}"
-    return [f"{few} ({what}): measure again on a quiet machine, or with more `runs`"]
-
-
-def _slower_than_floats(found: Sequence[Bench]) -> list[str]:
-    """A line for each quantized model that decodes slower than a float one measured with it."""
-    floats = [one for one in found if not one.quantized and 1 in one.decode]
-    return [
-        f"{one.name} decodes slower than {other.name}, which is not quantized"
-        for one in found
-        for other in floats
-        if one.quantized and 1 in one.decode and one.decode[1].median < other.decode[1].median
-    ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import Environment, StrictUndefined
 
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import CheckpointError, DestinationError, QuantkitError
@@ -91,10 +92,10 @@ class DemoReport:
         }
 
     def lines(self, width: int = WIDTH) -> list[str]:
-        """The report for people, in lines of at most `width` columns."""
+        """The report as text, in lines of at most `width` columns."""
 
-        def wrapped(text: str, indent: str = "") -> list[str]:
-            return textwrap.wrap(text, width, subsequent_indent=indent)
+        def wrapped(text: str, indent: str = "") -> str:
+            return textwrap.fill(text, width, subsequent_indent=indent)
 
         table = Table(
             f"Converted to a Hugging Face folder ({FLOATS}), and quantized from there:",
@@ -105,27 +106,14 @@ class DemoReport:
                 for row in self.rows
             ],
         )  # fmt: skip
-        words = [
-            "bits per weight: in so small a model the embeddings and the output head, which stay floats, are"
-            f" {self.rows[-1].float_share:.0%} of the weights; in one of billions they are a few percent",
-            "int8 rounds each weight; int4 is solved by GPTQ on a few samples of the text that comes with quantkit",
-            "perplexity: how hard it is for the model to guess each token of speeches it has not seen; lower is better",
-            f"KL: how far its guesses are from those of {FLOATS}; 0 is the same",
-            "verified: tensors and guesses were compared with the source; the bound is the loss that a scheme may have",
-        ]
-        indent = " " * (max(map(len, self.samples)) + 2)
-        samples = [
-            f"{name:<{len(indent)}}...{' '.join(text.removeprefix(PROMPT).split())}"
-            for name, text in self.samples.items()
-        ]
-        return [
-            *(line for one in self.source for line in wrapped(one, "  ")), "",
-            *render([table], "terminal", width=width), "",
-            *(line for one in words for line in wrapped(one, "  ")), "",
-            *wrapped(f'They go on from "{PROMPT}":'),
-            *(line for one in samples for line in wrapped(one, indent)),
-            *(["", *wrapped(f"Left out by `quick=True`: {', '.join(self.left_out)}.")] if self.left_out else []),
-        ]  # fmt: skip
+        environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+        environment.filters["wrapped"] = wrapped
+        template = environment.from_string(Path(__file__).with_name("demo.jinja").read_text(encoding="utf-8"))
+        text = template.render(
+            report=self, table="\n".join(render([table], "terminal", width=width)), floats=FLOATS, prompt=PROMPT,
+            indent=" " * (max(map(len, self.samples)) + 2),
+        )  # fmt: skip
+        return text.rstrip("\n").split("\n")
 
 
 def run_demo(output: Path | None = None, *, quick: bool = False, progress: Progress = silent) -> DemoReport:
@@ -139,7 +127,7 @@ def run_demo(output: Path | None = None, *, quick: bool = False, progress: Progr
         QuantkitError: if a step fails, or a checkpoint is not what it should be.
     """
     if output is None:
-        with _one_thread(), tempfile.TemporaryDirectory(prefix="quantkit-demo-") as folder:
+        with tempfile.TemporaryDirectory(prefix="quantkit-demo-") as folder, _one_thread():
             return _run(Path(folder), quick, progress)
     with destination_errors(output):
         if is_there(output):
@@ -217,16 +205,11 @@ def compare(
         raise CheckpointError("the text is too short to measure on", path=source)
     others = [open_checkpoint(path) for path in checkpoints]
     found = measures.compare(reference, others, windows, progress=progress)
-    rows = [_row(source, found[0].reference_perplexity, 0.0, 0.0)]
-    for path, one in zip(checkpoints, found, strict=True):
-        rows.append(_row(path, one.perplexity, one.divergence.kl, one.divergence.largest_logit_difference))
+    figures = [(found[0].reference_perplexity, 0.0, 0.0)]
+    figures += [(one.perplexity, one.divergence.kl, one.divergence.largest_logit_difference) for one in found]
+    rows = []
+    for path, checkpoint, measured in zip([source, *checkpoints], [reference, *others], figures, strict=True):
+        size, specs = inspect(path), [checkpoint.info(name) for name in checkpoint.names()]
+        floats = sum(math.prod(spec.shape) for spec in specs if spec.scheme is None) / size.parameters
+        rows.append(Row(path.name, size.weight_bytes / 1e6, size.bits_per_weight, floats, *measured))
     return rows
-
-
-def _row(path: Path, perplexity: float, kl: float, largest: float) -> Row:
-    size, checkpoint = inspect(path), open_checkpoint(path)
-    specs = [checkpoint.info(name) for name in checkpoint.names()]
-    floats = sum(math.prod(spec.shape) for spec in specs if spec.scheme is None)
-    return Row(
-        path.name, size.weight_bytes / 1e6, size.bits_per_weight, floats / size.parameters, perplexity, kl, largest
-    )

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from quantkit.arguments import as_path, as_paths, as_texts, as_whole, require_flags, require_instance
 from quantkit.data.files import EXCERPT, excerpt
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.errors import CheckpointError, RequestError
+from quantkit.errors import RequestError
 from quantkit.evals.cache import StateCache
 from quantkit.evals.harness import as_lm
 from quantkit.evals.models import Model, Stream, fixed_window, open_models, streams
@@ -26,13 +25,13 @@ from quantkit.evals.samples import Predictions, TextDetails, text_details
 from quantkit.evals.tasks import TaskScore, open_tasks, require_tasks, run_tasks
 from quantkit.evals.texts import Text, prefix_token, read_text, score_documents, token_ids
 from quantkit.evals.timing import Speed, decoding_speed
-from quantkit.formats import manifest
 from quantkit.jobs.inspect import inspect
 from quantkit.model.device import usable_device
 from quantkit.model.layerwise import layerwise_hidden
 from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
+from quantkit.quality.records import manifest_or_empty
 
 
 def evaluate(
@@ -116,7 +115,7 @@ def evaluate(
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = fixed_window(models, window)
     read = [streams(models, text, length, same=against is not None) for text in chosen]
-    hidden = layerwise_hidden if kept is None else StateCache(kept)
+    hidden: Hidden = layerwise_hidden if kept is None else StateCache(kept)
     loaded: contextlib.AbstractContextManager[list[Any]] = (
         open_tasks(tasks, data, progress=progress) if tasks else contextlib.nullcontext([])
     )
@@ -124,24 +123,22 @@ def evaluate(
     closer: dict[str, TextDetails] = {}
     with loaded as questions:
         for text, cut in zip(chosen, read, strict=True):
-            if against is None:
-                found = _alone(models, cut, group, progress)
-            else:
-                listeners = {model.name: Predictions() for model in models[1:]} if details else {}
-                found = _compare(models, cut, hidden, list(listeners.values()), group, progress)
-                if listeners:
-                    closer[text.name] = text_details(listeners, cut[0].windows, models[0].tokenizer)
+            listeners = {model.name: Predictions() for model in models[1:]} if details and against is not None else {}
+            states = None if against is None else hidden
+            found = _over_fixed_windows(models, cut, states, list(listeners.values()), group, progress)
+            if listeners:
+                closer[text.name] = text_details(listeners, cut[0].windows, models[0].tokenizer)
             buckets, more = by_position(models, text, by_positions, hidden, group, progress)
             notes += more
-            for measured, model, stream, fixed, own in zip(measures, models, cut, found, buckets, strict=True):
+            for measured, model, stream, figures, own in zip(measures, models, cut, found, buckets, strict=True):
+                perplexity, divergence, ratio_error = figures
                 documents = score_documents(
                     model.checkpoint, model.tokenizer, text, model.rolling_window, group=group,
                     progress=in_phase(progress, f"{model.name}: word perplexity"),
                 )  # fmt: skip
                 measured[text.name] = TextMeasures(
-                    stream.tokens, documents, fixed.perplexity.value, fixed.divergence, fixed.perplexity.error,
-                    fixed.ratio_error, own,
-                )  # fmt: skip
+                    stream.tokens, documents, perplexity.value, divergence, perplexity.error, ratio_error, own
+                )
         answers = [_answers(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
     paces: list[Speed | None] = [None for _ in models]
     for index, model in enumerate(models if speed else []):
@@ -152,7 +149,16 @@ def evaluate(
     return Evaluation(
         rows=[_row(*one) for one in zip(models, measures, answers, paces, errors, strict=True)],
         reference=None if against is None else models[0].name,
-        texts={text.name: _facts(text) for text in chosen},
+        texts={
+            text.name: TextFacts(
+                text.sha256,
+                "WikiText, detokenized" if text.is_wikitext else "as it is",
+                len(text.documents),
+                text.words,
+                text.bytes,
+            )
+            for text in chosen
+        },
         window=length if chosen else None,
         layer_error=kind,
         device=where.type,
@@ -194,42 +200,27 @@ def _texts(paths: Sequence[Path], *, use_excerpt: bool) -> tuple[list[Text], lis
     return [Text("excerpt", hashlib.sha256(raw).hexdigest(), excerpt())], [note]
 
 
-@dataclass(frozen=True)
-class _Fixed:
-    """Figures over fixed windows of one model on one text."""
-
-    perplexity: Estimate
-    divergence: Divergence | None = None
-    ratio_error: float | None = None
-
-
-def _alone(models: Sequence[Model], read: Sequence[Stream], group: ProcessGroup, progress: Progress) -> list[_Fixed]:
-    """Each model's token perplexity."""
-    found = []
-    for model, stream in zip(models, read, strict=True):
-        report = in_phase(progress, f"{model.name}: token perplexity")
-        found += perplexity_estimates(model.checkpoint, [stream.windows], group=group, progress=report)
-    return [_Fixed(one) for one in found]
-
-
-def _compare(
-    models: Sequence[Model], read: Sequence[Stream], hidden: Hidden, listeners: Sequence[Listener],
+def _over_fixed_windows(
+    models: Sequence[Model], read: Sequence[Stream], hidden: Hidden | None, listeners: Sequence[Listener],
     group: ProcessGroup, progress: Progress,
-) -> list[_Fixed]:  # fmt: skip
-    """Each model's token perplexity and, of all but the first, the divergence from the first."""
+) -> list[tuple[Estimate, Divergence | None, float | None]]:  # fmt: skip
+    """Each model's token perplexity; with `hidden`, of all but the first also the divergence from the first, and the
+    error of the ratio of perplexities."""
+    if hidden is None:
+        alone = []
+        for model, stream in zip(models, read, strict=True):
+            report = in_phase(progress, f"{model.name}: token perplexity")
+            alone += perplexity_estimates(model.checkpoint, [stream.windows], group=group, progress=report)
+        return [(one, None, None) for one in alone]
     reference, *others = (model.checkpoint for model in models)
     found = compare(
-        reference,
-        others,
-        read[0].windows,
-        reference_hidden=hidden,
-        listeners=listeners,
-        group=group,
+        reference, others, read[0].windows, reference_hidden=hidden, listeners=listeners, group=group,
         progress=in_phase(progress, f"divergence from {models[0].name}"),
-    )
+    )  # fmt: skip
+    first = Estimate(found[0].reference_perplexity, found[0].reference_perplexity_error)
     return [
-        _Fixed(Estimate(found[0].reference_perplexity, found[0].reference_perplexity_error)),
-        *(_Fixed(Estimate(one.perplexity, one.perplexity_error), one.divergence, one.ratio_error) for one in found),
+        (first, None, None),
+        *((Estimate(one.perplexity, one.perplexity_error), one.divergence, one.ratio_error) for one in found),
     ]
 
 
@@ -262,13 +253,8 @@ def _row(
         task_backends=answers[1],
         speed=speed,
         layer_errors=errors,
-        method=str(_manifest(model.checkpoint.path).get("method") or ""),
+        method=str(manifest_or_empty(model.checkpoint.path).get("method") or ""),
     )
-
-
-def _facts(text: Text) -> TextFacts:
-    kind = "WikiText, detokenized" if text.is_wikitext else "as it is"
-    return TextFacts(text.sha256, kind, len(text.documents), text.words, text.bytes)
 
 
 def _layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]:
@@ -276,17 +262,10 @@ def _layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]
 
     All are of one kind, so that they can be compared: of outputs if every manifest with errors has those.
     """
-    listed: list[dict[str, Any]] = [_manifest(folder).get("modules", {}) for folder in folders]
+    listed: list[dict[str, Any]] = [manifest_or_empty(folder).get("modules", {}) for folder in folders]
     for kind in ("output_error", "relative_error"):
         errors = [{name: record[kind] for name, record in one.items() if record.get(kind) is not None}
                   for one in listed]  # fmt: skip
         if any(errors) and all(bool(found) or not one for found, one in zip(errors, listed, strict=True)):
             return [dict(sorted(one.items(), key=lambda item: -item[1])) for one in errors], kind
     return [{} for _ in folders], ""
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    try:
-        return dict(manifest.read(folder))
-    except CheckpointError:
-        return {}

@@ -49,7 +49,11 @@ def picture(found: Evaluation, kind: str = "png") -> bytes:
         RequestError: if matplotlib is not installed, or if there are neither models to compare on a text nor manifests
             with comparable errors of layers.
     """
-    points, rows = _points(found), _comparable(found)
+    points, rows = _points(found), [row for row in found.rows if row.layer_errors]
+    # GPTQ moves weights further than rounding does, to keep the outputs: next to errors of rounding, the errors of its
+    # weights would suggest the opposite of what is lost.
+    if len(rows) > _MAX_PANELS or len({row.method for row in rows}) > 1:
+        rows = []
     if not points and not rows:
         raise RequestError(
             "nothing to draw",
@@ -73,16 +77,6 @@ def picture(found: Evaluation, kind: str = "png") -> bytes:
     return picture_bytes(figure, kind)
 
 
-def _comparable(found: Evaluation) -> list[Row]:
-    """Models whose worst layers can be compared; none where methods differ.
-
-    GPTQ moves weights further than rounding does, to keep the outputs: next to errors of rounding, the errors of its
-    weights would suggest the opposite of what is lost.
-    """
-    rows = [row for row in found.rows if row.layer_errors]
-    return rows if len(rows) <= _MAX_PANELS and len({row.method for row in rows}) == 1 else []
-
-
 def _points(found: Evaluation) -> list[_Point]:
     """With a reference the models that differ from it, otherwise two models or more."""
     if found.reference is None and len(found.rows) < 2:
@@ -104,8 +98,11 @@ def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
     """Each model by its size, with one standard error to each side if it is known."""
     ticker, lines = optional("matplotlib.ticker"), optional("matplotlib.lines")
     for point in points:
+        bar = None
+        if point.error is not None and math.isfinite(point.error):
+            bar = [[min(point.error, 0.9 * point.cost)], [point.error]]  # above 0 for a logarithmic axis
         axes.errorbar(
-            point.bits, point.cost, yerr=_error_bar(point), fmt=point.mark, color=point.color, markersize=6,
+            point.bits, point.cost, yerr=bar, fmt=point.mark, color=point.color, markersize=6,
             capsize=2.5, elinewidth=1,
         )  # fmt: skip
     costs, bits = [point.cost for point in points], [point.bits for point in points]
@@ -138,13 +135,6 @@ def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
         ]
         axes.legend(handles=marks, frameon=False, fontsize=_SIZE - 1, title="text", title_fontsize=_SIZE - 1)
     style_axes(axes, "both")
-
-
-def _error_bar(point: _Point) -> list[list[float]] | None:
-    """One standard error to each side, above 0 for a logarithmic axis."""
-    if point.error is None or not math.isfinite(point.error):
-        return None
-    return [[min(point.error, 0.9 * point.cost)], [point.error]]
 
 
 def _label(axes: Any, points: Sequence[_Point], renderer: Any) -> None:

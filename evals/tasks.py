@@ -144,18 +144,13 @@ def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
 def _score(values: Mapping[str, Any], shots: Any, samples: Mapping[str, int] | None) -> TaskScore:
     figures = {key: float(value) for key, value in values.items() if isinstance(value, float)}
     metrics = {key: value for key, value in figures.items() if "_stderr" not in key}
-    errors = {key: figures[of] for key in metrics if math.isfinite(figures.get(of := _error_of(key), math.nan))}
+    error_keys = {key: "_stderr,".join(key.split(",", 1)) if "," in key else f"{key}_stderr" for key in metrics}
+    errors = {key: figures[of] for key, of in error_keys.items() if math.isfinite(figures.get(of, math.nan))}
     metric = next((key for key in metrics if key.startswith("acc_norm,")), next(iter(metrics)))
     return TaskScore(
         metric.removesuffix(",none"), metrics[metric], metrics, shots if isinstance(shots, int) else None,
         samples["effective"] if samples else None, errors.get(metric), errors,
     )  # fmt: skip
-
-
-def _error_of(metric: str) -> str:
-    """The harness's name of a metric's standard error."""
-    name, comma, kind = metric.partition(",")
-    return f"{name}_stderr{comma}{kind}"
 
 
 @cache
@@ -265,16 +260,13 @@ def _pages(data: Any) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress warnings and progress bars of the harness and of `datasets`, and its errors about bad files."""
-    levels = {"lm_eval": logging.ERROR, "datasets": logging.CRITICAL}
-    before = {name: logging.getLogger(name).level for name in levels}
-    try:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
+    with contextlib.ExitStack() as undo:
+        for name, level in (("lm_eval", logging.ERROR), ("datasets", logging.CRITICAL)):
+            logger = logging.getLogger(name)
+            undo.callback(logger.setLevel, logger.level)
+            logger.setLevel(level)
+        undo.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        yield
 
 
 @contextlib.contextmanager
