@@ -260,11 +260,7 @@ def require_room(model: BenchModel, options: BenchOptions) -> None:
 
 
 def _measure_in_new_process(model: BenchModel, options: BenchOptions, progress: Progress) -> Bench:
-    """
-    Raises:
-        RequestError: if the process is killed, for example by a system without free memory.
-        QuantkitError: as `_measure` does.
-    """
+    """As `_measure`; a process that is killed, for example by a system without free memory, is a `RequestError`."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_result, args=(model, options, sender), daemon=True)
@@ -319,6 +315,7 @@ def _measure_model(source: BenchModel, options: BenchOptions, progress: Progress
     checkpoint = source.checkpoint()
     name, max_context = source.name or checkpoint.path.resolve().name, checkpoint.config.max_context
     rows = contexts.rows(options.contexts, options.batches, max_context)
+    too_long = [f"context {one}: the model's is {max_context}" for one in options.contexts if one > max_context]
     steps, total = count(), 3 + len(options.prompt_lengths) + len(options.batches) + len(rows)
 
     def step() -> None:
@@ -375,7 +372,7 @@ def _measure_model(source: BenchModel, options: BenchOptions, progress: Progress
         cache_dtype=DType.of(cache),
         loaded_bytes=loaded_bytes(model),
         at_contexts=at_contexts,
-        left_out=[*contexts.too_long(options.contexts, max_context), *left_out],
+        left_out=[*too_long, *left_out],
         price_per_hour=options.price_per_hour,
     )
     step()

@@ -6,6 +6,7 @@ width to vocabulary; so the states are cached.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -62,9 +63,9 @@ class StateCache:
             StoredTensor(f"{key}.{index}", DType.FLOAT32, (*batch.tokens.shape, size))
             for index, batch in enumerate(batches)
         ]
-        if _holds(path, tensors):
-            file = open_file(path)
-            return [file.read(tensor.name) for tensor in tensors]
+        with contextlib.suppress(CheckpointError):  # it is not complete
+            if path.is_file() and list((file := open_file(path)).tensors.values()) == tensors:
+                return [file.read(tensor.name) for tensor in tensors]
         states = layerwise_hidden(checkpoint, batches, group=group, progress=progress)
         self._keep(path, tensors, states)
         return states
@@ -90,11 +91,3 @@ def _key(checkpoint: Checkpoint, batches: Sequence[Batch]) -> str:
     for batch in batches:
         digest.update(json.dumps([list(batch.tokens.shape), batch.tokens.tolist(), batch.positions.tolist()]).encode())
     return digest.hexdigest()
-
-
-def _holds(path: Path, tensors: Sequence[StoredTensor]) -> bool:
-    """Whether a complete file with exactly these tensors exists."""
-    try:
-        return path.is_file() and list(open_file(path).tensors.values()) == list(tensors)
-    except CheckpointError:
-        return False

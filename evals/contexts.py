@@ -71,11 +71,6 @@ def rows(contexts: Sequence[int], batches: Sequence[int], max_context: int) -> l
     return [Row(context, batch) for context in contexts if context <= max_context for batch in batches]
 
 
-def too_long(contexts: Sequence[int], max_context: int) -> list[str]:
-    """A line for each context that does not fit."""
-    return [f"context {context}: the model's is {max_context}" for context in contexts if context > max_context]
-
-
 def measure(
     model: Decoder, rows: Sequence[Row], *, compiled: bool | None, cache_dtype: torch.dtype, runs: int,
     group: ProcessGroup, step: Callable[[], None],

@@ -57,8 +57,20 @@ def open_models(
         RequestError: if there is none but the reference, two have one name, or the window exceeds a context.
         QuantkitError: if one cannot be opened.
     """
+    requested = named(paths)
+    if against is not None:
+        name, path = named([against])[0]
+        same = [one for one in requested if one[1].resolve() == path.resolve()]
+        name = name or next((other for other, _ in same if other), None)
+        requested = [(name, path), *(one for one in requested if one not in same)]
+        if len(requested) == 1:
+            raise RequestError("there is no model but the reference", found=path)
+    ends = short_names([path for _, path in requested])
+    names = [name or end for (name, _), end in zip(requested, ends, strict=True)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise RequestError("two models have one name", found=twice[0], hint="give each another, as NAME=PATH")
     models = []
-    for name, path in _named_once(named(paths), None if against is None else named([against])[0]):
+    for name, (_, path) in zip(names, requested, strict=True):
         checkpoint = open_checkpoint(path)
         require_runnable(checkpoint)
         require_shareable(checkpoint, group)
@@ -70,28 +82,6 @@ def open_models(
         rolling = window or min(context, ROLLING_WINDOW)
         models.append(Model(name, checkpoint, measuring_tokenizer(checkpoint), rolling))
     return models
-
-
-def _named_once(
-    given: Sequence[tuple[str | None, Path]], reference: tuple[str | None, Path] | None
-) -> list[tuple[str, Path]]:
-    """Every model with its name, the reference first.
-
-    Raises:
-        RequestError: if there is none but the reference, or two have one name.
-    """
-    if reference is not None:
-        name, path = reference
-        same = [one for one in given if one[1].resolve() == path.resolve()]
-        given = [(name or next((called for called, _ in same if called), None), path),
-                 *(one for one in given if one not in same)]  # fmt: skip
-        if len(given) == 1:
-            raise RequestError("there is no model but the reference", found=path)
-    ends = short_names([path for _, path in given])
-    names = [name or end for (name, _), end in zip(given, ends, strict=True)]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise RequestError("two models have one name", found=twice[0], hint="give each another, as NAME=PATH")
-    return [(name, path) for name, (_, path) in zip(names, given, strict=True)]
 
 
 def backend_names(model: Decoder) -> list[str]:

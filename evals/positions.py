@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from quantkit.arguments import as_whole
 from quantkit.distributed.group import ProcessGroup
@@ -12,7 +13,6 @@ from quantkit.evals.results import Evaluation, Row
 from quantkit.evals.table import NONE, Table
 from quantkit.evals.texts import Text, token_ids
 from quantkit.progress import Progress, in_phase
-from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Hidden
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
 from quantkit.quality.positions import CACHES, FLOAT, PositionDivergence, cut_short, rise
@@ -71,19 +71,18 @@ def by_position(
 
 def position_tables(found: Evaluation) -> dict[str, Table]:
     """A table by text: a row per model and bucket, and one that says how divergence changes with the position."""
-    return {text: _table(found, text) for text in found.texts if any(row.texts[text].positions for row in found.rows)}
+    return {text: _table(found, text, *extent) for text, extent in windows_by_position(found).items()}
 
 
-def _table(found: Evaluation, text: str) -> Table:
+def _table(found: Evaluation, text: str, length: int, windows: int) -> Table:
     rows = []
     for row in found.rows:
         if caches := row.texts[text].positions:
             for buckets in zip(*(caches[cache] for cache in CACHES), strict=True):
                 cells = [cell for one in buckets for cell in (str(one.estimate), f"{100 * one.top1_agreement:.1f}")]
                 rows.append((row.name, buckets[0].name, str(buckets[0].tokens), *cells))
-            rises = [_shown(rise(caches[cache])) for cache in CACHES]
+            rises = [NONE if (ratio := rise(caches[cache])) is None else str(ratio) for cache in CACHES]
             rows.append((row.name, "last / first", NONE, rises[0], NONE, rises[1], NONE))
-    length, windows = _extent(found, text)
     title = (
         f"By position, against {found.reference}, on {text} ({windows} x {length} tokens):"
         f" KL({found.reference} || model) in nats/token, and tokens whose likeliest is the same, with keys and values"
@@ -95,44 +94,31 @@ def _table(found: Evaluation, text: str) -> Table:
 
 
 def position_columns(found: Evaluation, text: str) -> list[_Column]:
-    """For programs, a column for each bucket and cache: those of all texts, with nothing where this one has none."""
+    """For programs, columns for each bucket and cache of all texts; cells of a text without the bucket are empty."""
     buckets = {
-        (one.start, one.stop)
+        (one.start, one.stop): one.name
         for row in found.rows
         for measures in row.texts.values()
         for one in measures.positions.get(FLOAT, [])
     }
+
+    def cell(cache: str, name: str, field: str, row: Row) -> str:
+        own = row.texts[text].positions.get(cache, [])
+        return next((str(getattr(one, field)) for one in own if one.name == name), NONE)
+
     return [
-        column
-        for start, stop in sorted(buckets)
+        (f"{head} {name} {cache}", partial(cell, cache, name, field))
+        for _, name in sorted(buckets.items())
         for cache in CACHES
-        for column in (
-            (f"KL {start}-{stop - 1} {cache}", _cell(text, cache, start, stop, lambda one: str(one.estimate))),
-            (f"top1 {start}-{stop - 1} {cache}", _cell(text, cache, start, stop, lambda one: str(one.top1_agreement))),
-        )
+        for head, field in (("KL", "estimate"), ("top1", "top1_agreement"))
     ]
 
 
 def windows_by_position(found: Evaluation) -> dict[str, tuple[int, int]]:
     """The windows' length and number, for each text measured by position."""
-    return {text: _extent(found, text) for text in found.texts if any(row.texts[text].positions for row in found.rows)}
-
-
-def _extent(found: Evaluation, text: str) -> tuple[int, int]:
-    """The length of a text's windows, and how many there were."""
-    buckets = next(row.texts[text].positions[FLOAT] for row in found.rows if row.texts[text].positions)
-    return buckets[-1].stop, buckets[0].tokens // buckets[0].stop
-
-
-def _shown(ratio: Estimate | None) -> str:
-    return NONE if ratio is None else str(ratio)
-
-
-def _cell(
-    text: str, cache: str, start: int, stop: int, shown: Callable[[PositionDivergence], str]
-) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
-        buckets = row.texts[text].positions.get(cache, [])
-        return next((shown(one) for one in buckets if (one.start, one.stop) == (start, stop)), NONE)
-
-    return cell
+    found_windows = {}
+    for text in found.texts:
+        for row in found.rows:
+            if buckets := row.texts[text].positions.get(FLOAT):
+                found_windows[text] = buckets[-1].stop, buckets[0].tokens // buckets[0].stop
+    return found_windows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import jinja2
@@ -22,6 +23,11 @@ _ERRORS = (
     "± is one standard error for these tokens as a sample of their text; another text may differ by several times that."
 )
 _TASK_ERRORS = "Tasks: ± is one standard error over the questions."
+_SIZE: tuple[_Column, ...] = (
+    ("model", lambda row: row.name),
+    ("MB", lambda row: f"{row.megabytes:.2f}"),
+    ("bits/weight", lambda row: f"{row.bits_per_weight:.2f}"),
+)
 _KEYS = {
     "MB": "size_mb", "bits/weight": "bits_per_weight", "bits/byte": "bits_per_byte", "KL, nats/token": "kl",
     "KL median": "kl_median", "KL 99 %": "kl_p99", "top-1, %": "top1", "tok/s": "tokens_per_second",
@@ -37,15 +43,15 @@ def markdown(found: Evaluation) -> str:
 
 def tables(found: Evaluation) -> list[Table]:
     """A table for each text, a row per model, tasks and speed in the first; then those of divergence."""
-    size, rest = _size_columns(), [*_task_columns(found), *_speed_columns(found)]
+    rest = _task_and_speed_columns(found)
     task_note = [_TASK_ERRORS] if found.rows[0].tasks else []
     made = []
     for text in found.texts:
         title = f"On {_counted(found, text)}; token ppl in windows of {found.window}."
-        made.append(_table(" ".join([title, *task_note]), found.rows, [*size, *_text_columns(text), *rest]))
+        made.append(_table(" ".join([title, *task_note]), found.rows, [*_SIZE, *_text_columns(text), *rest]))
         rest, task_note = [], []
     if not found.texts:
-        made.append(_table(" ".join(task_note) or None, found.rows, [*size, *rest]))
+        made.append(_table(" ".join(task_note) or None, found.rows, [*_SIZE, *rest]))
     elif found.reference is not None:
         made += [_divergence_table(found, found.reference), *position_tables(found).values()]
     return made
@@ -53,17 +59,17 @@ def tables(found: Evaluation) -> list[Table]:
 
 def side_by_side(found: Evaluation) -> list[Table]:
     """A table for each text with all figures of the models; then one of means over the texts."""
-    size, rest = _size_columns(), [*_task_columns(found), *_speed_columns(found)]
+    rest = _task_and_speed_columns(found)
     made = []
     for text in found.texts:
         divergence = [] if found.reference is None else _divergence_columns(found, text)
         title = f"On {_counted(found, text)}"
-        made.append(_table(title, found.rows, [*size, *divergence, *_text_columns(text), *rest]))
+        made.append(_table(title, found.rows, [*_SIZE, *divergence, *_text_columns(text), *rest]))
         rest = []
     if means := _means(found):
         made.append(Table(f"Mean of {len(found.texts)} texts", ("model", "KL, nats/token", "top-1, %", "ppl ratio"),
                           [(name, kl, top1, ratio) for name, _, kl, _, _, top1, ratio in means]))  # fmt: skip
-    return made or [_table(None, found.rows, [*size, *rest])]
+    return made or [_table(None, found.rows, [*_SIZE, *rest])]
 
 
 def sheet(found: Evaluation) -> Table:
@@ -74,15 +80,11 @@ def sheet(found: Evaluation) -> Table:
 
 
 def _all_columns(found: Evaluation, text: str | None) -> list[_Column]:
-    (model, *size), rest = _size_columns(), [*_task_columns(found), *_speed_columns(found)]
-    if text is None:
-        return _keyed([model, *size, *rest])
-    divergence = [] if found.reference is None else _divergence_columns(found, text, share=1)
-    columns = [model, ("text", lambda row: text), *size, *_text_columns(text), *divergence, *rest]
-    return _keyed([*columns, *position_columns(found, text)])
-
-
-def _keyed(columns: Sequence[_Column]) -> list[_Column]:
+    columns = [*_SIZE, *_task_and_speed_columns(found)]
+    if text is not None:
+        divergence = [] if found.reference is None else _divergence_columns(found, text, share=1)
+        columns[len(_SIZE) : len(_SIZE)] = [*_text_columns(text), *divergence]
+        columns = [columns[0], ("text", lambda row: text), *columns[1:], *position_columns(found, text)]
     return [(_KEYS.get(head, head), cell) for head, cell in columns]
 
 
@@ -90,14 +92,6 @@ def _counted(found: Evaluation, text: str) -> str:
     """A text and its length, as a range where tokenizers differ."""
     counts = {row.texts[text].tokens for row in found.rows}
     return f"{text} ({' to '.join(str(count) for count in sorted({min(counts), max(counts)}))} tokens)"
-
-
-def _size_columns() -> list[_Column]:
-    return [
-        ("model", lambda row: row.name),
-        ("MB", lambda row: f"{row.megabytes:.2f}"),
-        ("bits/weight", lambda row: f"{row.bits_per_weight:.2f}"),
-    ]
 
 
 def _text_columns(text: str) -> list[_Column]:
@@ -111,7 +105,7 @@ def _text_columns(text: str) -> list[_Column]:
 def _divergence_table(found: Evaluation, reference: str) -> Table:
     made = [
         _table(None, [row for row in found.rows if row.texts[text].divergence is not None],
-               [("model", lambda row: row.name), *_named_text(found, text), *_divergence_columns(found, text)])
+               [_SIZE[0], *_named_text(found, text), *_divergence_columns(found, text)])
         for text in found.texts
     ]  # fmt: skip
     texts = ", ".join(_counted(found, text) for text in found.texts)
@@ -138,11 +132,8 @@ def _named_text(found: Evaluation, text: str) -> list[_Column]:
 
 
 def _divergence_columns(found: Evaluation, text: str, *, share: float = 100) -> list[_Column]:
-    """Figures of models compared with the reference; the reference's cells are empty.
-
-    Args:
-        share: the value that stands for all tokens in the column of equal ones.
-    """
+    """Figures of models compared with the reference; the reference's cells are empty. `share` is the value of all
+    tokens in the column of top-1 agreement."""
 
     def column(head: str, shown: Callable[[Divergence], str]) -> _Column:
         def cell(row: Row) -> str:
@@ -164,17 +155,16 @@ def _divergence_columns(found: Evaluation, text: str, *, share: float = 100) -> 
     ]
 
 
-def _task_columns(found: Evaluation) -> list[_Column]:
-    def column(task: str) -> _Column:
-        return f"{task} {found.rows[0].tasks[task].metric}", lambda row: str(row.tasks[task].estimate)
+def _task_and_speed_columns(found: Evaluation) -> list[_Column]:
+    def score(task: str, row: Row) -> str:
+        return str(row.tasks[task].estimate)
 
-    return [column(task) for task in found.rows[0].tasks]
-
-
-def _speed_columns(found: Evaluation) -> list[_Column]:
-    if found.rows[0].speed is None:
-        return []
-    return [("tok/s", lambda row: NONE if row.speed is None else significant(row.speed.tokens_per_second))]
+    columns: list[_Column] = [
+        (f"{task} {one.metric}", partial(score, task)) for task, one in found.rows[0].tasks.items()
+    ]
+    if found.rows[0].speed is not None:
+        columns.append(("tok/s", lambda row: NONE if row.speed is None else significant(row.speed.tokens_per_second)))
+    return columns
 
 
 def _table(title: str | None, rows: Sequence[Row], columns: Sequence[_Column]) -> Table:

@@ -67,9 +67,10 @@ class TaskScore:
 
 
 def require_tasks(names: Sequence[str]) -> None:
-    """
+    """Check that the harness is installed, and knows all tasks.
+
     Raises:
-        RequestError: if the harness is not installed, or does not know a task; the message suggests similar names.
+        RequestError: if not; the message suggests similar names.
     """
     optional("lm_eval")
     index = _manager().task_index
@@ -272,16 +273,14 @@ def _quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def _one_process() -> Iterator[None]:
     """Let the harness compute bootstrap errors in this process, without output on stdout."""
-    before = os.environ.get(_NO_POOL)
+    before = {name: os.environ[name] for name in (_NO_POOL,) if name in os.environ}
     os.environ[_NO_POOL] = "1"
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
-        if before is None:
-            del os.environ[_NO_POOL]
-        else:
-            os.environ[_NO_POOL] = before
+        del os.environ[_NO_POOL]
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

@@ -193,19 +193,16 @@ class Decoding:
 def weight_bytes(model: Decoder) -> int:
     """Bytes read for each token: all weights except the embedding, unless it is tied to the head, and of a mixture's
     experts those of one token."""
-    left_out = 0 if model.config.tied_embeddings else _bytes(model.model.embed_tokens)
+    left_out = 0 if model.config.tied_embeddings else loaded_bytes(model.model.embed_tokens)
     if model.config.experts is not None:
         unused = 1 - model.config.experts.per_token / model.config.experts.count
-        left_out += round(sum(unused * _bytes(part.experts) for part in model.modules() if isinstance(part, Experts)))
+        experts = [part.experts for part in model.modules() if isinstance(part, Experts)]
+        left_out += round(sum(unused * loaded_bytes(one) for one in experts))
     return loaded_bytes(model) - left_out
 
 
-def loaded_bytes(model: Decoder) -> int:
-    """Bytes of all weights in the layout of the kernels."""
-    return _bytes(model)
-
-
-def _bytes(module: nn.Module) -> int:
+def loaded_bytes(module: nn.Module) -> int:
+    """Bytes of all weights of a model or a part of it, in the layout of the kernels."""
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 

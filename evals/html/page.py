@@ -125,10 +125,8 @@ def _divergences(evaluation: Evaluation, row: Row) -> tuple[list[Estimate], list
 def _range(estimates: list[Estimate]) -> str:
     """One figure, or the smallest and the largest, with the digits that tables have and without errors."""
     ordered = sorted(estimates, key=lambda one: one.value)
-    return " to ".join(dict.fromkeys(_without_error(str(one)) for one in (ordered[0], ordered[-1])))
-
-
-def _without_error(figure: str) -> str:
-    """The value in ``0.0123 ± 0.0004`` or ``(1.23 ± 0.04)e-05``."""
-    value, sign, error = figure.partition(" ± ")
-    return value.lstrip("(") + error.partition(")")[2] if sign else value
+    values = []
+    for one in (ordered[0], ordered[-1]):  # 0.0123 ± 0.0004 or (1.23 ± 0.04)e-05
+        value, sign, error = str(one).partition(" ± ")
+        values.append(value.lstrip("(") + error.partition(")")[2] if sign else value)
+    return " to ".join(dict.fromkeys(values))
