@@ -162,35 +162,25 @@ def require_as_written(model: Path, *, progress: Progress = silent) -> tuple[dic
     """Compare the sha256 of a model's files with its manifest.
 
     Returns:
-        The manifest, and what happened to a file that people may change, by its name.
+        The manifest, and the change of each file that users may edit, by its name.
 
     Raises:
         CheckpointError: if there is no manifest, a file is missing or changed, or a file of weights,
             of the config or of the tokenizer was added.
     """
     made = manifest.read(model)
-    if model.is_dir():
-        _require_no_more(model, made["files"])
-    return made, _edited(manifest_path(model).parent, made["files"], progress)
-
-
-def _require_no_more(folder: Path, listed: Mapping[str, str]) -> None:
-    """Raise a `CheckpointError` if a folder has a file that is loaded, but that its manifest does not list."""
-    for path in sorted({*folder.iterdir(), *template_paths(folder)}):
-        nested = path.parent != folder
+    listed: Mapping[str, str] = made["files"]
+    for path in sorted({*model.iterdir(), *template_paths(model)} if model.is_dir() else ()):
+        nested = path.parent != model
         is_loaded = path.suffix in _WEIGHT_FILES or path.name in read_names() or path.name.endswith(".index.json")
         if nested or (path.name not in listed and is_loaded):
             raise CheckpointError(
                 "the manifest does not list this file", path=path, hint="remove it, or make the model again"
             )
-
-
-def _edited(folder: Path, listed: Mapping[str, str], progress: Progress) -> dict[str, str]:
-    """What happened to the files that people may change; a `CheckpointError` if another is missing or changed."""
     edited = {}
     for index, (name, expected) in enumerate(listed.items()):
         progress("sha256", index, len(listed), "files")
-        path = folder / name
+        path = manifest_path(model).parent / name
         if Path(name).name != name or not path.is_file():
             if name == _MODEL_CARD:
                 edited[name] = "removed since"
@@ -205,7 +195,7 @@ def _edited(folder: Path, listed: Mapping[str, str], progress: Progress) -> dict
                 "the file is not what quantkit wrote", path=path, found=f"sha256 {found[:12]}", expected=expected[:12],
                 hint="copy or make it again",
             )  # fmt: skip
-    return edited
+    return made, edited
 
 
 def recheck(model: Path, made: Mapping[str, Any], *, progress: Progress = silent) -> list[TextCheck]:
@@ -260,11 +250,7 @@ def _certificate_failure(made: Mapping[str, Any], model: Path) -> QualityError |
 
 
 def _failure(recorded: Gate | PositionCertificate, name: str, value: Any, model: Path) -> QualityError | None:
-    """The error if the model did not pass when it was made.
-
-    Args:
-        value: the manifest's form of what was recorded.
-    """
+    """The error if the model did not pass when it was made; `value` is the manifest's form of `recorded`."""
     what, measured, allowed = recorded.problem() or ("", None, None)
     if not what and value.get("passed") is True:
         return None

@@ -297,14 +297,10 @@ def _compare_logits(
     targets: Sequence[Tensor], first: Sequence[Tensor], seconds: Sequence[Sequence[Tensor]],
     group: ProcessGroup, *, finite: bool,
 ) -> None:  # fmt: skip
-    """Add the logits of hidden states to the tallies.
+    """Add the logits of hidden states to the tallies, by batch and compared checkpoint.
 
-    Args:
-        tallies: by batch, then by compared checkpoint.
-        targets: by batch, [B, T].
-        first: the reference's hidden states [B, T, D] by batch.
-        seconds: those of each compared checkpoint, by batch.
-        finite: logits that are NaN or Inf are an error.
+    The hidden states [B, T, D] are `first`, the reference's by batch, and `seconds`, by compared checkpoint and batch.
+    With `finite`, logits that are NaN or Inf are an error.
     """
     for rows in head_pieces([one.numel() for one in targets], reference.config.vocab_size):
         expected = _logits(reference, [first[batch].flatten(0, 1)[some] for batch, some in rows], group, finite=finite)

@@ -74,7 +74,10 @@ def divergence_by_position(
             ]
             for cache, one in zip(CACHES, _compared(reference, other, first[0], states, group), strict=True):
                 of_model[cache].append(one)
-    return [{cache: _buckets(torch.stack(of_cache)) for cache, of_cache in one.items()} for one in found]
+    stacked = [{cache: torch.stack(of_cache) for cache, of_cache in one.items()} for one in found]
+    return [
+        {cache: position_buckets(values[..., 0], values[..., 1]) for cache, values in one.items()} for one in stacked
+    ]
 
 
 def _compared(
@@ -94,13 +97,9 @@ def _compared(
     return [torch.cat(of_run) for of_run in found]
 
 
-def _buckets(found: Tensor) -> list[PositionDivergence]:
-    return position_buckets(found[..., 0], found[..., 1])
-
-
 def position_buckets(kl: Tensor, agreed: Tensor, shortest: int = SHORTEST) -> list[PositionDivergence]:
-    """Means over windows [W, T] of KL and of whether the likeliest tokens agree; a bucket's tokens are in the order of
-    the windows.
+    """Means over windows [W, T] of KL and of the likeliest tokens' agreement; a bucket's tokens are in the windows'
+    order.
 
     Args:
         shortest: positions of the first bucket.

@@ -168,7 +168,16 @@ class VerifyReport:
                 f" largest difference {worst.largest:.3g}"
             )
         out += [f"KV cache: {self.kv_cache}"] if self.kv_cache is not None else []
-        out += self._of_logits()
+        if self.weights_only:
+            out.append(COMPARED)
+        elif self.probes:
+            if any(probe.divergence.largest_logit_difference for probe in self.probes.values()):
+                where = "" if all(probe.bound for probe in self.probes.values()) else " on texts"
+                bounds = f"at most {self.bound.kl:g}{where}; perplexity at most x {self.bound.perplexity_ratio:g}"
+                out.append(f"logits: KL in nats a token, {bounds}")
+                out += [f"  {probe.line(name)}" for name, probe in self.probes.items()]
+            else:
+                out.append("logits: equal")
         words = {
             Verdict.SAME: "the same model",
             Verdict.WITHIN_BOUND: "within the bound of the scheme",
@@ -176,20 +185,6 @@ class VerifyReport:
             Verdict.BEYOND_CERTIFICATE: "BEYOND THE BOUND of a certificate for long contexts",
         }
         return [*out, f"verdict: {words[self.verdict]}"]
-
-    def _of_logits(self) -> list[str]:
-        if self.weights_only:
-            return [COMPARED]
-        if not self.probes:
-            return []
-        if not any(probe.divergence.largest_logit_difference for probe in self.probes.values()):
-            return ["logits: equal"]
-        where = "" if all(probe.bound for probe in self.probes.values()) else " on texts"
-        bounds = f"at most {self.bound.kl:g}{where}; perplexity at most x {self.bound.perplexity_ratio:g}"
-        return [
-            f"logits: KL in nats a token, {bounds}",
-            *(f"  {probe.line(name)}" for name, probe in self.probes.items()),
-        ]
 
 
 @overload
@@ -241,7 +236,8 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     reference, other = open_pair(a, b)
     formats = _format(reference), _format(other)
     not_certified = [why for one in (reference, other) if (why := failed_certificate(one.path)) is not None]
-    problems = _config_problems(reference, other)
+    configs = [replace(one.config, tied_embeddings=False) for one in (reference, other)]  # a tied head may be stored
+    problems = [f"the configs differ: {difference}" for difference in configs[0].differences(configs[1])]
     comparable, runnable = not problems, reference.config.runnable
     kv_cache = one_sided(reference.kv_cache, other.kv_cache, (reference.path, other.path))
     if reference.kv_cache is not None and other.kv_cache is not None:
@@ -250,7 +246,7 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     problems += [] if runnable else [*summary_problems(reference), *summary_problems(other)]
     if schemes(reference) and not schemes(other):
         reference, other = other, reference
-    names = [e.name for e in parameters(replace(reference.config, tied_embeddings=False))]
+    names = [parameter.name for parameter in parameters(replace(reference.config, tied_embeddings=False))]
     differing: list[TensorDifference] = []
     probes: dict[str, Probe] = {}
     bound = BOUNDS["float16"]
@@ -269,9 +265,13 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
                 problems += [] if found is None else [found]
         differing.sort(key=lambda difference: -difference.excess)
         probes = _probed(reference, other, bound, progress) if runnable else {}
-    verdict = _judge(problems, differing, probes)
-    if not_certified and verdict is not Verdict.DIFFERENT:
+    if problems or not all(one.within for one in differing) or not all(one.within for one in probes.values()):
+        verdict = Verdict.DIFFERENT
+    elif not_certified:
         verdict = Verdict.BEYOND_CERTIFICATE
+    else:
+        logits_equal = all(probe.divergence.largest_logit_difference == 0 for probe in probes.values())
+        verdict = Verdict.SAME if logits_equal and not differing else Verdict.WITHIN_BOUND
     tensors = len(names) if comparable else 0
     return VerifyReport(
         verdict, problems, formats, tensors, on_codes, differing, probes, bound, not runnable, not_certified, kv_cache
@@ -285,12 +285,6 @@ def _format(checkpoint: StoredCheckpoint) -> str:
     if not counted:
         return checkpoint.format
     return f"{checkpoint.method or checkpoint.format} ({', '.join(name for name, _ in counted)})"
-
-
-def _config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """What differs in the architectures; a tied head may be stored apart."""
-    first, second = (replace(one.config, tied_embeddings=False) for one in (a, b))
-    return [f"the configs differ: {difference}" for difference in first.differences(second)]
 
 
 def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
@@ -390,12 +384,3 @@ def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
         "other random tokens": Batch.from_start(first),
         "positions spread over the context": Batch(second, torch.linspace(0, config.max_positions - 1, count).long()),
     }
-
-
-def _judge(problems: list[str], differing: list[TensorDifference], probes: dict[str, Probe]) -> Verdict:
-    logits_equal = all(probe.divergence.largest_logit_difference == 0 for probe in probes.values())
-    if not problems and not differing and logits_equal:
-        return Verdict.SAME
-    if problems or not all(d.within for d in differing) or not all(probe.within for probe in probes.values()):
-        return Verdict.DIFFERENT
-    return Verdict.WITHIN_BOUND
