@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -207,6 +208,22 @@ def finite(value: object) -> Any:
     if isinstance(value, list | tuple):
         return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def shortest(value: Any) -> Any:
+    """A number that was stored as float32 as the shortest decimal that rounds to it; anything else is unchanged."""
+    if isinstance(value, list):
+        return [shortest(one) for one in value]
+    if not isinstance(value, float):
+        return value
+    try:
+        stored = struct.pack("<f", value)
+    except OverflowError:
+        return value
+    if struct.unpack("<f", stored)[0] != value:
+        return value  # a float64
+    decimals = (float(f"{value:.{digits}g}") for digits in range(1, 10))
+    return next((decimal for decimal in decimals if struct.pack("<f", decimal) == stored), value)
 
 
 def within(value: object) -> list[object]:

@@ -62,7 +62,7 @@ def texts(sources: list[Path], pieces: tuple[str, ...] = PIECES, seed: int = 0) 
 def train(out: Path, sources: list[Path]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from quantkit.text.pre_tokenizers import NAMES, named, pre_tokenizer
+    from quantkit.text.pipeline import NAMES, patterns_by_name, pre_tokenizer
 
     engine = Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -75,7 +75,7 @@ def train(out: Path, sources: list[Path]) -> None:
     engine.add_special_tokens(list(MARKS))
     engine.add_tokens(["<tool_call>"])
     for name in NAMES:
-        patterns, whole = named(name)
+        patterns, whole = patterns_by_name(name)
         raw = json.loads(engine.to_str())
         raw["pre_tokenizer"] = pre_tokenizer(patterns)
         raw["model"]["ignore_merges"] = whole
@@ -135,7 +135,7 @@ def tokenize(out: Path) -> None:
 
 def compare(out: Path) -> None:
     from quantkit.json_values import read_json
-    from quantkit.text.text_folder import text_folder
+    from quantkit.text.gguf_tokenizer import text_folder
     from quantkit.text.tokenizer import load_tokenizer
 
     lines = json.loads((out / TEXTS).read_text())

@@ -5,7 +5,6 @@ A file has numbers as float32: they are read as the shortest decimals that they 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from quantkit.architectures.gguf_rope import KEYS as ROPE_KEYS
 from quantkit.architectures.gguf_rope import read_rope
 from quantkit.architectures.rope import DEFAULT_THETA, FULL, MAX_THETA, MIN_THETA, SLIDING
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.json_values import Settings, shown
+from quantkit.json_values import Settings, shortest, shown
 
 MODEL_TYPE, EOS_IDS = "quantkit.model_type", "quantkit.eos_token_ids"
 """Keys of our own: which of an architecture's families a model is of, and all tokens that end a text."""
@@ -111,22 +110,6 @@ def config_of(
     if WINDOWED_BASE in architecture.keys and window is not None:
         raw |= _ropes_by_layer(keys, architecture, raw)
     return config_from_hf(raw, path)
-
-
-def shortest(value: Any) -> Any:
-    """A number that a file has as float32 as the shortest decimal that is rounded to it; all else as it is."""
-    if isinstance(value, list):
-        return [shortest(one) for one in value]
-    if not isinstance(value, float):
-        return value
-    try:
-        stored = struct.pack("<f", value)
-    except OverflowError:
-        return value
-    if struct.unpack("<f", stored)[0] != value:
-        return value  # a float64
-    texts = (f"{value:.{digits}g}" for digits in range(1, 10))
-    return next((float(text) for text in texts if struct.pack("<f", float(text)) == stored), value)
 
 
 def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture:

@@ -13,9 +13,8 @@ from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.json_values import read_json, shown
 from quantkit.runtime.generation_config import NAME as GENERATION
 from quantkit.runtime.generation_config import sampling_defaults
-from quantkit.text.added_elsewhere import stated_elsewhere
 from quantkit.text.chat_template import ChatTemplate, ChatTemplates
-from quantkit.text.special_tokens import special_tokens
+from quantkit.text.special_tokens import special_tokens, tokens_of_config_alone
 from quantkit.text.tokenizer import load_tokenizer
 
 _BESIDE = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json")
@@ -159,7 +158,7 @@ def _special(folder: Folder, rows: int | None, vocabulary: Mapping[str, int] | N
     for name, one in spellings.items():
         if one is not None and one not in vocabulary and one not in _added_beside(folder):
             yield finding("unknown-token", "tokenizer_config.json", f"{name} {shown(one)}")
-    for key, stated in stated_elsewhere(folder.root).items():
+    for key, stated in tokens_of_config_alone(folder.root).items():
         yield finding("tokenizer-conflict", "tokenizer_config.json", f"{key}: {shown(stated)}")
     spelled = spellings.get("eos_token")
     if ends and spelled is not None and spelled in vocabulary and vocabulary[spelled] not in ends:

@@ -19,10 +19,10 @@ from quantkit.text.chat_template import (
     OLD_TEMPLATE_FILE,
     TEMPLATE_FILE,
     ChatTemplates,
-    given_template,
+    requested_template,
     template_paths,
 )
-from quantkit.text.text_folder import text_folder
+from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
 TOKENIZER_SETTINGS = "tokenizer_config.json"
@@ -122,7 +122,7 @@ def carried_templates(source: Checkpoint, tokenizer: Tokenizer | None, asked: st
         raise RequestError("a chat template needs a tokenizer, and the source has none", path=source.path)
     if as_text("template", asked) in META_FORMATS:
         chat_format(source.path, tokenizer, asked)  # refuses another model's tokenizer
-    return {"default": given_template(asked)}
+    return {"default": requested_template(asked)}
 
 
 def with_templates(

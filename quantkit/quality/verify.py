@@ -36,9 +36,9 @@ from quantkit.quality.windows import measured_windows
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.text.added_elsewhere import stated_elsewhere
 from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.compare import first_difference
+from quantkit.text.special_tokens import tokens_of_config_alone
 
 _RANDOM_TOKENS = 64
 
@@ -314,7 +314,7 @@ def _tokenizer_config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
     """Where only tokenizer_config.json differs, which some readers of tokenizer.json ignore."""
     if not all((one.path / "tokenizer.json").is_file() for one in (a, b)):
         return []
-    own, others = stated_elsewhere(a.path), stated_elsewhere(b.path)
+    own, others = tokens_of_config_alone(a.path), tokens_of_config_alone(b.path)
     differing = sorted(key for key in {*own, *others} if own.get(key) != others.get(key))
     if not differing:
         return []

@@ -10,7 +10,7 @@ from quantkit.arguments import as_path
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import Settings, read_settings
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
-from quantkit.text.text_folder import text_folder
+from quantkit.text.gguf_tokenizer import text_folder
 
 _log = logging.getLogger(__name__)
 

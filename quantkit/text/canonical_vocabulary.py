@@ -1,7 +1,7 @@
-"""A tokenizer in one form, whatever file it comes from: the bytes and the kind of each token, the order of merges, and
-the settings that decide how a text is cut.
+"""A tokenizer in one form for all file formats: the bytes and the kind of each token, the order of merges, and the
+settings that decide how text is split.
 
-What a format does not hold is absent here, so that two formats are compared on what both hold.
+What a format does not state is absent, so that two formats are compared on what both state.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from quantkit.text.gguf_unstated import GgufUnstated
-from quantkit.text.gguf_vocabulary import filler
+from quantkit.text.gguf_vocabulary import GgufUnstated, filler
 from quantkit.text.merges import Pair, pairs_of, splits
-from quantkit.text.pipeline import SPACE, canonical_steps, cutting_settings, decoder_settings
+from quantkit.text.pipeline import SPACE, canonical_steps, decoder_settings, splitting_settings
 from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN
 from quantkit.text.token_bytes import BYTE_LETTERS, spelled_bytes
 
 _BYTE_TOKENS = {f"<0x{value:02X}>": bytes([value]) for value in range(256)}
-_NO_BYTE, _BETWEEN = "\ud800", "\udfff"  # which no spelling holds: they are halves of characters
+_NO_BYTE, _SEPARATOR = "\ud800", "\udfff"  # surrogates, which no spelling contains
 _LETTER_BYTES = dict.fromkeys(range(256), _NO_BYTE) | {
     ord(letter): chr(value) for value, letter in BYTE_LETTERS.items()
 }
 _UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
-_MADE_UNUSED = "unused pieces that merges make"
+_MERGED_UNUSED = "unused pieces that merges make"
 _BPE_DEFAULTS = {
     "ignore_merges": False, "byte_fallback": False, "dropout": None, "unk_token": None, "fuse_unk": False,
     "continuing_subword_prefix": None, "end_of_word_suffix": None,
@@ -33,16 +32,16 @@ _BPE_DEFAULTS = {
 
 
 class Kind(Enum):
-    """How a token comes about in a text; the value is its name in messages."""
+    """The kind of a token; the value is its name in messages."""
 
     TEXT = "token"
     BYTE = "byte token"
     SPECIAL = "special token"
     ADDED = "added token"
     SET_APART = "special or added token"
-    """Of a format that does not say which."""
+    """In a format that does not distinguish them."""
     UNUSED = "unused token"
-    """Fills an id; a format may as well have no token there."""
+    """A filler; a format may have no token with this id."""
 
 
 _PIECE_KINDS = {
@@ -52,18 +51,18 @@ _PIECE_KINDS = {
 
 
 class Token(NamedTuple):
-    """What an id means. A U+2581 that stands for a space is a space."""
+    """The token of an id. A U+2581 that represents a space is a space."""
 
     content: bytes
     kind: Kind
 
 
 class AddedToken(NamedTuple):
-    """How tokenizer.json looks for an added token in a text.
+    """An added token of a tokenizer.json, with the settings of its search.
 
     Attributes:
-        id: as the list of added tokens states it.
-        spelling: as a text has it; a U+2581 in it is no space.
+        id: in the list of added tokens.
+        spelling: in text; a U+2581 in it is no space.
     """
 
     id: int
@@ -79,15 +78,15 @@ class CanonicalVocabulary:
     """A tokenizer as its file states it.
 
     Attributes:
-        contents: of the tokens, by id.
+        contents: the bytes of each token, by id.
         kinds: of the tokens that are not `Kind.TEXT`.
-        spellings: of the tokens, in the letters that `merges` and `scores` have, with their ids.
-        merges: pairs, best first; None where scores decide, and for models that merge no pairs.
-        scores: of what is made of letters: the highest is merged first. Of unigram models, log probabilities. None
-            where a list of pairs decides.
-        added: how added tokens are found; None where the format does not say it.
+        spellings: ids by spelling, in the letters of `merges` and `scores`.
+        merges: pairs, best first; None if scores decide, or the model does not merge pairs.
+        scores: of merged pieces and letters, the highest merged first; in unigram models, log probabilities. None if
+            a list of pairs decides.
+        added: added tokens by id; None if the format does not state their settings.
         settings: by name, in a form that can be compared.
-        converted: whether it comes from a GGUF file: `ignore_merges` is what the name of a pre-tokenizer implies.
+        converted: whether it comes from a GGUF file: `ignore_merges` follows from the name of a pre-tokenizer.
     """
 
     contents: Mapping[int, bytes]
@@ -100,17 +99,17 @@ class CanonicalVocabulary:
     converted: bool = False
 
     def token(self, number: int) -> Token | None:
-        """What an id means; None where there is no token."""
+        """The token of an id; None if there is none."""
         content = self.contents.get(number)
         return None if content is None else Token(content, self.kinds.get(number, Kind.TEXT))
 
 
 def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> CanonicalVocabulary:
-    """Llama 3's ranks, which are ids: of two pairs, that with the lower id is merged first."""
+    """The vocabulary of Llama 3's ranks, which are ids: the pair with the lowest id is merged first."""
     spellings = {spelled_bytes(content): rank for content, rank in ranks.items()}
     settings: dict[str, object] = {
         "model": "BPE", "ignore_merges": True, "normalizer": [], "pre_tokenizer": [LLAMA3_PATTERN],
-        "decoder beyond bytes": [], _MADE_UNUSED: [],
+        "decoder beyond bytes": [], _MERGED_UNUSED: [],
     }  # fmt: skip
     return CanonicalVocabulary(
         contents={rank: content for content, rank in ranks.items()}
@@ -125,7 +124,7 @@ def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> Cano
 
 
 def of_sentencepiece(model: SentencePieceFile, added: Collection[tuple[int, str, bool]]) -> CanonicalVocabulary:
-    """A sentencepiece model.
+    """The vocabulary of a sentencepiece model.
 
     Args:
         added: tokens that files next to it add: id, spelling, and whether it is a special one.
@@ -145,7 +144,7 @@ def of_sentencepiece(model: SentencePieceFile, added: Collection[tuple[int, str,
     settings: dict[str, object] = {
         "model": "BPE" if model.byte_pair else "Unigram", "sentencepiece rules": model.rules,
         "ignore_merges": False, "space prefix": model.space_prefix, "pre_tokenizer": [], "decoder beyond bytes": [],
-        _MADE_UNUSED: _made_unused(model),
+        _MERGED_UNUSED: _merged_unused(model),
     }  # fmt: skip
     if model.plain:
         settings["normalizer"] = []
@@ -167,7 +166,7 @@ def of_sentencepiece(model: SentencePieceFile, added: Collection[tuple[int, str,
 def of_json(
     raw: Mapping[str, Any], added: Mapping[int, Any], parts: Mapping[str, Any], algorithm: str
 ) -> CanonicalVocabulary:  # fmt: skip
-    """A tokenizer.json, as its library has read it.
+    """The vocabulary of a tokenizer.json that its library has loaded.
 
     Args:
         raw: the file's content.
@@ -203,27 +202,27 @@ def of_json(
         },
         settings={
             "model": algorithm,
-            _MADE_UNUSED: [],
+            _MERGED_UNUSED: [],
             **_model_settings(model, algorithm, ids, letters=letters),
-            **cutting_settings(parts["normalizer"], parts["pre_tokenizer"]),
+            **splitting_settings(parts["normalizer"], parts["pre_tokenizer"]),
             **decoder_settings(parts["decoder"]),
         },
     )
 
 
-def as_in_gguf(made: CanonicalVocabulary, unstated: GgufUnstated) -> CanonicalVocabulary:
-    """The vocabulary of a folder that is made of a GGUF file's metadata, without what the file does not say."""
+def as_in_gguf(found: CanonicalVocabulary, unstated: GgufUnstated) -> CanonicalVocabulary:
+    """The vocabulary of a folder made from a GGUF file's metadata, without what the file does not state."""
     kinds = {
-        **made.kinds,
-        **dict.fromkeys(unstated.unused & made.contents.keys(), Kind.UNUSED),
-        **dict.fromkeys(unstated.set_apart & made.contents.keys(), Kind.SET_APART),
+        **found.kinds,
+        **dict.fromkeys(unstated.unused & found.contents.keys(), Kind.UNUSED),
+        **dict.fromkeys(unstated.set_apart & found.contents.keys(), Kind.SET_APART),
     }
     left_out = {"unk_token", "fuse_unk", "byte_fallback"}
     if not unstated.pipeline:
         left_out |= {"decoder", "prepend_scheme"}
-    settings = {name: value for name, value in made.settings.items() if name not in left_out}
-    added = made.added if unstated.pipeline else None
-    return replace(made, kinds=kinds, added=added, settings=settings, converted=True)
+    settings = {name: value for name, value in found.settings.items() if name not in left_out}
+    added = found.added if unstated.pipeline else None
+    return replace(found, kinds=kinds, added=added, settings=settings, converted=True)
 
 
 def _model_settings(
@@ -234,13 +233,13 @@ def _model_settings(
     found = {name: model.get(name) or default for name, default in _BPE_DEFAULTS.items()}
     spelled = [BYTE_LETTERS[byte] if letters else f"<0x{byte:02X}>" for byte in _UTF8_BYTES]
     if (letters or found["byte_fallback"]) and all(one in vocabulary for one in spelled):
-        del found["unk_token"], found["fuse_unk"]  # nothing is unknown
+        del found["unk_token"], found["fuse_unk"]  # no character is unknown
     return found
 
 
-def _made_unused(model: SentencePieceFile) -> list[str]:
-    """The unused pieces that merges make: sentencepiece cuts them again where they are left over. No other format has
-    such tokens; one that no merge makes is never met."""
+def _merged_unused(model: SentencePieceFile) -> list[str]:
+    """The unused pieces that merges result in, which sentencepiece splits again at the end. No other format has such
+    tokens; other unused pieces have no effect."""
     unused = [spelling for spelling, _, kind in model.pieces if kind is PieceType.UNUSED]
     if not unused or not model.byte_pair:
         return []
@@ -251,7 +250,7 @@ def _made_unused(model: SentencePieceFile) -> list[str]:
 def _by_id(ids: Mapping[str, int], contents: Iterable[bytes]) -> dict[int, bytes]:
     found: dict[int, bytes] = {}
     for number, content in zip(ids.values(), contents, strict=True):
-        if number in found:  # two tokens with one id, of which the library takes any
+        if number in found:  # two tokens with the same id, of which the library uses either
             content = b" and ".join(sorted((found[number], content)))
         found[number] = content
     return found
@@ -263,9 +262,9 @@ def _unspaced(spellings: Iterable[str]) -> list[bytes]:
 
 
 def _letters(spellings: Collection[str]) -> list[bytes]:
-    """The bytes of spellings in GPT-2's letters; one that has other letters stands for itself."""
-    translated = _BETWEEN.join(spellings).translate(_LETTER_BYTES).split(_BETWEEN)  # all at once, which is faster
+    """The bytes of spellings in GPT-2's letters; the UTF-8 bytes of a spelling with other letters."""
+    translated = _SEPARATOR.join(spellings).translate(_LETTER_BYTES).split(_SEPARATOR)  # one call is faster
     return [
-        spelling.encode() if _NO_BYTE in made or (not made.isascii() and max(made) > "\xff") else made.encode("latin-1")
-        for spelling, made in zip(spellings, translated, strict=True)
+        spelling.encode() if _NO_BYTE in one or (not one.isascii() and max(one) > "\xff") else one.encode("latin-1")
+        for spelling, one in zip(spellings, translated, strict=True)
     ]

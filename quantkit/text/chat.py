@@ -1,5 +1,5 @@
-"""Conversations to the tokens that an instruct model was trained to continue: by a folder's own template, or by the
-formats of Meta's folders, where nothing tells a base model from an instruct one."""
+"""Conversations as the tokens that an instruct model was trained to continue: by a folder's template, or by the formats
+of Meta's folders, which do not state whether a model is a base or an instruct model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal, Protocol
 
 from quantkit.arguments import as_path, as_text, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
-from quantkit.text.chat_template import META_FORMATS, ChatTemplate, ChatTemplates, Message, given_template
+from quantkit.text.chat_template import META_FORMATS, ChatTemplate, ChatTemplates, Message, requested_template
+from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.special_tokens import special_tokens
-from quantkit.text.text_folder import text_folder
 from quantkit.text.tokenizer import Tokenizer
 
 _LLAMA3_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
@@ -19,10 +19,10 @@ _LLAMA2_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 
 
 class Chat(Protocol):
-    """What makes tokens of conversations.
+    """A format of conversations.
 
     Attributes:
-        end_ids: tokens that end an answer in this format, besides those that end any text of the model.
+        end_ids: tokens that end an answer in this format, in addition to the model's EOS tokens.
     """
 
     end_ids: tuple[int, ...]
@@ -30,28 +30,28 @@ class Chat(Protocol):
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> list[int]:
-        """Token ids that the model continues with an answer.
+        """The token ids that the model continues with an answer.
 
         Args:
-            messages: in order, the last one to be answered.
+            messages: in order; the last one is to be answered.
             tools: that the model may call, as JSON schemas.
-            variables: more that a template may read.
+            variables: further variables of a template.
 
         Raises:
-            RequestError: for a conversation that the format does not take.
+            RequestError: for a conversation that the format does not support.
         """
         ...
 
 
 class TemplateChat:
-    """By a template in Jinja, as ``transformers.apply_chat_template`` makes tokens of it."""
+    """A Jinja template, with the same tokens as ``transformers.apply_chat_template``."""
 
     end_ids: tuple[int, ...] = ()
 
     def __init__(self, choose: Callable[[bool], ChatTemplate], tokenizer: Tokenizer) -> None:
         """
         Args:
-            choose: gives the template, told whether there are tools.
+            choose: returns the template; its argument is whether there are tools.
         """
         self._choose, self._tokenizer = choose, tokenizer
 
@@ -74,8 +74,7 @@ class Llama2Chat:
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> list[int]:
-        _require_messages(messages)
-        _require_none("llama2", tools, variables)
+        _require_plain("llama2", messages, tools, variables)
         if (tag := llama2_tag(messages)) is not None:
             raise RequestError("a message holds a tag of the chat format", found=tag, hint="leave it out")
         turns = [(str(one["role"]), _text(one)) for one in messages]
@@ -85,7 +84,7 @@ class Llama2Chat:
         expected = ["user", "assistant"] * len(turns)
         if not turns or len(turns) % 2 == 0 or [role for role, _ in turns] != expected[: len(turns)]:
             raise RequestError(
-                "llama2 takes at most one system message, then user and assistant in turn, the user last",
+                "llama2 has at most one system message, then user and assistant in turn, the user last",
                 found=", ".join(str(one["role"]) for one in messages) or "no message",
             )  # fmt: skip
         ids: list[int] = []
@@ -96,10 +95,10 @@ class Llama2Chat:
 
 
 def llama2_tag(messages: Sequence[Message]) -> str | None:
-    """A tag of Llama 2's format that a message holds, as none may.
+    """A tag of Llama 2's format that a message contains, which is not allowed.
 
     Raises:
-        RequestError: if one is no message.
+        RequestError: for an invalid message.
     """
     texts = [_text(one) for one in messages]
     return next((tag for text in texts for tag in _LLAMA2_TAGS if tag in text), None)
@@ -117,21 +116,20 @@ class Llama3Chat:
             )
             self.end_ids: tuple[int, ...] = tuple(specials[name] for name in _LLAMA3_ENDS if name in specials)
         except KeyError as error:
-            raise RequestError(f"the tokenizer has no {error.args[0]}; it is none of Llama 3's") from error
+            raise RequestError(f"the tokenizer has no {error.args[0]}; it is not Llama 3's") from error
 
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> list[int]:
-        _require_messages(messages)
-        _require_none("llama3", tools, variables)
+        _require_plain("llama3", messages, tools, variables)
         if not messages:
             raise RequestError("a chat needs messages", expected='[{"role": "user", "content": "..."}]')
         ids = self._tokenizer.encode("")[:1]  # BOS
         for one in messages:
-            ids += [*self._begun(str(one["role"])), *self._plain(_text(one).strip()), self._end]
-        return [*ids, *self._begun("assistant")]
+            ids += [*self._started(str(one["role"])), *self._plain(_text(one).strip()), self._end]
+        return [*ids, *self._started("assistant")]
 
-    def _begun(self, role: str) -> list[int]:
+    def _started(self, role: str) -> list[int]:
         return [self._header, *self._plain(role), self._content, *self._plain("\n\n")]
 
     def _plain(self, text: str) -> list[int]:
@@ -141,13 +139,13 @@ class Llama3Chat:
 def chat_format(
     folder: str | Path, tokenizer: Tokenizer, template: Literal["llama2", "llama3"] | str | None = None
 ) -> Chat:
-    """How the model in a folder is told a conversation: its `encode` makes tokens of one.
+    """The chat format of the model in a folder, whose `encode` returns the tokens of a conversation.
 
     Args:
         folder: of the model.
         tokenizer: the model's.
         template: ``llama2`` or ``llama3``; the name of one of the folder's templates; or a file ``*.jinja``. None
-            takes the folder's default.
+            is the folder's default.
 
     Raises:
         RequestError: if the folder has no template, and none is named.
@@ -167,35 +165,26 @@ def chat_format(
         return Llama2Chat(tokenizer)
     if template == "llama3":
         return Llama3Chat(tokenizer)
-    tokens = _token_names(tokenizer, folder)
+    known = tokenizer.special_tokens or {}
+    spelled = {number: name for name, number in known.items()}
+    ends = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
+    own = {name: spelled[number] for name, number in ends.items() if number is not None and number in spelled}
+    tokens = {**own, **special_tokens(folder, known)}
     if template is not None and template.endswith(".jinja"):
-        given = ChatTemplate(given_template(template), tokens=tokens, path=Path(template))
-        return TemplateChat(lambda with_tools: given, _with_specials(tokenizer, folder))
+        chosen = ChatTemplate(requested_template(template), tokens=tokens, path=Path(template))
+        return TemplateChat(lambda with_tools: chosen, _with_specials(tokenizer, folder))
     templates = ChatTemplates(named, tokens)
     if not templates:
         raise RequestError(
-            "has no chat template", path=named, hint="a base model takes a prompt instead",
+            "has no chat template", path=named, hint="use a prompt with a base model",
             expected=f"`template={' or '.join(META_FORMATS)}` for an instruct model",
         )  # fmt: skip
     found = {with_tools: templates.choose(template, with_tools=with_tools) for with_tools in (False, True)}
     return TemplateChat(found.__getitem__, _with_specials(tokenizer, folder))
 
 
-def _token_names(tokenizer: Tokenizer, folder: Path) -> dict[str, str | None]:
-    """What templates call special tokens; where no file spells those that begin and end a text, as the tokenizer has
-    them."""
-    known = tokenizer.special_tokens or {}
-    spelled = {number: name for name, number in known.items()}
-    ends = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
-    spare = {name: spelled[number] for name, number in ends.items() if number is not None and number in spelled}
-    return {**spare, **special_tokens(folder, known)}
-
-
 def _with_specials(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
-    """
-    Raises:
-        RequestError: for a tokenizer that reads no special tokens from a text, as templates spell them.
-    """
+    """Require a tokenizer that reads special tokens from text, as templates spell them."""
     if tokenizer.special_tokens is None:
         raise RequestError(
             f"a template cannot spell special tokens for a tokenizer of {tokenizer.kind}", path=folder,
@@ -208,7 +197,7 @@ def _text(message: Message) -> str:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise RequestError(
-            "a message is an object with a role and a text", found=repr(message)[:60],
+            "a message is an object with a role and a content", found=repr(message)[:60],
             expected='{"role": "user", "content": "..."}',
         )  # fmt: skip
     return content
@@ -219,6 +208,7 @@ def _require_messages(messages: object) -> None:
         raise wrong_type("messages", messages, '[{"role": "user", "content": "..."}]')
 
 
-def _require_none(name: str, tools: object, variables: Mapping[str, Any]) -> None:
+def _require_plain(name: str, messages: object, tools: object, variables: Mapping[str, Any]) -> None:
+    _require_messages(messages)
     if tools is not None or variables:
-        raise RequestError(f"the format {name} takes neither tools nor variables")
+        raise RequestError(f"the format {name} has neither tools nor variables")

@@ -1,4 +1,4 @@
-"""Do two tokenizers read texts as the same tokens?"""
+"""Whether two tokenizers encode text in the same way."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ctypes import c_float
 
 from quantkit.text.canonical_vocabulary import AddedToken, CanonicalVocabulary, Kind, Token
-from quantkit.text.merge_order import merge_difference, order_probes, scores_difference
-from quantkit.text.merges import merges_make_all
+from quantkit.text.merges import merge_difference, merges_make_all, order_probes, scores_difference
 from quantkit.text.tokenizer import Tokenizer
 
 _SAMPLES = (
@@ -22,29 +21,32 @@ _SAMPLES = (
     "e\u0301 \u00e9 \ufb01 \u2167 \u00a0 \u200b \x00 \x7f",
 )
 _SAME_KINDS = ({Kind.TEXT, Kind.UNUSED}, {Kind.SPECIAL, Kind.SET_APART}, {Kind.ADDED, Kind.SET_APART})
-_ANYWHERE = AddedToken(0)  # found before pairs are merged, wherever it stands
-_MOST_PROBES = 1 << 12
-_LONGEST = 60
-_BEFORE = 20
+_ANYWHERE = AddedToken(0)  # found before pairs are merged, at any position
+_MAX_PROBES = 1 << 12
+_MAX_SHOWN = 60
+_NUM_SHOWN_BEFORE = 20
 
 
 def first_difference(first: Tokenizer, second: Tokenizer, texts: Iterable[str]) -> str | None:
-    """The first difference between two tokenizers, None where there is none. Compared are
+    """The first difference between two tokenizers; None if there is none. Compared are
 
     - for every id, the bytes and the kind of its token;
-    - how added tokens are found, the settings that cut texts, merges and scores, BOS and EOS: what both formats hold;
-    - the tokens of some texts, and of built-in samples, and what they are decoded to.
+    - the settings of added tokens, normalization and splitting, merges and scores, BOS and EOS, if both formats have
+      them;
+    - the tokens of `texts` and of built-in samples, and their decoding.
 
     Raises:
         CheckpointError: if a file is damaged.
     """
     own, others = first.canonical(), second.canonical()
+    # Whether both come from a tokenizer.json whose files state BOS and EOS.
+    stated = all(one.added is not None and one.merges is not None and not one.converted for one in (own, others))
     return (
         _token_difference(own, others)
         or _added_difference(own, others)
         or _settings_difference(own, others)
         or _order_difference(own, others)
-        or _end_difference(first, second, stated=_both_stated(own, others))
+        or _end_difference(first, second, stated=stated)
         or _text_difference(first, second, itertools.chain(_SAMPLES, texts, _probes(own, others)), own.kinds)
     )
 
@@ -59,12 +61,18 @@ def _token_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -
     at = min(differing)
     one, other = first.token(at), second.token(at)
     kinds = one is not None and other is not None and one.kind is not other.kind
-    what = " against ".join(_shown_token(token, kind=kinds) for token in (one, other))
-    return f"{len(differing)} of {len(numbers)} token ids; the first is {at}: {what}"
+    shown = []
+    for token in (one, other):
+        if token is None:
+            shown.append("no token")
+        else:
+            name = f"{token.kind.value} " if kinds or token.kind is not Kind.TEXT else ""
+            shown.append(f"{name}{token.content[:_MAX_SHOWN]!r}")
+    return f"{len(differing)} of {len(numbers)} token ids; the first is {at}: {' against '.join(shown)}"
 
 
 def _same(first: Token | None, second: Token | None) -> bool:
-    """Whether an id means the same; where it is unused, a format may have any filler or no token."""
+    """Whether two tokens of an id are equivalent; for an unused id, a format may have any token or none."""
     if first == second:
         return True
     used = [token for token in (first, second) if token is not None and token.kind is not Kind.UNUSED]
@@ -73,22 +81,15 @@ def _same(first: Token | None, second: Token | None) -> bool:
     return first.content == second.content and any({first.kind, second.kind} <= kinds for kinds in _SAME_KINDS)
 
 
-def _shown_token(token: Token | None, *, kind: bool) -> str:
-    if token is None:
-        return "no token"
-    name = f"{token.kind.value} " if kind or token.kind is not Kind.TEXT else ""
-    return f"{name}{token.content[:_LONGEST]!r}"
-
-
 def _added_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
-    """How added tokens are found, where both say it; of one alone, whether its list has other ids than its tokens."""
+    """A difference in the settings of added tokens, if both formats have them; otherwise only in their ids."""
     for number in sorted((first.added or {}).keys() | (second.added or {}).keys()):
         one, other = ((side.added or {}).get(number) for side in (first, second))
         own = (one or AddedToken(number))._asdict()
         others = (other or AddedToken(number))._asdict()
         names = list(own) if one is not None and other is not None else ["id"]
         if "spelling" in names and "space prefix" in first.settings:
-            names.remove("spelling")  # a space and U+2581 are one character there
+            names.remove("spelling")  # there a space and U+2581 are the same
         name = next((name for name in names if own[name] != others[name]), None)
         if name is not None:
             content = (first if one is not None else second).contents[number]
@@ -100,29 +101,25 @@ def _settings_difference(first: CanonicalVocabulary, second: CanonicalVocabulary
     for name, own in first.settings.items():
         if name not in second.settings or own == (others := second.settings[name]):
             continue
-        if name == "ignore_merges" and (first.converted or second.converted) and _makes_all(first, second):
-            continue
+        if name == "ignore_merges" and (first.converted or second.converted):
+            one = first if first.merges is not None else second
+            pieces = [piece for piece, number in one.spellings.items() if one.kinds.get(number) in (None, Kind.UNUSED)]
+            if one.merges is not None and merges_make_all(pieces, one.spellings, one.merges):
+                continue
         return f"{name}: {_shown(own, others)}"
     return None
 
 
 def _shown(first: object, second: object) -> str:
-    """Two values, long ones from a little before where they differ."""
+    """Two values; long ones from shortly before their first difference."""
     texts = [json.dumps(value, ensure_ascii=False) for value in (first, second)]
     common = next((at for at, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), 0)
-    start = max(common - _BEFORE, 0)
+    start = max(common - _NUM_SHOWN_BEFORE, 0)
     shown = [
-        ("..." * (start > 0) + text[start : start + _LONGEST] + "..." * (len(text) > start + _LONGEST))
-        if len(text) > _LONGEST else text for text in texts
+        ("..." * (start > 0) + text[start : start + _MAX_SHOWN] + "..." * (len(text) > start + _MAX_SHOWN))
+        if len(text) > _MAX_SHOWN else text for text in texts
     ]  # fmt: skip
     return " against ".join(shown)
-
-
-def _makes_all(first: CanonicalVocabulary, second: CanonicalVocabulary) -> bool:
-    """Whether it is the same to merge a word of the vocabulary and to take it as it is."""
-    one = first if first.merges is not None else second
-    pieces = [piece for piece, number in one.spellings.items() if one.kinds.get(number) in (None, Kind.UNUSED)]
-    return one.merges is not None and merges_make_all(pieces, one.spellings, one.merges)
 
 
 def _order_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
@@ -134,31 +131,20 @@ def _order_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -
         }  # fmt: skip
         return merge_difference(first.merges, second.merges, ignored)
     if first.scores is not None and second.scores is not None:
-        pairs = (
-            (piece, score, second.scores[piece]) for piece, score in first.scores.items() if piece in second.scores
-        )
-        return next(
-            (f"the score of {piece!r}: {a:g} against {b:g}" for piece, a, b in pairs if not _same_score(a, b)), None
-        )
-    for one, other in ((first, second), (second, first)):
-        if one.merges is not None and other.scores is not None:
-            return scores_difference(one.merges, other.scores)
+        for piece, score in first.scores.items():
+            other = second.scores.get(piece, score)
+            if score != other and c_float(score).value != c_float(other).value:  # sentencepiece has single precision
+                return f"the score of {piece!r}: {score:g} against {other:g}"
+        return None
+    for one, two in ((first, second), (second, first)):
+        if one.merges is not None and two.scores is not None:
+            return scores_difference(one.merges, two.scores)
     return None
 
 
-def _same_score(first: float, second: float) -> bool:
-    """Whether two scores are one number in single precision, which sentencepiece has."""
-    return first == second or c_float(first).value == c_float(second).value
-
-
-def _both_stated(first: CanonicalVocabulary, second: CanonicalVocabulary) -> bool:
-    """Whether both come from a tokenizer.json whose files say which tokens begin and end a text."""
-    return all(one.added is not None and one.merges is not None and not one.converted for one in (first, second))
-
-
 def _end_difference(first: Tokenizer, second: Tokenizer, *, stated: bool) -> str | None:
-    """A difference in the tokens that begin and end a text. Formats but tokenizer.json need not have them, and Meta's
-    tiktoken files have several that end one."""
+    """A difference in BOS and EOS. Formats other than tokenizer.json may lack them, and Meta's tiktoken files have
+    several EOS tokens."""
     begins = [set[int]() if one.bos_id is None else {one.bos_id} for one in (first, second)]
     ends = [set(one.eos_ids) for one in (first, second)]
     for name, (own, others) in (("BOS", begins), ("EOS", ends)):
@@ -174,7 +160,7 @@ def _text_difference(
         ids = first.encode(text)
         if ids != second.encode(text):
             return f"the text {text[:40]!r}"
-        known = [one for one in ids if kinds.get(one) is not Kind.SPECIAL]  # some formats decode <unk> to a sign
+        known = [one for one in ids if kinds.get(one) is not Kind.SPECIAL]  # some formats decode <unk> to a symbol
         if first.decode(known) != second.decode(known):
             return f"what the tokens of {text[:40]!r} are decoded to"
     return None
@@ -182,7 +168,7 @@ def _text_difference(
 
 def _probes(first: CanonicalVocabulary, second: CanonicalVocabulary) -> Iterator[str]:
     if first.merges is not None and second.merges is not None:
-        for pieces in itertools.islice(order_probes(first.merges, second.merges), _MOST_PROBES):
+        for pieces in itertools.islice(order_probes(first.merges, second.merges), _MAX_PROBES):
             content = b"".join(first.contents[first.spellings[piece]] for piece in pieces)
             with contextlib.suppress(UnicodeDecodeError):
                 yield content.decode()

@@ -1,4 +1,4 @@
-"""Calls into the tokenizers' libraries, which panic, print and raise what they like on damaged files."""
+"""Calls into the tokenizers' libraries, which panic, print, and raise any error on damaged files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _redirecting = threading.Lock()
 
 @contextmanager
 def contained(path: Path, problem: str) -> Iterator[None]:
-    """Whatever a library raises within is the fault of a file.
+    """Attribute any error of a library to a file.
 
     Raises:
-        CheckpointError: for it, a panic of Rust among it, which Python does not take for an `Exception`.
+        CheckpointError: for the error; also for a panic of Rust, which is no `Exception`.
     """
     try:
         yield
@@ -37,15 +37,15 @@ def contained(path: Path, problem: str) -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether Rust gave up; each library has a class of its own for that, which it does not export."""
+    """Whether Rust panicked; each library has its own class for that, which it does not export."""
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def quiet_on_failure() -> Iterator[None]:
-    """Keep what libraries print on stderr back, and print it at the end unless an error leaves the block.
+    """Hold back what libraries print on stderr, and print it at the end unless the block raises an error.
 
-    Meant for short calls: it holds for all threads.
+    For short calls: it affects all threads.
     """
     with _redirecting, tempfile.TemporaryFile() as kept:
         try:
@@ -65,8 +65,8 @@ def quiet_on_failure() -> Iterator[None]:
             os.dup2(saved, _STDERR)
             os.close(saved)
             kept.seek(0)
-            if told := kept.read():
-                os.write(_STDERR, told)
+            if printed := kept.read():
+                os.write(_STDERR, printed)
 
 
 def _flush() -> None:

@@ -1,21 +1,22 @@
 """Write a ``tokenizer.json`` for tokenizers that came as sentencepiece or tiktoken files.
 
-transformers reads it without further packages. What is written is first compared with the original: every token, the
-order of merges, and sample texts.
+transformers reads it without further packages. It is first compared with the original: every token, the order of
+merges, and sample texts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantkit.text.compare import first_difference
-from quantkit.text.merges import merges_by_rank
-from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken
-from quantkit.text.token_bytes import spelled_bytes
-from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
+from quantkit.text.folder_vocabulary import FoundTokenizer, sentencepiece_vocabulary, tiktoken_vocabulary
+from quantkit.text.gguf_tokenizer import tokenizer_json
+from quantkit.text.gguf_vocabulary import BPE
+from quantkit.text.sentencepiece_file import PieceType, read_sentencepiece
+from quantkit.text.tiktoken_file import is_tiktoken
+from quantkit.text.tokenizer import JsonTokenizer, original_tokenizer
 
 
 def export_json(path: Path, scratch: Path) -> dict[str, bytes] | None:
@@ -23,21 +24,25 @@ def export_json(path: Path, scratch: Path) -> dict[str, bytes] | None:
 
     Args:
         path: a sentencepiece or tiktoken file.
-        scratch: an empty folder to try the result in.
+        scratch: an empty folder for the comparison.
 
     Returns:
-        File names with contents; None where the result would not tokenize alike.
+        Contents by file name; None if the result would not tokenize in the same way.
     """
-    original: Tokenizer
-    if is_tiktoken(path):
-        original = TiktokenTokenizer(path)
-        engine, settings = _from_tiktoken(path)
-    else:
-        original = SentencePieceTokenizer(path)
-        engine, settings = _from_sentencepiece(path)
+    from tokenizers import Tokenizer as Engine
+
+    original = original_tokenizer(path)
+    found = _exportable(path)
+    if found is None:
+        return None
+    ids = {name: number for name, number in found.ids.items() if name != "pad_token"}
+    raw = tokenizer_json(found.vocabulary, ids, (original.bos_id is not None, False))
+    if found.vocabulary.model == BPE:  # special tokens follow the vocabulary
+        for token in raw["added_tokens"]:
+            del raw["model"]["vocab"][token["content"]]
     files = {
-        "tokenizer.json": engine.to_str().encode(),
-        "tokenizer_config.json": json.dumps(settings, indent=2).encode() + b"\n",
+        "tokenizer.json": str(Engine.from_str(json.dumps(raw)).to_str()).encode(),
+        "tokenizer_config.json": json.dumps(_settings(found, ids), indent=2).encode() + b"\n",
     }
     for name, content in files.items():
         (scratch / name).write_bytes(content)
@@ -45,70 +50,20 @@ def export_json(path: Path, scratch: Path) -> dict[str, bytes] | None:
     return files if first_difference(original, written, ()) is None else None
 
 
-def _from_tiktoken(path: Path) -> tuple[Any, dict[str, Any]]:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    ranks = read_tiktoken(path)
-    spelled = {spelled_bytes(token): rank for token, rank in ranks.items()}
-    engine = Tokenizer(models.BPE(vocab=spelled, merges=merges_by_rank(spelled, spelled), ignore_merges=True))
-    engine.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    engine.decoder = decoders.ByteLevel()
-    specials = llama3_specials(len(ranks))
-    engine.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in specials])
-    return engine, _settings(engine, "<|begin_of_text|>", "<|end_of_text|>", specials)
+def _exportable(path: Path) -> FoundTokenizer | None:
+    """The vocabulary of a file, unless it is a sentencepiece model of a kind that is not exported."""
+    if is_tiktoken(path):
+        return tiktoken_vocabulary(path)
+    model = read_sentencepiece(path)
+    added = any(kind is PieceType.USER_DEFINED for _, _, kind in model.pieces)
+    usual = model.byte_pair and model.plain and model.space_prefix and not added
+    return sentencepiece_vocabulary(model) if usual else None
 
 
-def _from_sentencepiece(path: Path) -> tuple[Any, dict[str, Any]]:
-    from sentencepiece import SentencePieceProcessor
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-
-    model: Any = SentencePieceProcessor(model_file=str(path))
-    count: int = model.get_piece_size()
-    vocabulary = {model.id_to_piece(i): i for i in range(count)}
-    apart = [i for i in range(count) if model.is_control(i) or model.is_unknown(i)]
-    order = {
-        model.id_to_piece(i): -model.get_score(i)
-        for i in range(count)
-        if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i) or model.is_unused(i))
-    }
-    unknown = model.id_to_piece(model.unk_id())
-    engine = Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=merges_by_rank(order, vocabulary),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    engine.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    engine.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    engine.add_special_tokens([AddedToken(model.id_to_piece(i), special=True, normalized=False) for i in apart])
-    bos = model.id_to_piece(model.bos_id()) if model.bos_id() >= 0 else None
-    eos = model.id_to_piece(model.eos_id()) if model.eos_id() >= 0 else None
-    settings = _settings(engine, bos, eos, vocabulary)
-    settings["unk_token"] = unknown
-    return engine, settings
-
-
-def _settings(engine: Any, bos: str | None, eos: str | None, ids: Mapping[str, int]) -> dict[str, Any]:
-    """What transformers needs beside the engine; the BOS goes into the engine itself."""
-    from tokenizers import processors
-
-    if bos is not None:
-        engine.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, ids[bos])]
-        )
-    settings: dict[str, Any] = {
+def _settings(found: FoundTokenizer, ids: dict[str, int]) -> dict[str, Any]:
+    names = ("bos_token", "eos_token", "unk_token")
+    return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
+        **{name: found.vocabulary.tokens[ids[name]] for name in names if name in ids},
     }
-    settings.update({k: v for k, v in (("bos_token", bos), ("eos_token", eos)) if v is not None})
-    return settings

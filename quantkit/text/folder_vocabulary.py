@@ -1,4 +1,4 @@
-"""A folder's tokenizer, of whichever kind, as the vocabulary that llama.cpp reads from GGUF's metadata."""
+"""A folder's tokenizer, of any kind, as the vocabulary that llama.cpp reads from GGUF's metadata."""
 
 from __future__ import annotations
 
@@ -14,25 +14,32 @@ from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.gguf_tokenizer import PIPELINE_PARTS, TOKEN_FLAGS
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.merges import merges_by_rank, merges_make_all, pairs_of, ranks_of_merges
-from quantkit.text.pipeline import CUT_AT_SPACES, PREPEND_SPACE, REPLACE_SPACES, SPACE
-from quantkit.text.pre_tokenizers import SIMPLER, names_of, patterns_of
-from quantkit.text.sentencepiece_file import PieceType, read_sentencepiece
+from quantkit.text.pipeline import (
+    PREPEND_SPACE,
+    REPLACE_SPACES,
+    SIMPLER,
+    SPACE,
+    SPLIT_AT_SPACES,
+    names_of,
+    patterns_of,
+)
+from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile, read_sentencepiece
 from quantkit.text.special_tokens import added_tokens, special_tokens
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken
 from quantkit.text.token_bytes import spelled_bytes
 
 UNREACHED = -1000.0
-"""The score of what no pairs make, as llama.cpp's converter has it."""
+"""The score of tokens that merges do not result in, as llama.cpp's converter writes it."""
 
 
 @dataclass
 class FoundTokenizer:
-    """A tokenizer as its folder has it.
+    """A folder's tokenizer.
 
     Attributes:
-        ids: of the special tokens that only the tokenizer's own file names.
-        pipeline: parts of a tokenizer.json as they are there; empty where there is none.
-        notes: what llama.cpp will do otherwise.
+        ids: of special tokens that only the tokenizer's own file states, by transformers' names.
+        pipeline: the parts of a tokenizer.json; empty without such a file.
+        notes: what llama.cpp does differently.
     """
 
     vocabulary: Vocabulary
@@ -42,7 +49,7 @@ class FoundTokenizer:
 
 
 def folder_vocabulary(folder: Path) -> FoundTokenizer:
-    """The tokenizer that `load_tokenizer` takes of a folder.
+    """The tokenizer that `load_tokenizer` loads from a folder.
 
     Raises:
         CheckpointError: if a file is damaged.
@@ -51,28 +58,45 @@ def folder_vocabulary(folder: Path) -> FoundTokenizer:
     if (folder / "tokenizer.json").is_file():
         return _from_json(folder)
     path = folder / "tokenizer.model"
-    return _from_tiktoken(path) if is_tiktoken(path) else _from_sentencepiece(path)
+    if is_tiktoken(path):
+        return tiktoken_vocabulary(path)
+    model = read_sentencepiece(path)
+    if not model.byte_pair or not model.plain:
+        what = "that changes text" if model.byte_pair else "of another algorithm"
+        _refuse(path, f"a sentencepiece model {what}")
+    _require_bytes({spelling for spelling, _, _ in model.pieces}, path)
+    return sentencepiece_vocabulary(model, added_tokens(folder))
 
 
-def _from_tiktoken(path: Path) -> FoundTokenizer:
+def tiktoken_vocabulary(path: Path) -> FoundTokenizer:
+    """The tokenizer of a tiktoken file.
+
+    Raises:
+        CheckpointError: if the file is damaged.
+    """
     ranks = {spelled_bytes(token): rank for token, rank in read_tiktoken(path).items()}
     specials = llama3_specials(len(ranks))
     tokens = [*sorted(ranks, key=lambda token: ranks[token]), *specials]
     types = [PieceType.NORMAL] * len(ranks) + [PieceType.CONTROL] * len(specials)
     pre = names_of((LLAMA3_PATTERN,), has_bos=True)[True]
-    return FoundTokenizer(Vocabulary(keys.BPE, tokens, types, [], merges_by_rank(ranks, ranks), pre, False))
+    vocabulary = Vocabulary(keys.BPE, tokens, types, [], merges_by_rank(ranks, ranks), pre, False)
+    ids = {"bos_token": specials["<|begin_of_text|>"], "eos_token": specials["<|end_of_text|>"]}
+    return FoundTokenizer(vocabulary, ids)
 
 
-def _from_sentencepiece(path: Path) -> FoundTokenizer:
-    model = read_sentencepiece(path)
-    if not model.byte_pair or not model.plain:
-        _refuse(path, "a sentencepiece model " + ("that rewrites texts" if model.byte_pair else "of another algorithm"))
-    _require_bytes({spelling for spelling, _, _ in model.pieces}, path)
+def sentencepiece_vocabulary(
+    model: SentencePieceFile, added: Collection[tuple[int, str, bool]] = ()
+) -> FoundTokenizer:  # fmt: skip
+    """The tokenizer of a sentencepiece model that merges pairs.
+
+    Args:
+        added: see `added_tokens`.
+    """
     pieces = [
-        (_as_in_texts(spelling) if kind is PieceType.USER_DEFINED else spelling, score, kind)
+        (_as_in_text(spelling) if kind is PieceType.USER_DEFINED else spelling, score, kind)
         for spelling, score, kind in model.pieces
     ]
-    for number, spelling, special in added_tokens(path.parent):
+    for number, spelling, special in added:
         if number < len(pieces):
             continue
         pieces += [(keys.filler(row), UNREACHED, PieceType.UNUSED) for row in range(len(pieces), number)]
@@ -107,108 +131,102 @@ def _from_json(folder: Path) -> FoundTokenizer:
     if flags:
         found.pipeline["added_tokens"] = flags
     if any({"lstrip", "rstrip", "single_word"} & set(one) for one in flags.values()):
-        found.notes.append("llama.cpp keeps blanks beside special tokens where the tokenizer drops them")
+        found.notes.append("llama.cpp keeps whitespace next to special tokens that the tokenizer drops")
     if model.flag("byte_fallback", False):
         return _scored(found, model.values.get("unk_token"), vocabulary, path)
-    return _cut(found, model.flag("ignore_merges", False), vocabulary, folder)
+    return _byte_level(found, model.flag("ignore_merges", False), vocabulary, folder)
 
 
-def _cut(found: FoundTokenizer, whole: bool, vocabulary: Mapping[str, int], folder: Path) -> FoundTokenizer:
-    """A byte-level tokenizer, with the name of how it cuts texts."""
+def _byte_level(
+    found: FoundTokenizer, ignore_merges: bool, vocabulary: Mapping[str, int], folder: Path
+) -> FoundTokenizer:
+    """A byte-level tokenizer, with llama.cpp's name for its patterns."""
     path, normalizer = folder / "tokenizer.json", found.pipeline["normalizer"]
     steps = normalizer.get("normalizers", [normalizer]) if isinstance(normalizer, dict) else []
     if any(step.get("type") != "NFC" for step in steps):
         _refuse(path, f"a normalizer of type {shown(normalizer.get('type'))}")
     if steps:
-        found.notes.append("llama.cpp does not bring texts into Unicode's form NFC as the tokenizer does")
+        found.notes.append("llama.cpp does not normalize text to NFC as the tokenizer does")
     patterns = patterns_of(found.pipeline["pre_tokenizer"])
     has_bos = special_tokens(folder, vocabulary, ("bos_token",)).get("bos_token") is not None
     names = names_of(patterns, has_bos=has_bos) if patterns is not None else {}
-    name = names.get(whole)
+    name = names.get(ignore_merges)
     if name is None and names:
-        normal = (
-            token for token, kind in zip(found.vocabulary.tokens, found.vocabulary.types, strict=True)
-            if kind is PieceType.NORMAL
-        )  # fmt: skip
+        normal = (found.vocabulary.tokens[number] for number in found.vocabulary.tokens_of(PieceType.NORMAL))
         if merges_make_all(normal, vocabulary, found.vocabulary.merges):
             (name,) = names.values()
     if name is None:
-        _refuse(path, "a pre_tokenizer" if not names else f"ignore_merges {str(whole).lower()} with its pre_tokenizer")
+        what = f"ignore_merges {str(ignore_merges).lower()} with its pre_tokenizer"
+        _refuse(path, what if names else "a pre_tokenizer")
     if name in SIMPLER:
-        found.notes.append("llama.cpp cuts words with capitals or marks beyond ASCII otherwise than the tokenizer does")
+        found.notes.append("llama.cpp splits words with non-ASCII capitals or marks differently")
     found.vocabulary = replace(found.vocabulary, pre=name)
     return found
 
 
 def _scored(found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], path: Path) -> FoundTokenizer:
-    """A tokenizer of sentencepiece's kind, whose list of pairs becomes scores."""
+    """A tokenizer like sentencepiece's, whose list of pairs becomes scores."""
     _require_bytes(vocabulary, path)
-    cutter, normalizer = found.pipeline["pre_tokenizer"], found.pipeline["normalizer"]
-    if isinstance(cutter, dict) and cutter.get("type") == "Metaspace":
-        scheme = cutter.get("prepend_scheme", "always")
-        known = (
-            cutter.get("replacement") == SPACE and cutter.get("split") is False and normalizer in (None, REPLACE_SPACES)
-        )
+    splitter, normalizer = found.pipeline["pre_tokenizer"], found.pipeline["normalizer"]
+    if isinstance(splitter, dict) and splitter.get("type") == "Metaspace":
+        scheme = splitter.get("prepend_scheme", "always")
+        known = splitter.get("replacement") == SPACE and splitter.get("split") is False
+        known = known and normalizer in (None, REPLACE_SPACES)
         prefix = scheme != "never"
         if prefix:
-            where = "the whole text" if scheme == "first" else "each that begins with none"
+            where = "all of it" if scheme == "first" else "pieces that do not begin with one"
             found.notes.append(
-                f"llama.cpp puts a space before each piece of text between special tokens, the tokenizer before {where}"
+                f"llama.cpp adds a space before each piece of text between special tokens, the tokenizer before {where}"
             )
     else:
         prefix = normalizer == {"type": "Sequence", "normalizers": [PREPEND_SPACE, REPLACE_SPACES]}
-        known = (prefix or normalizer == REPLACE_SPACES) and cutter in (None, CUT_AT_SPACES)
+        known = (prefix or normalizer == REPLACE_SPACES) and splitter in (None, SPLIT_AT_SPACES)
     if not known:
-        _refuse(path, "a tokenizer of sentencepiece's kind with another normalizer or pre_tokenizer")
+        _refuse(path, "a tokenizer like sentencepiece's with another normalizer or pre_tokenizer")
     old = found.vocabulary
     apart = {token for token, kind in zip(old.tokens, old.types, strict=True) if kind is not PieceType.NORMAL}
     ranks = ranks_of_merges(old.merges, vocabulary, apart)
     if ranks is None:
-        _refuse(path, "a tokenizer whose merges no scores stand for")
-    types = [_scored_type(token, kind, unknown) for token, kind in zip(old.tokens, old.types, strict=True)]
-    scores = [
-        UNREACHED if kind is PieceType.USER_DEFINED
-        else 0.0 if kind is not PieceType.NORMAL
-        else float(-ranks.get(token, len(ranks) + number))
-        for number, (token, kind) in enumerate(zip(old.tokens, types, strict=True))
-    ]  # fmt: skip
+        _refuse(path, "a tokenizer whose merges have no equivalent scores")
+    tokens, types, scores = list(old.tokens), list(old.types), []
+    for number, (token, kind) in enumerate(zip(old.tokens, old.types, strict=True)):
+        if token == unknown:
+            types[number] = PieceType.UNKNOWN
+        elif kind is PieceType.NORMAL and len(token) == 6 and token.startswith("<0x"):
+            types[number] = PieceType.BYTE
+        score = 0.0
+        if types[number] is PieceType.USER_DEFINED:
+            tokens[number], score = _as_in_text(token), UNREACHED
+        elif types[number] is PieceType.NORMAL:
+            score = float(-ranks.get(token, len(ranks) + number))
+        scores.append(score)
     scores = _original_scores(path.with_name("tokenizer.model"), old.tokens, ranks) or scores
-    tokens = [
-        _as_in_texts(token) if kind is PieceType.USER_DEFINED else token
-        for token, kind in zip(old.tokens, types, strict=True)
-    ]
     found.vocabulary = Vocabulary(keys.SPM, tokens, types, scores, [], "", prefix)
     return found
 
 
-def _scored_type(token: str, kind: PieceType, unknown: Any) -> PieceType:
-    if token == unknown:
-        return PieceType.UNKNOWN
-    return PieceType.BYTE if kind is PieceType.NORMAL and len(token) == 6 and token.startswith("<0x") else kind
-
-
-def _as_in_texts(token: str) -> str:
-    """A token that is set apart, as llama.cpp looks for it: before it puts U+2581 for spaces."""
+def _as_in_text(token: str) -> str:
+    """An added token as llama.cpp looks for it: before it replaces spaces by U+2581."""
     return token.replace(SPACE, " ")
 
 
 def _original_scores(path: Path, tokens: Sequence[str], ranks: Mapping[str, int]) -> list[float] | None:
-    """Those of the sentencepiece model that a tokenizer.json was made of, if it lies beside it."""
+    """The scores of the sentencepiece model that a tokenizer.json was made from, if it is next to it."""
     if not path.is_file() or is_tiktoken(path):
         return None
     pieces = read_sentencepiece(path).pieces
     if [spelling for spelling, _, _ in pieces] != list(tokens[: len(pieces)]):
         return None
     scores = {spelling: score for spelling, score, _ in pieces}
-    made = [scores.get(piece, UNREACHED) for piece in ranks]
-    if any(first <= second for first, second in itertools.pairwise(made)):
+    merged = [scores.get(piece, UNREACHED) for piece in ranks]
+    if any(first <= second for first, second in itertools.pairwise(merged)):
         return None
     return [scores.get(token, UNREACHED) for token in tokens]
 
 
 def _require_bytes(tokens: Collection[str], path: Path) -> None:
     if any(f"<0x{byte:02X}>" not in tokens for byte in range(256)):
-        _refuse(path, "a tokenizer of sentencepiece's kind without tokens for all bytes")
+        _refuse(path, "a tokenizer like sentencepiece's without tokens for all bytes")
 
 
 def _refuse(path: Path, what: str) -> NoReturn:

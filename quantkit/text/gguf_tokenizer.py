@@ -1,51 +1,89 @@
-"""The folder of a GGUF file's metadata: tokenizer, chat templates and settings of generation, as files that
-transformers and `load_tokenizer` read.
+"""The folder of a GGUF file's metadata: tokenizer, chat templates and generation settings, as files that transformers
+and `load_tokenizer` read.
 
-What they make of a text is what llama.cpp makes of it, but for parts of a tokenizer.json that quantkit has put into the
-file beside what llama.cpp reads.
+They tokenize text as llama.cpp does, except for parts of a tokenizer.json that quantkit wrote into the file in addition
+to llama.cpp's keys.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
-import struct
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import CheckpointError
-from quantkit.json_values import Settings, parsed, shown
+from quantkit.errors import CheckpointError, name_as
+from quantkit.files.gguf_parts import gguf_file, read_parts
+from quantkit.files.located import located
+from quantkit.json_values import Settings, parsed, shortest, shown
 from quantkit.text import gguf_vocabulary as keys
-from quantkit.text.gguf_vocabulary import Vocabulary
+from quantkit.text.gguf_vocabulary import GgufUnstated, Vocabulary, gguf_unstated
 from quantkit.text.merges import merges_by_rank, scores_are_ranks
-from quantkit.text.pre_tokenizers import named, pre_tokenizer
+from quantkit.text.pipeline import PREPEND_SPACE, REPLACE_SPACES, RESTORE_SPACES, SPACE, patterns_by_name, pre_tokenizer
 from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile, sentencepiece_bytes
 
 SAMPLING = {
     "temperature": "general.sampling.temp", "top_k": "general.sampling.top_k", "top_p": "general.sampling.top_p",
     "min_p": "general.sampling.min_p", "repetition_penalty": "general.sampling.penalty_repeat",
 }  # fmt: skip
-"""Keys by the names that generation_config.json has."""
+"""Keys by the names in generation_config.json."""
 PIPELINE_PARTS = ("normalizer", "pre_tokenizer", "decoder")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
-_SPACE = "\u2581"
-_LEAST, _MOST = 1e-6, 1e9
+_MIN, _MAX = 1e-6, 1e9
 _RANGES = {
-    "temperature": (-_MOST, _MOST), "top_k": (-_MOST, _MOST), "top_p": (0, 1), "min_p": (0, 1),
-    "repetition_penalty": (_LEAST, _MOST),
+    "temperature": (-_MAX, _MAX), "top_k": (-_MAX, _MAX), "top_p": (0, 1), "min_p": (0, 1),
+    "repetition_penalty": (_MIN, _MAX),
 }  # fmt: skip
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+_folders: dict[tuple[Path, int, int], Path] = {}
+_unstated: dict[Path, GgufUnstated] = {}
+
+
+def text_folder(path: str | Path) -> Path:
+    """The folder with a model's tokenizer, chat templates and generation settings. For a GGUF file, or a folder whose
+    only tokenizer is in one, it is made from the metadata, and exists until the process ends.
+
+    Raises:
+        CheckpointError: if the file is damaged, or its tokenizer is.
+        UnsupportedError: if its tokenizer cannot be rebuilt exactly.
+    """
+    found = located(path)
+    file = None if any((found / name).is_file() for name in _TOKENIZERS) else gguf_file(found)
+    if file is None:
+        return found
+    state = file.stat()
+    version = (file.resolve(), state.st_size, state.st_mtime_ns)
+    if version not in _folders or not _folders[version].is_dir():
+        metadata = read_parts(file)[0].metadata
+        files, unstated = folder_files(metadata, file), gguf_unstated(metadata, file)
+        _folders[version] = folder = Path(tempfile.mkdtemp(prefix="quantkit-"))
+        if unstated is not None:
+            _unstated[folder] = unstated
+        name_as(folder, file)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    return _folders[version]
+
+
+def unstated_in(folder: Path) -> GgufUnstated | None:
+    """What the GGUF file of a folder from `text_folder` does not state; None for any other folder."""
+    return _unstated.get(folder)
 
 
 def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
-    """The files of a folder that has the tokenizer, chat templates and settings of generation of a GGUF file.
+    """The files of a folder with the tokenizer, chat templates and generation settings of a GGUF file.
 
     Args:
-        metadata: of its header, in plain values.
+        metadata: the file's, as plain values.
         path: the file, for errors.
 
     Returns:
-        Names with contents: tokenizer.json, or tokenizer.model, or both, and what stands beside them; none where the
-        file has no tokenizer.
+        Contents by name: tokenizer.json or tokenizer.model or both, and their side files; empty for a file without a
+        tokenizer.
 
     Raises:
         CheckpointError: if the metadata contradicts itself.
@@ -58,23 +96,27 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     adds = keys.begins_and_ends(metadata, vocabulary, ids, path)
     own = _own(metadata, path)
     files: dict[str, bytes] = {}
-    if vocabulary.model == keys.BPE or scores_are_ranks(_mergeable(vocabulary), vocabulary.numbers()):
+    if vocabulary.model == keys.BPE or scores_are_ranks(_mergeable(vocabulary), vocabulary.ids()):
         raw = tokenizer_json(vocabulary, ids, adds)
-        raw = _with_own(raw, own) if keys.PIPELINE in metadata else _with_phi3(raw, metadata)
+        if keys.PIPELINE in metadata:
+            raw = _with_own(raw, own)
+        elif any(name in str(metadata.get("general.name")).lower() for name in ("phi-3", "phi3")):
+            for token in raw["added_tokens"]:  # as llama.cpp does for models of this name
+                token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
         files["tokenizer.json"] = _json(raw, indent=None)
     if vocabulary.model == keys.SPM and vocabulary.types.count(PieceType.UNKNOWN) == 1:
         files["tokenizer.model"] = _sentencepiece(vocabulary, ids)
     if not files:
-        raise CheckpointError("the tokenizer has scores of which several are equal, and no unknown token", path=path)
+        raise CheckpointError("the tokenizer has several equal scores, and no unknown token", path=path)
     names = {name: vocabulary.tokens[ids[name]] if name in ids else None for name in keys.ID_KEYS}
     if "bos_token" in own.values and not adds[0]:
-        names["bos_token"] = None  # which llama.cpp has to have, and the model has not
+        names["bos_token"] = None  # llama.cpp requires one, the model has none
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **names,
     }
-    templates = read_templates(metadata, path)
+    templates = _templates(metadata, path)
     if list(templates) == ["default"]:
         files["chat_template.jinja"] = templates["default"].encode()
     elif templates:
@@ -86,53 +128,47 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
 
 
 def tokenizer_json(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[bool, bool]) -> dict[str, Any]:
-    """A tokenizer.json that makes of a text what llama.cpp makes of it.
+    """A tokenizer.json that tokenizes as llama.cpp does.
 
     Args:
         ids: of the special tokens, by transformers' names.
-        adds: whether a text gets BOS before it, and EOS after it.
+        adds: whether BOS is added before text, and EOS after it.
     """
     spm = vocabulary.model == keys.SPM
     control = keys.control_tokens(vocabulary)
     if spm:
         order = {token: -score for token, score in _mergeable(vocabulary).items()}
-        merges, whole = merges_by_rank(order, vocabulary.numbers()), False
-        spaces: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-        prefix = {"type": "Prepend", "prepend": _SPACE}
-        normalizer = {"type": "Sequence", "normalizers": [prefix, spaces]} if vocabulary.space_prefix else spaces
-        strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if vocabulary.space_prefix else []
-        back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-        steps: list[dict[str, Any]] = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+        merges, ignore_merges = merges_by_rank(order, vocabulary.ids()), False
+        normalizer: dict[str, Any] | None = REPLACE_SPACES
+        steps: list[dict[str, Any]] = [RESTORE_SPACES, {"type": "ByteFallback"}, {"type": "Fuse"}]
+        if vocabulary.space_prefix:
+            normalizer = {"type": "Sequence", "normalizers": [PREPEND_SPACE, REPLACE_SPACES]}
+            steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
         decoder: dict[str, Any] = {"type": "Sequence", "decoders": steps}
-        cut = None
+        splitter = None
     else:
-        patterns, whole = named(vocabulary.pre) or ((), False)
-        merges, normalizer, cut = list(vocabulary.merges), None, pre_tokenizer(patterns)
+        patterns, ignore_merges = patterns_by_name(vocabulary.pre) or ((), False)
+        merges, normalizer, splitter = list(vocabulary.merges), None, pre_tokenizer(patterns)
         decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    apart = [number for number, kind in enumerate(vocabulary.types) if kind is PieceType.USER_DEFINED]
     unknown = vocabulary.tokens[ids["unk_token"]] if spm and "unk_token" in ids else None
     model = {
         "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": spm, "byte_fallback": spm, "ignore_merges": whole,
-        "vocab": vocabulary.numbers(), "merges": merges,
+        "end_of_word_suffix": None, "fuse_unk": spm, "byte_fallback": spm, "ignore_merges": ignore_merges,
+        "vocab": vocabulary.ids(), "merges": merges,
     }  # fmt: skip
     added: list[dict[str, Any]] = [
         {"id": number, "content": vocabulary.tokens[number], **dict.fromkeys(TOKEN_FLAGS, False),
          "special": number in control}
-        for number in sorted({*apart, *control})
+        for number in sorted(vocabulary.tokens_of(PieceType.USER_DEFINED) | control)
     ]  # fmt: skip
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": normalizer,
-        "pre_tokenizer": cut, "post_processor": _around(vocabulary, ids, adds), "decoder": decoder, "model": model,
+        "pre_tokenizer": splitter, "post_processor": _around(vocabulary, ids, adds), "decoder": decoder, "model": model,
     }  # fmt: skip
 
 
-def read_templates(metadata: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """A file's chat templates by name.
-
-    Raises:
-        CheckpointError: if one of them is missing, or no text.
-    """
+def _templates(metadata: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """A file's chat templates by name."""
     settings = Settings(metadata, path)
     found = {"default": settings.text(keys.TEMPLATE)} if settings.has(keys.TEMPLATE) else {}
     for name in settings.texts(keys.TEMPLATES) if settings.has(keys.TEMPLATES) else []:
@@ -141,65 +177,50 @@ def read_templates(metadata: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def _around(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[bool, bool]) -> dict[str, Any] | None:
-    """What puts BOS before a text and EOS after it."""
+    """The post-processor that adds BOS and EOS."""
     names = [name for name, wanted in zip(("bos_token", "eos_token"), adds, strict=True) if wanted]
     if not names:
         return None
     tokens = {vocabulary.tokens[ids[name]]: ids[name] for name in names}
 
-    def put(letter: str) -> list[dict[str, Any]]:
-        around: list[dict[str, Any]] = [{"Sequence": {"id": letter, "type_id": 0}}]
+    def with_specials(letter: str) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = [{"Sequence": {"id": letter, "type_id": 0}}]
         for name in names:
             token = {"SpecialToken": {"id": vocabulary.tokens[ids[name]], "type_id": 0}}
-            around.insert(0 if name == "bos_token" else len(around), token)
-        return around
+            items.insert(0 if name == "bos_token" else len(items), token)
+        return items
 
     return {
-        "type": "TemplateProcessing", "single": put("A"), "pair": [*put("A"), *put("B")],
+        "type": "TemplateProcessing", "single": with_specials("A"), "pair": [*with_specials("A"), *with_specials("B")],
         "special_tokens": {token: {"id": token, "ids": [n], "tokens": [token]} for token, n in tokens.items()},
     }  # fmt: skip
 
 
 def _mergeable(vocabulary: Vocabulary) -> dict[str, float]:
-    """The scores of the tokens that are made of others."""
-    apart = keys.control_tokens(vocabulary)
-    return {
-        token: vocabulary.scores[number]
-        for number, token in enumerate(vocabulary.tokens)
-        if number not in apart and vocabulary.types[number] in (PieceType.NORMAL, PieceType.UNUSED)
-    }
+    """The scores of the tokens that merges result in."""
+    numbers = vocabulary.tokens_of(PieceType.NORMAL, PieceType.UNUSED) - keys.control_tokens(vocabulary)
+    return {vocabulary.tokens[number]: vocabulary.scores[number] for number in sorted(numbers)}
 
 
 def _sentencepiece(vocabulary: Vocabulary, ids: Mapping[str, int]) -> bytes:
-    kinds = {PieceType.UNUSED: PieceType.NORMAL}  # llama.cpp makes them of a text as it does others
+    kinds = {PieceType.UNUSED: PieceType.NORMAL}  # llama.cpp merges them like others
     pieces = [
-        (token.replace(" ", _SPACE) if kind is PieceType.USER_DEFINED else token, score, kinds.get(kind, kind))
+        (token.replace(" ", SPACE) if kind is PieceType.USER_DEFINED else token, score, kinds.get(kind, kind))
         for token, score, kind in zip(vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True)
     ]
     numbers = {"unk": vocabulary.types.index(PieceType.UNKNOWN)}
     numbers |= {name: ids.get(f"{name}_token", -1) for name in ("bos", "eos", "pad")}
-    model = SentencePieceFile(
-        pieces, byte_pair=True, space_prefix=vocabulary.space_prefix, plain=True, ids=numbers
-    )  # fmt: skip
-    return sentencepiece_bytes(model)
+    return sentencepiece_bytes(SentencePieceFile(pieces, True, vocabulary.space_prefix, plain=True, ids=numbers))
 
 
 def _own(metadata: Mapping[str, Any], path: Path) -> Settings:
-    """What only quantkit has put into the file."""
+    """The parts of a tokenizer.json that quantkit wrote into the file."""
     where = f"{path}: {keys.PIPELINE}"
     settings = Settings(metadata, path)
     own = Settings(parsed(settings.text(keys.PIPELINE), where) if settings.has(keys.PIPELINE) else {}, where)
     if unknown := sorted(set(own.values) - {*PIPELINE_PARTS, "added_tokens", "bos_token"}):
-        raise CheckpointError("holds a key that is not known", path=where, found=shown(unknown[0]))
+        raise CheckpointError("holds an unknown key", path=where, found=shown(unknown[0]))
     return own
-
-
-def _with_phi3(raw: dict[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """With what llama.cpp does to a model that is called Phi 3: its marks take the blanks behind them."""
-    if any(name in str(metadata.get("general.name")).lower() for name in ("phi-3", "phi3")):
-        for token in raw["added_tokens"]:
-            token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
-    return raw
 
 
 def _with_own(raw: dict[str, Any], own: Settings) -> dict[str, Any]:
@@ -219,26 +240,17 @@ def _generation(
         f"{name}_id": ids[name] for name in ("bos_token", "pad_token") if name in ids
     } | {"eos_token_id": keys.read_ends(metadata, vocabulary, ids, path)}  # fmt: skip
     sampling = {
-        name: _short(settings.number(key, *_RANGES[name])) for name, key in SAMPLING.items() if settings.has(key)
+        name: shortest(settings.number(key, *_RANGES[name])) for name, key in SAMPLING.items() if settings.has(key)
     }
-    if sampling.get("top_k", 1) <= 0:  # all tokens, which transformers says by 0
+    if sampling.get("top_k", 1) <= 0:  # all tokens, 0 in transformers
         sampling["top_k"] = 0
     if "top_k" in sampling:
         sampling["top_k"] = int(sampling["top_k"])
-    drawn = {name: value for name, value in sampling.items() if name != "repetition_penalty"}
-    if drawn and drawn.get("temperature", 1.0) <= 0:  # the likeliest token, which transformers draws without any
-        penalty = {name: value for name, value in sampling.items() if name not in drawn}
+    random = {name: value for name, value in sampling.items() if name != "repetition_penalty"}
+    if random and random.get("temperature", 1.0) <= 0:  # greedy
+        penalty = {name: value for name, value in sampling.items() if name not in random}
         return {**found, "do_sample": False, **penalty}
-    return {**found, **({"do_sample": True} if drawn else {}), **sampling}
-
-
-def _short(value: float) -> float:
-    """The shortest number that is the same as a float32."""
-    return next(
-        short
-        for short in (float(f"{value:.{digits}g}") for digits in range(1, 18))
-        if struct.pack("<f", short) == struct.pack("<f", value)
-    )
+    return {**found, **({"do_sample": True} if random else {}), **sampling}
 
 
 def _json(value: Mapping[str, Any], *, indent: int | None = 2) -> bytes:

@@ -1,6 +1,6 @@
-"""A tokenizer as GGUF's metadata has it: its keys, read strictly.
+"""The tokenizer in GGUF's metadata: its keys, strictly validated.
 
-Source: the loader of llama.cpp (``llama-vocab.cpp``), which is what the keys are written for.
+Source: llama.cpp's loader (``llama-vocab.cpp``), for which the keys are written.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shown
-from quantkit.text.pre_tokenizers import ADDS_BOS, named
+from quantkit.text.pipeline import ADDS_BOS, patterns_by_name
 from quantkit.text.sentencepiece_file import PieceType
 from quantkit.text.tiktoken_file import LONGEST_TOKEN
 
@@ -24,10 +24,10 @@ ADD_BOS, ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token
 SPACE_PREFIX = "tokenizer.ggml.add_space_prefix"
 TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
 PIPELINE = "quantkit.tokenizer_json"
-"""A key of our own: JSON with parts of a tokenizer.json that GGUF has no keys for, and that llama.cpp does without."""
+"""quantkit's key: JSON with parts of a tokenizer.json that GGUF has no keys for and llama.cpp does not use."""
 
 ENDS = "quantkit.eos_token_ids"
-"""A key of our own: all tokens that end a text of the model, whatever llama.cpp ends one at by its spelling."""
+"""quantkit's key: all EOS tokens of the model; llama.cpp also stops at tokens by their spelling."""
 
 SPM, BPE = "llama", "gpt2"
 ID_KEYS = {
@@ -35,7 +35,7 @@ ID_KEYS = {
     "unk_token": "tokenizer.ggml.unknown_token_id", "sep_token": "tokenizer.ggml.seperator_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id", "mask_token": "tokenizer.ggml.mask_token_id",
 }  # fmt: skip
-"""By transformers' names; the spelling of the fourth is GGUF's."""
+"""By transformers' names; the misspelling is GGUF's."""
 EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 _SPM_DEFAULTS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
 _ENDS = {
@@ -48,23 +48,24 @@ _OTHER_TOKENIZERS = {
     "bert": "WordPiece", "t5": "sentencepiece's unigram", "rwkv": "RWKV's", "plamo2": "PLaMo 2's",
     "gemma4": "Gemma 4's",
 }  # fmt: skip
-_MOST_SPLITS = 1 << 28  # letters in all ways to make tokens of two; Gemma's 256,000 tokens have 2**24
+_MAX_SPLITS = 1 << 28  # letters of all splits of tokens into two; Gemma's 256,000 tokens have 2**24
 _NO_TOKENIZER = ("none", "no_vocab")
+_BARS = (("<|", "|>"), ("<\uff5c", "\uff5c>"))
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer that merges pairs.
+    """The vocabulary of a byte-pair tokenizer.
 
     Attributes:
-        model: `SPM` (pairs by the scores of what they make, spaces as U+2581) or `BPE` (pairs by a list, bytes as
+        model: `SPM` (merges by the scores of merged tokens, spaces as U+2581) or `BPE` (merges by a list, bytes as
             letters).
-        tokens: their spellings, by number; none twice.
-        types: of each.
-        scores: of each; empty where pairs are listed.
-        merges: pairs, best first; empty where scores decide.
-        pre: how a text is cut into words, by llama.cpp's name; empty where it is not.
-        space_prefix: whether a space is put before a text, and before what follows a special token.
+        tokens: spellings by id, without duplicates.
+        types: of each token.
+        scores: of each token; empty for `BPE`.
+        merges: pairs, best first; empty for `SPM`.
+        pre: llama.cpp's name for the splitting of text into words; empty for `SPM`.
+        space_prefix: whether a space is added before text, and before text that follows a special token.
     """
 
     model: str
@@ -75,17 +76,57 @@ class Vocabulary:
     pre: str
     space_prefix: bool
 
-    def numbers(self) -> dict[str, int]:
+    def ids(self) -> dict[str, int]:
+        """Ids by spelling."""
         return {token: number for number, token in enumerate(self.tokens)}
+
+    def tokens_of(self, *types: PieceType) -> set[int]:
+        """The ids of the tokens of some types."""
+        return {number for number, kind in enumerate(self.types) if kind in types}
+
+
+@dataclass(frozen=True)
+class GgufUnstated:
+    """What a GGUF file does not state about its tokenizer, and the folder made from it assumes.
+
+    Attributes:
+        unused: ids that only fill a row of the embedding.
+        set_apart: tokens that are special or added: llama.cpp and its converter decide that by the spelling.
+        pipeline: whether quantkit wrote the parts of a tokenizer.json into the file that GGUF has no keys for.
+    """
+
+    unused: frozenset[int]
+    set_apart: frozenset[int]
+    pipeline: bool
+
+
+def gguf_unstated(metadata: Mapping[str, Any], path: Path) -> GgufUnstated | None:
+    """What a file's metadata does not state; None for a file without a tokenizer.
+
+    Raises:
+        CheckpointError: if the metadata contradicts itself.
+        UnsupportedError: for a tokenizer that cannot be rebuilt exactly.
+    """
+    vocabulary = read_vocabulary(metadata, path)
+    if vocabulary is None:
+        return None
+    pipeline = PIPELINE in metadata
+    apart = control_tokens(vocabulary) - vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
+    if not pipeline:
+        apart |= {
+            number for number in vocabulary.tokens_of(PieceType.CONTROL)
+            if any(vocabulary.tokens[number].startswith(a) and vocabulary.tokens[number].endswith(b) for a, b in _BARS)
+        }  # fmt: skip
+    return GgufUnstated(frozenset(vocabulary.tokens_of(PieceType.UNUSED)), frozenset(apart), pipeline)
 
 
 def filler(number: int) -> str:
-    """The spelling of a row of the embedding that has no token, as llama.cpp's converter has it."""
+    """The spelling of an embedding row without a token, as llama.cpp's converter writes it."""
     return f"[PAD{number}]"
 
 
-def end_numbers(tokens: Mapping[str, int]) -> set[int]:
-    """The tokens that llama.cpp ends a text at by their spelling alone."""
+def eos_by_spelling(tokens: Mapping[str, int]) -> set[int]:
+    """The ids at which llama.cpp ends a generation because of their spelling."""
     found = _ENDS & set(tokens)
     if found >= {"<|return|>", "<|call|>"} or found >= {"<|calls|>", "<|flush|>"}:
         found -= {"<|end|>"}
@@ -95,11 +136,11 @@ def end_numbers(tokens: Mapping[str, int]) -> set[int]:
 
 
 def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | None:
-    """The tokenizer in a file's metadata, if it has one; rows without tokens at the end are left out.
+    """The tokenizer in a file's metadata, if it has one, without filler tokens at the end.
 
     Raises:
-        CheckpointError: if it contradicts itself.
-        UnsupportedError: for a tokenizer of another kind, and texts cut in a way that is not known.
+        CheckpointError: if the metadata contradicts itself.
+        UnsupportedError: for another kind of tokenizer, or an unknown way to split text.
     """
     settings = Settings(metadata, path)
     model = settings.text(MODEL) if settings.has(MODEL) else _NO_TOKENIZER[0]
@@ -112,40 +153,48 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
             expected=f"'{SPM}' (sentencepiece's merges) or '{BPE}' (byte-level merges)",
         )  # fmt: skip
     tokens = _tokens(settings)
-    types = _types(settings, tokens)
+    types = [PieceType.NORMAL] * len(tokens)
+    if settings.has(TYPES):
+        known = {int(kind): kind for kind in PieceType}
+        expected = f"numbers from {min(known)} to {max(known)}"
+        types = [known[one] for one in _values(settings, TYPES, (int,), expected, known)]
     while tokens and types[-1] is PieceType.UNUSED and tokens[-1] == filler(len(tokens) - 1):
         tokens.pop(), types.pop()
     if not tokens:
         raise CheckpointError("the tokenizer has no tokens", path=path)
     if model == SPM:
-        known = set(tokens)
-        missing = next((byte for byte in range(256) if f"<0x{byte:02X}>" not in known), None)
+        spellings = set(tokens)
+        missing = next((byte for byte in range(256) if f"<0x{byte:02X}>" not in spellings), None)
         if missing is not None:
             raise UnsupportedError(
-                "the tokenizer lacks tokens for bytes, without which llama.cpp fails on what it does not know",
+                "the tokenizer lacks tokens for bytes, without which llama.cpp fails on unknown characters",
                 path=path, found=f"no <0x{missing:02X}>", expected="all 256",
             )  # fmt: skip
-        if sum(len(token) ** 2 for token in tokens) > _MOST_SPLITS:
-            raise CheckpointError("the tokenizer's tokens are too long to be taken apart", path=path)
-        scores = _scores(settings, len(types))
-        return Vocabulary(SPM, tokens, types, scores, [], "", settings.flag(SPACE_PREFIX, True))
+        if sum(len(token) ** 2 for token in tokens) > _MAX_SPLITS:
+            raise CheckpointError("the tokenizer's tokens are too long to be split", path=path)
+        scores = _values(settings, SCORES, (int, float), "numbers")
+        bad = next((number for number, one in enumerate(scores) if not math.isfinite(one)), None)
+        if bad is not None:
+            raise CheckpointError(f"{SCORES} holds a number that is not finite", path=path, found=f"token {bad}")
+        floats = [float(one) for one in scores[: len(types)]]
+        return Vocabulary(SPM, tokens, types, floats, [], "", settings.flag(SPACE_PREFIX, True))
     pre = settings.text(PRE) if settings.has(PRE) else ""
-    if named(pre) is None:
+    if patterns_by_name(pre) is None:
         raise UnsupportedError(
-            "the tokenizer cuts texts in a way that is not known" if pre else f"lacks the key {PRE}", path=path,
+            "the tokenizer splits text in an unknown way" if pre else f"lacks the key {PRE}", path=path,
             found=f"{PRE} {shown(pre)}" if pre else None, expected="such as 'llama-bpe' or 'qwen2'",
             hint="without it llama.cpp guesses, too" if not pre else None,
         )  # fmt: skip
     if settings.flag(SPACE_PREFIX, False):
-        raise UnsupportedError(f"a byte-level tokenizer with {SPACE_PREFIX} is not read", path=path)
-    return Vocabulary(BPE, tokens, types, [], _merges(settings, set(tokens)), pre, False)
+        raise UnsupportedError(f"a byte-level tokenizer with {SPACE_PREFIX} is not supported", path=path)
+    return Vocabulary(BPE, tokens, types, [], _merges(settings, known=set(tokens)), pre, False)
 
 
 def read_ids(metadata: Mapping[str, Any], vocabulary: Vocabulary, path: Path) -> dict[str, int]:
-    """The special tokens' numbers by transformers' names.
+    """The ids of special tokens by transformers' names.
 
     Raises:
-        CheckpointError: for a number that is no token's.
+        CheckpointError: for an id that is not in the vocabulary.
     """
     found: dict[str, int] = {}
     for name, key in ID_KEYS.items():
@@ -157,11 +206,10 @@ def read_ids(metadata: Mapping[str, Any], vocabulary: Vocabulary, path: Path) ->
 
 
 def read_ends(metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: Mapping[str, int], path: Path) -> list[int]:
-    """The tokens that end a text: those that quantkit has listed, or else those that do in llama.cpp, the one that the
-    file names as such first.
+    """The EOS tokens: those that quantkit listed, or else those of llama.cpp, the stated one first.
 
     Raises:
-        CheckpointError: for a number that is no token's.
+        CheckpointError: for an id that is not in the vocabulary.
     """
     settings = Settings(metadata, path)
     if listed := settings.ids(ENDS):
@@ -170,16 +218,16 @@ def read_ends(metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: Mapping[
         return list(dict.fromkeys(listed))
     stated = [ids.get("eos_token"), *(_id(metadata, key, vocabulary, path) for key in (EOT, EOM))]
     ends = [number for number in stated if number is not None]
-    return list(dict.fromkeys([*ends, *sorted(end_numbers(vocabulary.numbers()))]))
+    return list(dict.fromkeys([*ends, *sorted(eos_by_spelling(vocabulary.ids()))]))
 
 
 def begins_and_ends(
     metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: Mapping[str, int], path: Path
 ) -> tuple[bool, bool]:  # fmt: skip
-    """Whether a text gets BOS before it and EOS after it.
+    """Whether BOS is added before text, and EOS after it.
 
     Raises:
-        CheckpointError: if it should get one that there is not.
+        CheckpointError: if there is no such token.
     """
     settings = Settings(metadata, path)
     bos = settings.flag(ADD_BOS, vocabulary.model == SPM or vocabulary.pre in ADDS_BOS)
@@ -191,13 +239,12 @@ def begins_and_ends(
 
 
 def control_tokens(vocabulary: Vocabulary) -> set[int]:
-    """The tokens that are no text of their own: those typed so, and those that llama.cpp knows by their spelling."""
-    typed = {number for number, kind in enumerate(vocabulary.types) if kind in (PieceType.CONTROL, PieceType.UNKNOWN)}
-    return typed | end_numbers(vocabulary.numbers())
+    """The ids of special tokens, by their type or by their spelling in llama.cpp."""
+    return vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN) | eos_by_spelling(vocabulary.ids())
 
 
 def _id(metadata: Mapping[str, Any], key: str, vocabulary: Vocabulary, path: Path) -> int | None:
-    """A token's number; None where there is none, or it is that of a row without a token."""
+    """A token's id; None if there is none, or it is that of a filler token."""
     settings = Settings(metadata, path)
     if not settings.has(key):
         return None
@@ -218,48 +265,29 @@ def _tokens(settings: Settings) -> list[str]:
     return found
 
 
-def _types(settings: Settings, tokens: Sequence[str]) -> list[PieceType]:
-    if not settings.has(TYPES):
-        return [PieceType.NORMAL] * len(tokens)
-    values = settings.need(TYPES)
-    known = {int(kind): kind for kind in PieceType}
-    if not isinstance(values, list) or not all(type(one) is int and one in known for one in values):
-        settings.wrong_type(TYPES, f"numbers from {min(known)} to {max(known)}")
-    _require_length(settings, TYPES, values, len(tokens))
-    return [known[one] for one in values]
+def _values(settings: Settings, key: str, kinds: tuple[type, ...], expected: str, known: Collection[int] = ()) -> Any:
+    """A list with a value for each token."""
+    values = settings.need(key)
+    if not isinstance(values, list) or not all(type(one) in kinds and (not known or one in known) for one in values):
+        settings.wrong_type(key, expected)
+    if len(values) != (count := len(settings.texts(TOKENS))):
+        problem = f"{key} and {TOKENS} differ in length"
+        raise CheckpointError(problem, path=settings.path, found=len(values), expected=count)
+    return values
 
 
-def _scores(settings: Settings, count: int) -> list[float]:
-    values = settings.need(SCORES)
-    if not isinstance(values, list) or not all(type(one) in (int, float) for one in values):
-        settings.wrong_type(SCORES, "numbers")
-    _require_length(settings, SCORES, values, len(settings.texts(TOKENS)))
-    bad = next((number for number, one in enumerate(values) if not math.isfinite(one)), None)
-    if bad is not None:
-        raise CheckpointError(f"{SCORES} holds a number that is not finite", path=settings.path, found=f"token {bad}")
-    return [float(one) for one in values[:count]]
-
-
-def _merges(settings: Settings, tokens: Collection[str]) -> list[tuple[str, str]]:
-    """The pairs; one that comes again counts where it came first."""
+def _merges(settings: Settings, known: Collection[str]) -> list[tuple[str, str]]:
+    """The pairs; of equal ones the first counts."""
     found: dict[tuple[str, str], None] = {}
     for number, line in enumerate(settings.texts(MERGES)):
         cut = line.find(" ", 1)
         pair = (line[:cut], line[cut + 1 :])
+        problem = None
         if cut < 0 or not pair[1]:
-            _bad_merge(settings, number, line, "is no pair")
-        if not (pair[0] in tokens and pair[1] in tokens and "".join(pair) in tokens):
-            _bad_merge(settings, number, line, "is of tokens that there are not")
+            problem = "is no pair"
+        elif not (pair[0] in known and pair[1] in known and "".join(pair) in known):
+            problem = "is not made of tokens"
+        if problem is not None:
+            raise CheckpointError(f"{MERGES}: pair {number} {problem}", path=settings.path, found=shown(line))
         found[pair] = None
     return list(found)
-
-
-def _bad_merge(settings: Settings, number: int, line: str, problem: str) -> NoReturn:
-    raise CheckpointError(f"{MERGES}: pair {number} {problem}", path=settings.path, found=shown(line))
-
-
-def _require_length(settings: Settings, key: str, values: Sequence[Any], count: int) -> None:
-    if len(values) != count:
-        raise CheckpointError(
-            f"{key} and {TOKENS} differ in length", path=settings.path, found=len(values), expected=count
-        )

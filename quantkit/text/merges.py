@@ -1,7 +1,11 @@
-"""Byte-pair encoding by a list of pairs, and by the scores of what pairs make: one as the other, where they agree."""
+"""Byte-pair encoding by a list of pairs, or by a score for each merged piece: conversion and comparison.
+
+A list and scores are equivalent if the pairs of each piece are consecutive in the list: see `merges_by_rank`.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,8 +16,7 @@ Pair = tuple[str, str]
 def merges_by_rank(order: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[Pair]:
     """The pairs that build each piece, best pieces first.
 
-    Every split into two known pieces is listed: byte-pair encoding takes whichever it
-    reaches first.
+    Every split into two known pieces is listed: byte-pair encoding uses the one that it reaches first.
     """
     merges: list[Pair] = []
     for piece in sorted(order, key=lambda p: order[p]):
@@ -25,11 +28,11 @@ def merges_by_rank(order: Mapping[str, float], vocabulary: Mapping[str, int]) ->
 def ranks_of_merges(
     merges: Sequence[Pair], vocabulary: Mapping[str, int], apart: Collection[str] = ()
 ) -> dict[str, int] | None:  # fmt: skip
-    """The place of each piece that pairs make, from 0; None where scores would not say the same as the list: one
-    piece's pairs lie apart in it, or not all pairs that make it are there.
+    """The rank of each merged piece, from 0; None if scores are not equivalent to the list, as the pairs of a piece
+    are not consecutive or some are missing.
 
     Args:
-        apart: pieces that are found in a text before pairs are.
+        apart: pieces that are found in text before pairs are merged.
     """
     ranks: dict[str, int] = {}
     last = ""
@@ -51,15 +54,14 @@ def ranks_of_merges(
 
 
 def scores_are_ranks(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> bool:
-    """Whether a list of pairs, each with a place of its own, says the same as the scores of pieces.
+    """Whether a list of pairs is equivalent to the scores of pieces.
 
-    It cannot where several pieces that pairs make have one score, and where a piece is of a letter that is none
-    itself.
+    It is not if several merged pieces have the same score, or a piece contains a letter that is no piece.
     """
     long = [piece for piece in scores if len(piece) > 1]
-    often = Counter(scores[piece] for piece in long)
-    made = [scores[piece] for piece in long if often[scores[piece]] > 1 and any(splits(piece, vocabulary))]
-    if len(set(made)) < len(made):
+    counts = Counter(scores[piece] for piece in long)
+    merged = [scores[piece] for piece in long if counts[scores[piece]] > 1 and any(splits(piece, vocabulary))]
+    if len(set(merged)) < len(merged):
         return False
     return not any(
         part not in vocabulary and len(part) == 1 and (len(other) == 1 or other in vocabulary)
@@ -69,7 +71,7 @@ def scores_are_ranks(scores: Mapping[str, float], vocabulary: Mapping[str, int])
 
 
 def merges_make_all(pieces: Iterable[str], vocabulary: Mapping[str, int], merges: Sequence[Pair]) -> bool:
-    """Whether merges make each of some pieces out of its letters, so that it is the same to take it as it is."""
+    """Whether merging the letters of each piece results in the piece, so that `ignore_merges` has no effect."""
     from tokenizers import models
 
     pairs = models.BPE(vocab=dict(vocabulary), merges=list(merges))
@@ -77,12 +79,80 @@ def merges_make_all(pieces: Iterable[str], vocabulary: Mapping[str, int], merges
 
 
 def pairs_of(merges: Iterable[Any]) -> list[Pair]:
-    """Pairs as tokenizer.json lists them: each in one text, or in two."""
+    """The merges of a tokenizer.json, which lists each pair as one string or as two."""
     return [(first, second) for first, second in (one.split(" ") if isinstance(one, str) else one for one in merges)]
 
 
 def splits(piece: str, vocabulary: Container[str]) -> Iterator[Pair]:
-    """The ways to make a piece of two that are known."""
+    """The pairs of known pieces that make up a piece."""
     for cut in range(1, len(piece)):
         if piece[:cut] in vocabulary and piece[cut:] in vocabulary:
             yield piece[:cut], piece[cut:]
+
+
+def merge_difference(first: Sequence[Pair], second: Sequence[Pair], ignored: Collection[str] = ()) -> str | None:
+    """The first difference between two lists of pairs; None if they are equivalent, except for what `order_probes`
+    may show.
+
+    Args:
+        ignored: tokens that are found in text before pairs are merged.
+    """
+    if first == second:
+        return None
+    for (piece, pairs), (other, other_pairs) in itertools.zip_longest(
+        _groups(first, ignored), _groups(second, ignored), fillvalue=("", [])
+    ):
+        if piece != other or {*pairs} != {*other_pairs}:
+            return f"merges: {_shown(pairs)} against {_shown(other_pairs)}"
+    return None
+
+
+def order_probes(first: Sequence[Pair], second: Sequence[Pair]) -> Iterator[tuple[str, str, str]]:
+    """Consecutive tokens that may show a different order of a piece's pairs: both the first two tokens and the last
+    two make up the piece."""
+    if first == second:
+        return
+    ranks = {pair: rank for rank, pair in enumerate(second)}
+    for _, pairs in _groups(first, ()):
+        for pair, later in itertools.combinations(pairs, 2):
+            if ranks.get(pair, 0) > ranks.get(later, 0):
+                for one, other in ((pair, later), (later, pair)):
+                    if one[1] == other[0]:
+                        yield one[0], one[1], other[1]
+
+
+def scores_difference(merges: Sequence[Pair], scores: Mapping[str, float]) -> str | None:
+    """The first difference between a list of pairs and the scores of pieces; None if they are equivalent, as far as
+    pieces with equal scores allow.
+
+    Args:
+        scores: of merged pieces and their parts; pairs with other pieces are not compared.
+    """
+    listed: dict[str, set[Pair]] = {}
+    last: tuple[str, float] | None = None
+    for pair in merges:
+        piece = "".join(pair)
+        if pair[0] not in scores or pair[1] not in scores or piece not in scores:
+            continue
+        if last is not None and scores[piece] > last[1]:
+            return f"merges: {last[0]!r} comes before {piece!r}, whose score is higher"
+        last = piece, scores[piece]
+        listed.setdefault(piece, set()).add(pair)
+    for piece in scores:
+        found, cuts = listed.get(piece, set()), range(1, len(piece))
+        if len(found) != sum(piece[:cut] in scores and piece[cut:] in scores for cut in cuts):
+            expected = splits(piece, scores)
+            return f"merges: {_shown(sorted(found))} against {_shown(sorted(expected))} for {piece!r}"
+    return None
+
+
+def _groups(merges: Sequence[Pair], ignored: Collection[str]) -> list[tuple[str, list[Pair]]]:
+    """Consecutive pairs that make up the same piece, with the piece."""
+    kept = merges
+    if ignored:
+        kept = [(a, b) for a, b in merges if a not in ignored and b not in ignored and a + b not in ignored]
+    return [(piece, list(pairs)) for piece, pairs in itertools.groupby(kept, "".join)]
+
+
+def _shown(pairs: Sequence[Pair]) -> str:
+    return ", ".join(f"{first!r} + {second!r}" for first, second in pairs[:2]) + (", ..." * (len(pairs) > 2)) or "none"

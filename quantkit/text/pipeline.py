@@ -1,51 +1,147 @@
-"""The steps of a tokenizer.json that cut a text, equal where they do the same, however they are spelled."""
+"""The steps of a tokenizer.json that normalize and split text: canonical forms, and llama.cpp's names for them.
+
+A name of llama.cpp stands for patterns and for `ignore_merges`. Patterns are applied one after the other, each to the
+matches of the one before and to what is between them. The patterns are those of the models' own tokenizers; where
+llama.cpp's are simpler, llama.cpp tokenizes differently than the model was trained.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from quantkit.text.pre_tokenizers import patterns_of
+from quantkit.text.tiktoken_file import LLAMA3_PATTERN
+
+Patterns = tuple[str, ...]
 
 SPACE = "\u2581"
 REPLACE_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 PREPEND_SPACE = {"type": "Prepend", "prepend": SPACE}
-CUT_AT_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-_SPACES_BACK = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+RESTORE_SPACES = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+SPLIT_AT_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 _DECODED = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip"}
 _SEQUENCES = ("normalizers", "pretokenizers", "decoders")
 
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_DIGIT = r"\p{N}"
+_QWEN2 = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", _DIGIT)
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_CLITIC = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}{_REST}"
+_GPT4O = rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CLITIC}|{_BEFORE}{_UPPER}+{_LOWER}*{_CLITIC}|\p{{N}}{{1,3}}{_REST}"
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ\u30a0-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_KINDS: tuple[tuple[Patterns, bool, tuple[str, ...]], ...] = (
+    ((LLAMA3_PATTERN,), True, (
+        "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0",
+    )),
+    ((LLAMA3_PATTERN,), False, ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
+    ((_QWEN2,), False, (
+        "qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez", "kormo", "solar-open", "grok-2", "f2llmv2",
+    )),
+    ((_QWEN35,), False, ("qwen35",)),
+    ((GPT2_PATTERN,), False, (
+        "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling", "gigachat", "a.x-4.0",
+        "mellum",
+    )),
+    ((_DIGIT, GPT2_PATTERN), False, (
+        "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
+    )),
+    ((_TEKKEN,), True, ("tekken",)),
+    ((_GPT4O,), False, ("gpt-4o", "llama4", "kanana2", "minimax-m2")),
+    (_DEEPSEEK3, False, ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4")),
+)  # fmt: skip
+_BY_NAME = {name: (patterns, ignore_merges) for patterns, ignore_merges, names in _KINDS for name in names}
+NAMES = tuple(names[0] for _, _, names in _KINDS)
+"""One name for each combination of patterns and `ignore_merges`."""
+SIMPLER = {"tekken", "gpt-4o"}
+"""Names for which llama.cpp's own pattern is simpler than that of the models."""
+ADDS_BOS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0", "tekken"}
+"""Names for which llama.cpp adds BOS unless the file says otherwise."""
+_WITHOUT_BOS = "glm4"  # the only one of its names for which llama.cpp accepts a model without BOS
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def patterns_by_name(name: str) -> tuple[Patterns, bool] | None:
+    """The patterns and `ignore_merges` of llama.cpp's name; None for an unknown name."""
+    return _BY_NAME.get(name)
+
+
+def names_of(patterns: Patterns, *, has_bos: bool) -> dict[bool, str]:
+    """The names for some patterns, by `ignore_merges`; none if llama.cpp does not have the patterns."""
+    found = {ignore_merges: names for known, ignore_merges, names in _KINDS if known == patterns}
+    return {
+        ignore_merges: _WITHOUT_BOS if _WITHOUT_BOS in names and not has_bos else names[0]
+        for ignore_merges, names in found.items()
+    }
+
+
+def patterns_of(pre_tokenizer: Any) -> Patterns | None:
+    """The patterns of a byte-level ``pre_tokenizer`` in tokenizer.json; None for one that does something else."""
+    steps: Any = pre_tokenizer if isinstance(pre_tokenizer, dict) else {}
+    steps = steps.get("pretokenizers") if steps.get("type") == "Sequence" else [steps]
+    if not isinstance(steps, list) or not steps or not all(isinstance(one, dict) for one in steps):
+        return None
+    last = steps[-1]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
+        return None
+    found = [_pattern(step) for step in steps[:-1]]
+    patterns = tuple(one for one in found if one is not None)
+    if len(patterns) < len(found):
+        return None
+    return (*patterns, GPT2_PATTERN) if last.get("use_regex", True) else patterns
+
+
+def pre_tokenizer(patterns: Patterns) -> dict[str, Any]:
+    """The ``pre_tokenizer`` of a tokenizer.json for some patterns, as the models that have them write it."""
+    *before, last = patterns
+    own = last == GPT2_PATTERN
+    steps = [
+        {"type": "Digits", "individual_digits": True} if pattern == _DIGIT
+        else {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in (before if own else patterns)
+    ]  # fmt: skip
+    bytes_last = {**_BYTE_LEVEL, "use_regex": own}
+    return {"type": "Sequence", "pretokenizers": [*steps, bytes_last]} if steps else bytes_last
+
 
 def canonical_steps(part: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer, a pre-tokenizer or a decoder, one after the other; none where there is no part."""
+    """The steps of a normalizer, a pre-tokenizer or a decoder, without sequences; none if there is no such part."""
     if not isinstance(part, dict):
         return []
     if part.get("type") == "Sequence":
         return [step for key in _SEQUENCES for one in part.get(key, []) for step in canonical_steps(one)]
-    without = "trim_offsets"  # of offsets, which are no tokens
-    return [{key: value for key, value in part.items() if key != without}]
+    return [{key: value for key, value in part.items() if key != "trim_offsets"}]  # offsets are not compared
 
 
 def decoder_settings(decoder: Any) -> dict[str, object]:
-    """What a decoder does.
+    """The settings of a decoder in a form that can be compared.
 
     Returns:
-        `decoder`: its steps, with the settings that they use; `decoder beyond bytes`: those that do more than to put
-        bytes and spaces for tokens, which is all that formats without such a list of steps do.
+        `decoder`: its steps, with the settings that they use; `decoder beyond bytes`: the steps that do more than to
+        restore bytes and spaces, which is all that formats without such steps do.
     """
     steps = [{"type": "ByteLevel"} if one.get("type") == "ByteLevel" else one for one in canonical_steps(decoder)]
-    more = [one for one in steps if one != _SPACES_BACK and one.get("type") not in _DECODED]
+    more = [one for one in steps if one != RESTORE_SPACES and one.get("type") not in _DECODED]
     return {"decoder": steps, "decoder beyond bytes": more}
 
 
-def cutting_settings(normalizer: Any, pre_tokenizer: Any) -> dict[str, object]:
-    """What a normalizer and a pre-tokenizer do to a text.
+def splitting_settings(normalizer: Any, pre_tokenizer: Any) -> dict[str, object]:
+    """The settings of a normalizer and a pre-tokenizer in a form that can be compared.
 
     Returns:
-        `normalizer` and `pre_tokenizer`: their steps, without those that put U+2581 for spaces; those of byte-level
-        tokenizers are their patterns. Of a tokenizer with U+2581, `space prefix`: whether a text gets a space before
-        it, and `prepend_scheme`: `each` for all pieces between special tokens, else as Metaspace has it.
+        `normalizer` and `pre_tokenizer`: their steps, without those that replace spaces by U+2581; of byte-level
+        tokenizers the patterns. With U+2581 also `space prefix`, whether text gets a space before it, and
+        `prepend_scheme`: `each` for all pieces between special tokens, otherwise that of Metaspace.
     """
-    before, cuts = canonical_steps(normalizer), canonical_steps(pre_tokenizer)
+    before, splits = canonical_steps(normalizer), canonical_steps(pre_tokenizer)
     scheme = None
     if before[-1:] == [REPLACE_SPACES]:
         before.pop()
@@ -53,14 +149,29 @@ def cutting_settings(normalizer: Any, pre_tokenizer: Any) -> dict[str, object]:
         if before[-1:] == [PREPEND_SPACE]:
             before.pop()
             scheme = "each"
-        if cuts[:1] == [CUT_AT_SPACES]:  # none is left to cut at
-            del cuts[0]
-    if cuts and cuts[0].get("type") == "Metaspace" and cuts[0].get("replacement") == SPACE:
+        if splits[:1] == [SPLIT_AT_SPACES]:  # no space is left
+            del splits[0]
+    if splits and splits[0].get("type") == "Metaspace" and splits[0].get("replacement") == SPACE:
         if scheme != "each":
-            scheme = cuts[0].get("prepend_scheme", "always")
-        cuts[:1] = [{"type": "Metaspace", "split": True}] if cuts[0].get("split", True) else []
+            scheme = splits[0].get("prepend_scheme", "always")
+        splits[:1] = [{"type": "Metaspace", "split": True}] if splits[0].get("split", True) else []
     patterns = patterns_of(pre_tokenizer)
     found: dict[str, object] = {
-        "normalizer": before, "pre_tokenizer": cuts if patterns is None else list(patterns)
+        "normalizer": before, "pre_tokenizer": splits if patterns is None else list(patterns)
     }  # fmt: skip
     return found if scheme is None else {**found, "space prefix": scheme != "never", "prepend_scheme": scheme}
+
+
+def _pattern(step: Mapping[str, Any]) -> str | None:
+    """The pattern of one step. Removing all that does not match a pattern without gaps leaves the matches."""
+    if step.get("type") == "Digits":
+        return _DIGIT if step.get("individual_digits") is True else None
+    if step.get("type") != "Split" or not isinstance(step.get("pattern"), dict):
+        return None
+    pattern = step["pattern"].get("Regex")
+    if not isinstance(pattern, str):
+        return None
+    matched = step.get("behavior") == "Isolated" or (
+        step.get("behavior") == "Removed" and step.get("invert") is True and pattern.endswith(r"|\s+")
+    )
+    return pattern.replace("\r", r"\r").replace("\n", r"\n") if matched else None

@@ -1,5 +1,5 @@
-"""Sentencepiece's model file, read and written without its library: what the library does not tell of a model, and
-models that there is no file of.
+"""Sentencepiece's model file, read and written without its library, which does not report all settings of a model and
+does not write models.
 
 Source: ``sentencepiece_model.proto``, in Protocol Buffers' wire format.
 """
@@ -15,16 +15,16 @@ from pathlib import Path
 
 from quantkit.errors import CheckpointError
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # kinds of fields
-_BPE = 2  # of the kinds of models
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+_BPE = 2  # the model type
 _LONGEST_VARINT = 10
-_SPELLED = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": "<pad>"}  # where a file does not say it
+_SPELLED = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": "<pad>"}  # by default
 _ID_FIELDS = {"unk": 40, "bos": 41, "eos": 42, "pad": 43}
 _PIECE_FIELDS = {"unk": 45, "bos": 46, "eos": 47, "pad": 48}
 
 
 class PieceType(IntEnum):
-    """What a piece is, by the numbers of the file; GGUF has the same."""
+    """The type of a piece, by its code in files; the same as in GGUF."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -36,15 +36,15 @@ class PieceType(IntEnum):
 
 @dataclass(frozen=True)
 class SentencePieceFile:
-    """What is in a file, as far as it decides how a text becomes tokens.
+    """The content of a file, as far as it determines how text is tokenized.
 
     Attributes:
         pieces: spelling, score and type of each token.
-        byte_pair: whether it merges pairs, best scores first; else it is another kind of model.
-        space_prefix: whether a space is put before a text.
-        plain: whether a text is taken as it is, but for its spaces, each of which becomes U+2581.
-        rules: a digest of how it rewrites a text otherwise; empty where it is plain.
-        ids: of the special tokens by ``unk``, ``bos``, ``eos`` and ``pad``; less than 0 for none.
+        byte_pair: whether it merges pairs, best scores first; otherwise it is another type of model.
+        space_prefix: whether a space is added before text.
+        plain: whether text is not normalized, except for spaces, each of which becomes U+2581.
+        ids: of the special tokens ``unk``, ``bos``, ``eos`` and ``pad``; negative for none.
+        rules: a digest of the normalization; empty if there is none.
     """
 
     pieces: Sequence[tuple[str, float, PieceType]]
@@ -56,7 +56,8 @@ class SentencePieceFile:
 
 
 def read_sentencepiece(path: Path) -> SentencePieceFile:
-    """
+    """Read a model file.
+
     Raises:
         CheckpointError: if the file is damaged.
     """
@@ -67,7 +68,7 @@ def read_sentencepiece(path: Path) -> SentencePieceFile:
 
 
 def sentencepiece_bytes(model: SentencePieceFile) -> bytes:
-    """The file of a model that merges pairs, has tokens for bytes, and takes texts as they are."""
+    """The file of a model that merges pairs, has tokens for bytes, and does not normalize text."""
     found = bytearray()
     for spelling, score, kind in model.pieces:
         piece = _field(1, spelling.encode()) + _tag(2, _FIXED32) + struct.pack("<f", score)
@@ -85,39 +86,35 @@ def _parsed(data: bytes) -> SentencePieceFile:
     pieces, trainer, normalizer = [], b"", b""
     for number, value in _fields(data):
         if number == 1:
-            pieces.append(_piece(_text(value)))
+            pieces.append(_piece(_bytes(value)))
         elif number == 2:
-            trainer = _text(value)
+            trainer = _bytes(value)
         elif number == 3:
-            normalizer = _text(value)
+            normalizer = _bytes(value)
     training, normal = dict(_fields(trainer)), dict(_fields(normalizer))
     special = {
         spelling: index
         for index, (spelling, _, kind) in enumerate(pieces)
         if kind in (PieceType.CONTROL, PieceType.UNKNOWN)
     }
-    spelled = {name: _text(training.get(_PIECE_FIELDS[name], text.encode())) for name, text in _SPELLED.items()}
+    spelled = {name: _bytes(training.get(_PIECE_FIELDS[name], text.encode())) for name, text in _SPELLED.items()}
     ids = {name: special.get(spelling.decode(), -1) for name, spelling in spelled.items()}
     # rules, trimming, U+2581 for a space, spaces at the ends of words
-    rewriting = (normal.get(2, b""), normal.get(4, 1), normal.get(5, 1), training.get(24, 0))
-    plain = rewriting == (b"", 0, 1, 0)
-    rules = "" if plain else sha256(repr(rewriting).encode()).hexdigest()
+    normalization = (normal.get(2, b""), normal.get(4, 1), normal.get(5, 1), training.get(24, 0))
+    plain = normalization == (b"", 0, 1, 0)
+    rules = "" if plain else sha256(repr(normalization).encode()).hexdigest()
     return SentencePieceFile(pieces, training.get(3, 1) == _BPE, normal.get(3, 1) == 1, plain, ids, rules)
 
 
 def _piece(data: bytes) -> tuple[str, float, PieceType]:
     fields = dict(_fields(data))
-    (score,) = struct.unpack("<f", _text(fields.get(2, bytes(4))))
+    (score,) = struct.unpack("<f", _bytes(fields.get(2, bytes(4))))
     kind = fields.get(3, PieceType.NORMAL)
-    return _text(fields.get(1, b"")).decode(), score, PieceType(kind if isinstance(kind, int) else 0)
+    return _bytes(fields.get(1, b"")).decode(), score, PieceType(kind if isinstance(kind, int) else 0)
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a message by their numbers, the bytes of those that are no numbers.
-
-    Raises:
-        ValueError: if it is none.
-    """
+    """The fields of a message by number: integers, and bytes for all other types."""
     place = 0
     while place < len(data):
         tag, place = _varint(data, place)
@@ -140,7 +137,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
     value = data[place]
-    if value < 0x80:  # most are a single byte
+    if value < 0x80:  # the common case
         return value, place + 1
     value = 0
     for index in range(_LONGEST_VARINT):
@@ -151,9 +148,9 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
     raise ValueError(f"byte {place} begins no number")
 
 
-def _text(value: int | bytes) -> bytes:
+def _bytes(value: int | bytes) -> bytes:
     if isinstance(value, int):
-        raise ValueError("a number stands where a text should")
+        raise ValueError("a number in place of bytes")
     return value
 
 

@@ -1,18 +1,24 @@
-"""How a Hugging Face folder spells its special tokens: in two files of which one is older, in neither where the class
-of its tokenizer has defaults, or by number alone."""
+"""The special and added tokens that the files next to a tokenizer state.
+
+A Hugging Face folder spells its special tokens in tokenizer_config.json or in an older file; in neither if the class of
+its tokenizer has defaults; or config.json has their ids alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from quantkit.errors import CheckpointError
 from quantkit.json_values import Settings, read_json, shown
 
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""What transformers and its chat templates call them."""
+"""Their names in transformers and in chat templates."""
 
 _CONFIG, _OLD_FILE = "tokenizer_config.json", "special_tokens_map.json"
+_FLAGS = ("single_word", "lstrip", "rstrip", "special")
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _GPT2 = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 _CLASSES: dict[str, dict[str, str | None]] = {
@@ -25,39 +31,43 @@ _CLASSES: dict[str, dict[str, str | None]] = {
     "GPT2Tokenizer": {**_GPT2},
 }  # fmt: skip
 _CLASS_OF_FAMILY = {"qwen": "Qwen2Tokenizer", "gemma": "GemmaTokenizer"}
-_FAMILY_OVER_CLASS = "qwen2"  # of which many folders name a class that transformers does not take at its word
+_FAMILY_OVER_CLASS = "qwen2"  # many of its folders name a class that transformers replaces
 
 
 def special_tokens(
     folder: Path, known: Mapping[str, int], names: Collection[str] = TOKEN_NAMES
 ) -> dict[str, str | None]:
-    """Spellings of special tokens by their names, as transformers has them; where it knows none, by the numbers in
-    config.json.
+    """Spellings of special tokens by name, as transformers has them; without spellings, by the ids in config.json.
 
     Args:
         folder: of the model.
-        known: tokens of the vocabulary; a default that is none of them is not taken.
-        names: of those that are looked for.
+        known: tokens of the vocabulary; a default must be one of them.
+        names: the requested names.
 
     Returns:
-        Those that are found; None for one that the model is known not to have.
+        The spellings found; None for a token that the model is known not to have.
 
     Raises:
-        CheckpointError: if a file is damaged, or holds something else than a spelling.
+        CheckpointError: if a file is damaged, or holds something other than a spelling.
     """
-    stated, config = _settings(folder / _CONFIG), _settings(folder / "config.json")
-    older = _settings(folder / _OLD_FILE)
+    stated, config, older = (
+        Settings(read_json(path) if path.is_file() else {}, path)
+        for path in (folder / _CONFIG, folder / "config.json", folder / _OLD_FILE)
+    )
     sources = [stated] if "added_tokens_decoder" in stated.values else [older, stated]
     defaults = _defaults(stated, config)
     found: dict[str, str | None] = {}
     for name in names:
         source = next((one for one in sources if name in one.values), None)
+        number = config.values.get(f"{name}_id")
         if source is not None:
-            found[name] = _spelled(source, name)
+            is_object = isinstance(source.values[name], dict)
+            spelled = (source.inside(name), "content") if is_object else (source, name)
+            found[name] = spelled[0].text(spelled[1]) if source.has(name) else None
         elif name in defaults and (defaults[name] is None or defaults[name] in known):
             found[name] = defaults[name]
-        elif (spelling := _numbered(config, name, known)) is not None:
-            found[name] = spelling
+        elif type(number) is int and number in known.values():
+            found[name] = next(spelling for spelling, one in known.items() if one == number)
     return found
 
 
@@ -71,39 +81,55 @@ def added_tokens(folder: Path) -> list[tuple[int, str, bool]]:
     if (path := folder / "added_tokens.json").is_file():
         added = Settings(read_json(path), path)
         found |= {added.whole(spelling, 0, 2**31): (spelling, False) for spelling in added.values}
-    if (path := folder / "tokenizer_config.json").is_file():
+    if (path := folder / _CONFIG).is_file():
         config = Settings(read_json(path), path)
         decoder = config.inside("added_tokens_decoder") if config.has("added_tokens_decoder") else Settings({}, path)
         for number in decoder.values:
             token = decoder.inside(number)
             if not number.isdecimal():
-                raise CheckpointError("lists a token by something else than its number", path=path, found=shown(number))
+                raise CheckpointError("lists a token by something other than its id", path=path, found=shown(number))
             found[int(number)] = token.text("content"), token.flag("special", False)
     return [(number, *found[number]) for number in sorted(found)]
 
 
+def tokens_of_config_alone(folder: Path) -> dict[str, object]:
+    """Tokens and flags that tokenizer_config.json states and tokenizer.json does not, by their place: transformers
+    uses them, other readers do not. Empty for a folder without a tokenizer.json, and for damaged files."""
+    try:
+        added, config = read_json(folder / "tokenizer.json").get("added_tokens"), read_json(folder / _CONFIG)
+    except CheckpointError:  # reported by the reader of the file
+        return {}
+    if not isinstance(added, list):
+        return {}
+    own = {one["content"]: one for one in added if isinstance(one, dict) and isinstance(one.get("content"), str)}
+    found: dict[str, object] = {}
+    decoder = config.get("added_tokens_decoder")
+    for number, token in decoder.items() if isinstance(decoder, dict) else ():
+        if not isinstance(token, dict) or not isinstance(content := token.get("content"), str):
+            continue
+        other = own.get(content, {})
+        differing = {flag: token[flag] for flag in _FLAGS if flag in token and other.get(flag, False) != token[flag]}
+        if content not in own or str(other.get("id")) != str(number):
+            found[f"added_tokens_decoder.{number}"] = content
+        elif differing:
+            found[f"added_tokens_decoder.{number}"] = {"content": content, **differing}
+    for key in _LISTS:
+        listed = config.get(key)
+        values = list(listed.values()) if isinstance(listed, dict) else listed if isinstance(listed, list) else []
+        spelled: set[Any] = {
+            one.get("content") if isinstance(one, dict) else one for one in values if isinstance(one, dict | str)
+        }
+        if more := sorted(one for one in spelled if isinstance(one, str) and not own.get(one, {}).get("special")):
+            found[key] = more
+    if config.get("split_special_tokens") is True:
+        found["split_special_tokens"] = True
+    return found
+
+
 def _defaults(stated: Settings, config: Settings) -> Mapping[str, str | None]:
-    """Of the class that transformers would take for the tokenizer."""
+    """The defaults of the class that transformers uses for the tokenizer."""
     named = next((one.values["tokenizer_class"] for one in (stated, config) if one.has("tokenizer_class")), None)
     family = config.values.get("model_type")
     of_family = next((_CLASS_OF_FAMILY[one] for one in _CLASS_OF_FAMILY if str(family).startswith(one)), None)
     chosen = of_family if named is None or family == _FAMILY_OVER_CLASS else named
     return _CLASSES.get(str(chosen).removesuffix("Fast"), {})
-
-
-def _spelled(source: Settings, name: str) -> str | None:
-    """A spelling stands by itself or in an object with how it is taken from a text."""
-    if not source.has(name):
-        return None
-    if isinstance(source.values[name], dict):
-        return source.inside(name).text("content")
-    return source.text(name)
-
-
-def _numbered(config: Settings, name: str, known: Mapping[str, int]) -> str | None:
-    number = config.values.get(f"{name}_id")
-    return next((spelling for spelling, one in known.items() if one == number), None) if type(number) is int else None
-
-
-def _settings(path: Path) -> Settings:
-    return Settings(read_json(path) if path.is_file() else {}, path)

@@ -1,7 +1,7 @@
-"""Chat templates run in a process of their own: a template comes with a model that somebody else has made.
+"""Chat templates run in a separate process, as a template comes with a model from somebody else.
 
-Jinja's sandbox keeps it from the machine. The limits of the process bound its time and its memory, whatever it does.
-On macOS the system does not limit memory; on Windows it limits neither, and only the clock here ends a template.
+Jinja's sandbox separates it from the machine. The limits of the process bound its time and memory. macOS does not limit
+memory; Windows limits neither, and only the timer here ends a template.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MAX_LENGTH = 1 << 22
 _PROGRAM = Path(__file__).with_name("template_worker.py")
 _SECONDS = 5.0
 _MEMORY = 1 << 30
-_WALL_CLOCK = 6  # times the limit of CPU time: other processes may be running
+_WALL_CLOCK = 6  # multiple of the limit of CPU time, for other processes
 
 
 @dataclass
 class Budget:
-    """What is left to the renderings that share it, and whether these can be repeated.
+    """What remains for the renderings that share it, and whether they are repeatable.
 
     Attributes:
         seconds: of CPU time.
@@ -51,7 +51,7 @@ class Budget:
 
 
 def check_template(source: str) -> str | None:
-    """What is wrong with a template's syntax; None if Jinja compiles it."""
+    """The error in a template's syntax; None if Jinja compiles it."""
     answer = _answer({"source": source}, _SECONDS)
     return answer["reason"] if "error" in answer else None
 
@@ -61,7 +61,7 @@ def render(source: str, variables: Mapping[str, Any], unknown: tuple[str, ...], 
 
     Args:
         variables: plain values, as JSON has them, and tuples.
-        unknown: special tokens that no file spells; to print one is an error.
+        unknown: special tokens that no file spells; printing one is an error.
 
     Returns:
         The ``text``; or the ``error``, which is ``refusal``, ``token``, ``length`` or ``failure``, and its ``reason``.
@@ -74,7 +74,7 @@ def render(source: str, variables: Mapping[str, Any], unknown: tuple[str, ...], 
     try:
         request = {"source": source, "variables": _plain(dict(variables)), "unknown": unknown}
     except RecursionError as error:
-        raise RequestError("a chat template takes values that are not nested so deep") from error
+        raise RequestError("a variable of the chat template is nested too deep") from error
     request |= {"repeatable": budget.repeatable, "max_length": MAX_LENGTH}
     answer = _answer(request, budget.seconds)
     budget.seconds -= answer["seconds"]
@@ -91,7 +91,7 @@ class _Worker:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_PROGRAM), str(_MEMORY), *paths], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C is not for it
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,  # it ignores Ctrl-C
             )  # fmt: skip
         except OSError as error:
             raise QuantkitError(f"the process for chat templates does not start: {error}") from error
@@ -99,7 +99,7 @@ class _Worker:
 
     @property
     def usable(self) -> bool:
-        """Whether it runs, and was not started by the process that this one was forked from."""
+        """Whether it runs, and was not started by the parent of a fork."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def answer(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
@@ -133,7 +133,7 @@ _worker: _Worker | None = None
 
 
 def _answer(request: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The worker's answer; one that ends, by its limits or otherwise, is replaced for the next request."""
+    """The worker's answer; a worker that ended, by its limits or otherwise, is replaced for the next request."""
     global _worker
     with _lock:
         if _worker is None or not _worker.usable:
@@ -147,9 +147,11 @@ def _answer(request: dict[str, Any], seconds: float) -> dict[str, Any]:
                 _end()
     memory = f"more than {_MEMORY >> 20} MiB of memory"
     if answer is None:
-        reason = f"it takes more than {seconds:.3g} seconds, or {memory}"
-        return {"error": "failure", "reason": reason, "seconds": seconds}
-    return answer | ({"error": "failure", "reason": f"it takes {memory}"} if answer.get("error") == "memory" else {})
+        answer = {"error": "failure", "reason": f"it takes more than {seconds:.3g} seconds, or {memory}"}
+        answer["seconds"] = seconds
+    elif answer.get("error") == "memory":
+        answer |= {"error": "failure", "reason": f"it takes {memory}"}
+    return answer
 
 
 @atexit.register
@@ -161,11 +163,7 @@ def _end() -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as the worker can read it, whose classes are Python's own.
-
-    Raises:
-        RequestError: if it holds another object.
-    """
+    """A value as the worker can read it, of Python's own classes only."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (str, int, float):
@@ -175,4 +173,4 @@ def _plain(value: Any) -> Any:
         return {_plain(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(_plain, value)) if type(value) in (list, tuple) else list(map(_plain, value))
-    raise RequestError("a chat template takes plain values only", found=shown(value), expected="values as in JSON")
+    raise RequestError("a template variable must be a plain value", found=shown(value), expected="values as in JSON")

@@ -38,7 +38,7 @@ class _UnknownToken(Exception):
 
 
 class _Unknown(Undefined):
-    """Such a token: undefined in conditions, and an error where it is printed."""
+    """A special token without a spelling: undefined in conditions, and an error if it is printed."""
 
     def __str__(self) -> str:
         raise _UnknownToken(self._undefined_name)
@@ -56,10 +56,12 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    made.filters["tojson"] = _to_json
-    made.globals["raise_exception"] = _refuse
-    return made
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment
 
 
 def _refuse(message: str) -> None:
@@ -69,7 +71,7 @@ def _refuse(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter escapes HTML, which a prompt does not want."""
+    """Jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -93,24 +95,20 @@ def _answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str
                 return {"error": "length", "reason": ""}
         return {"text": "".join(pieces)}
     except _Refusal as refusal:
-        return {"error": "refusal", "reason": str(refusal)[:_MAX_REASON] or "it gives no reason"}
+        return {"error": "refusal", "reason": str(refusal)[:_MAX_REASON] or "without a reason"}
     except _UnknownToken as error:
         return {"error": "token", "reason": str(error)}
     except MemoryError:
         return {"error": "memory", "reason": ""}
     except Exception as error:  # raised by Jinja, by Python's compiler behind it, and by whatever a template calls
-        return {"error": "failure", "reason": _reason(error)}
-
-
-def _reason(error: Exception) -> str:
-    text = error.msg if isinstance(error, SyntaxError) else str(error)  # not the line that Jinja made of the template
-    return text[:_MAX_REASON] or f"it raises {type(error).__name__}"
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)  # without the line of the generated code
+        return {"error": "failure", "reason": reason[:_MAX_REASON] or f"it raises {type(error).__name__}"}
 
 
 def _limit(seconds: float | None = None) -> None:
-    """Limit the memory of this process and what it can start or write; or its time, from now on.
+    """Limit the memory of this process, and forbid it to start processes or write files; or limit its time from now on.
 
-    A system without a limit leaves it to the parent's clock.
+    On a system without limits the parent's timer ends it.
     """
     try:
         import resource

@@ -20,8 +20,6 @@ _LLAMA3_NAMED = (
     "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
 )  # fmt: skip
 _LLAMA3_SPECIALS = 256
-
-
 LONGEST_TOKEN = 4096  # bytes or letters; the longest published have some hundred
 _MAX_TOKENS = 2**22
 
@@ -73,17 +71,17 @@ def read_tiktoken(path: Path) -> dict[bytes, int]:
 
 
 def llama3_specials(first: int) -> dict[str, int]:
-    """Llama 3's special tokens, numbered from the end of the vocabulary."""
+    """Llama 3's special tokens with their ids, which follow the vocabulary."""
     filler = _LLAMA3_SPECIALS - len(_LLAMA3_NAMED)
     names = [*_LLAMA3_NAMED, *(f"<|reserved_special_token_{i}|>" for i in range(3, 3 + filler))]
     return {name: first + i for i, name in enumerate(names)}
 
 
 def require_length(length: int, path: Path) -> None:
-    """Check that of a token.
+    """Check the length of a token.
 
     Raises:
-        CheckpointError: if no tokenizer has tokens so long.
+        CheckpointError: if it is too long.
     """
     if length > LONGEST_TOKEN:
         raise CheckpointError(

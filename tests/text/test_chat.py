@@ -339,7 +339,7 @@ def test_a_special_token_that_nobody_spells_is_told_where_a_template_shows_it(fo
         ours = chat(path, load_tokenizer(path))
         if told:
             with pytest.raises(
-                CheckpointError, match=r"jinja: .* shows ..._token, .*in tokenizer_config\.json, null if"
+                CheckpointError, match=r"jinja: .* prints ..._token, .*in tokenizer_config\.json, null if"
             ):
                 ours.encode([user("Hi")])
             ours.encode([user("Hi")], bos_token="<s>", eos_token="</s>")
@@ -363,7 +363,7 @@ def test_a_base_model_has_none(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "problem"),
-    [("{% for %}", "no chat template that Jinja reads"), ("{{ messages.x.y }}", "fails"), ("{{ 1 / 0 }}", "fails"),
+    [("{% for %}", "not a valid Jinja chat template"), ("{{ messages.x.y }}", "fails"), ("{{ 1 / 0 }}", "fails"),
      ("{{ ''.__class__.__mro__ }}", "fails"), ("{{ messages.append(1) }}", "fails"),
      ("{{ [].__class__.__base__.__subclasses__() }}", "fails"), ("{% include 'x' %}", "fails"),
      ("{{ cycler.__init__.__globals__.os.system('true') }}", "fails"), ("{{ 'x' * 10**12 }}", "fails"),
@@ -458,7 +458,7 @@ def test_errors_are_reported_as_jinja_words_them(source: str, problem: str) -> N
 
 
 def test_a_refusal_without_words_is_one() -> None:
-    with pytest.raises(RequestError, match=r"refuses this: it gives no reason$"):
+    with pytest.raises(RequestError, match=r"refuses this: without a reason$"):
         ChatTemplate("{{ raise_exception('') }}").render([user("Hi")])
 
 
@@ -468,7 +468,7 @@ def test_variables_are_plain_values() -> None:
     held: list[Any] = []
     held.append(held)
     for value in (print, {"a": [object()]}, held):
-        with pytest.raises(RequestError, match=r"chat template takes .*(plain|nested)"):
+        with pytest.raises(RequestError, match=r"template.* (plain|nested)"):
             ChatTemplate("x").render([user("Hi")], a=value)
 
 
@@ -548,7 +548,7 @@ def test_the_format_of_llama_2(messages: list[dict[str, Any]], expected: str) ->
     [([], "no message"), ([assistant("Hi")], "user last"), ([user("Hi"), user("Hi")], "user, user"),
      ([user("Hi"), assistant("Hi")], "user last"), ([system("x")], "found system"),
      ([user("[INST]")], r"tag of the chat format \(found \[INST\]"), ([system("<</SYS>>"), user("Hi")], "tag"),
-     ([user("Hi"), assistant("[/INST]"), user("Hi")], "tag"), ([{"role": "user"}], "role and a text")],
+     ([user("Hi"), assistant("[/INST]"), user("Hi")], "tag"), ([{"role": "user"}], "role and a content")],
 )  # fmt: skip
 def test_what_llama_2_does_not_take(messages: list[dict[str, Any]], told: str) -> None:
     with pytest.raises(RequestError, match=told):
@@ -568,5 +568,5 @@ def test_the_format_of_llama_3() -> None:
 
 
 def test_another_models_tokenizer_is_none_for_llama_3(demo_model: Path) -> None:
-    with pytest.raises(RequestError, match="none of Llama 3's"):
+    with pytest.raises(RequestError, match="not Llama 3's"):
         chat(demo_model, load_tokenizer(demo_model), "llama3")

@@ -25,8 +25,8 @@ from quantkit.text.canonical_vocabulary import Kind
 from quantkit.text.compare import first_difference
 from quantkit.text.export import export_json
 from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
-from quantkit.text.merge_order import merge_difference, order_probes
-from quantkit.text.pre_tokenizers import named, pre_tokenizer
+from quantkit.text.merges import merge_difference, order_probes
+from quantkit.text.pipeline import patterns_by_name, pre_tokenizer
 from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile, read_sentencepiece, sentencepiece_bytes
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -57,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found |= {f"{kind}-json": _exported(folder) for kind, folder in found.items()}
     found["gemma"] = train_gemma(root / "gemma")
     found["gemma-json"] = write_gemma_json(found["gemma"], root / "gemma-json")
-    found["smollm"] = write_byte_level(root / "smollm", pre_tokenizer((named("smollm") or ((), False))[0]))
+    found["smollm"] = write_byte_level(root / "smollm", pre_tokenizer((patterns_by_name("smollm") or ((), False))[0]))
     for kind, folder in list(found.items()):
         found[f"{kind}.gguf"] = _gguf(folder, root / f"{kind}.gguf", by_quantkit=True)
         found[f"{kind}.converted"] = _gguf(folder, root / f"{kind}-converted.gguf", by_quantkit=False)
@@ -333,7 +333,7 @@ def _list_added(raw: dict[str, Any], **more: int) -> None:
 
 def _many_tokens(folder: Path) -> Path:
     """A byte-level tokenizer of so many tokens that a sample would miss some."""
-    write_byte_level(folder, pre_tokenizer((named("smollm") or ((), False))[0]))
+    write_byte_level(folder, pre_tokenizer((patterns_by_name("smollm") or ((), False))[0]))
     raw = json.loads((folder / "tokenizer.json").read_text())
     _list_added(raw)
     raw["model"]["vocab"] |= {f"t{number:x}q": number for number in range(len(raw["model"]["vocab"]), MANY)}

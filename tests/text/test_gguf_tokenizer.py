@@ -16,11 +16,10 @@ from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.files.gguf_io import build_header
 from quantkit.text.compare import first_difference
 from quantkit.text.export import export_json
-from quantkit.text.gguf_tokenizer import folder_files
+from quantkit.text.gguf_tokenizer import folder_files, text_folder
 from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
-from quantkit.text.pre_tokenizers import NAMES, named, patterns_of, pre_tokenizer
+from quantkit.text.pipeline import NAMES, patterns_by_name, patterns_of, pre_tokenizer
 from quantkit.text.sentencepiece_file import PieceType, read_sentencepiece
-from quantkit.text.text_folder import text_folder
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN
 from quantkit.text.tokenizer import SentencePieceTokenizer, load_tokenizer
 
@@ -80,7 +79,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     for name in ("qwen2", "smollm", "llama-bpe"):
         normalizer = {"type": "NFC"} if name == "qwen2" else None
-        found[name] = write_byte_level(root / name, pre_tokenizer((named(name) or ((), False))[0]), normalizer)
+        found[name] = write_byte_level(
+            root / name, pre_tokenizer((patterns_by_name(name) or ((), False))[0]), normalizer
+        )
     return found
 
 
@@ -204,7 +205,7 @@ def test_what_llama_cpp_ends_at_by_its_spelling_is_no_end_of_the_model(
     metadata, notes = tokenizer_metadata(folder, tokenizer.vocab_size)
     read = json.loads(folder_files(metadata, folder)["generation_config.json"])
     assert read["eos_token_id"] == [other]
-    assert notes == [f"{folder}: llama.cpp ends a text at {END} too, by the spelling"]
+    assert notes == [f"{folder}: llama.cpp also ends a generation at {END}, by the spelling"]
     del metadata["quantkit.eos_token_ids"]
     theirs = json.loads(folder_files(metadata, folder)["generation_config.json"])
     assert set(theirs["eos_token_id"]) > {other}
@@ -290,7 +291,7 @@ def test_equal_scores_leave_only_a_sentencepiece_model(folders: dict[str, Path])
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ways_to_cut_texts_are_known_by_what_they_do(name: str) -> None:
-    patterns, _ = named(name) or ((), False)
+    patterns, _ = patterns_by_name(name) or ((), False)
     assert patterns_of(pre_tokenizer(patterns)) == patterns
 
 
@@ -311,8 +312,8 @@ def test_a_pattern_may_be_spelled_in_other_ways() -> None:
         ("qwen2", lambda raw: raw["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="x"), "pre_tokenizer"),
         ("qwen2", lambda raw: raw.update(normalizer={"type": "Lowercase"}), "Lowercase"),
         ("qwen2", lambda raw: raw["model"].update(dropout=0.1), "dropout"),
-        ("sentencepiece-json", lambda raw: raw["model"]["merges"].append(["t", "h"]), "merges no scores stand for"),
-        ("sentencepiece-json", lambda raw: raw["model"]["merges"].pop(), "merges no scores stand for"),
+        ("sentencepiece-json", lambda raw: raw["model"]["merges"].append(["t", "h"]), "no equivalent scores"),
+        ("sentencepiece-json", lambda raw: raw["model"]["merges"].pop(), "no equivalent scores"),
         ("sentencepiece-json", lambda raw: raw.update(normalizer=None), "another normalizer"),
     ],
 )
@@ -354,13 +355,13 @@ G = "tokenizer.ggml."
         ("sentencepiece", G + "scores", lambda _: None, "lacks the key"),
         ("sentencepiece", G + "eos_token_id", lambda _: 403, "out of range"),
         ("sentencepiece", G + "add_bos_token", lambda _: 1, "wrong type"),
-        ("qwen2", G + "pre", lambda _: "falcon-x", "not known .found tokenizer.ggml.pre 'falcon-x'"),
+        ("qwen2", G + "pre", lambda _: "falcon-x", "unknown way .found tokenizer.ggml.pre 'falcon-x'"),
         ("qwen2", G + "pre", lambda _: None, "lacks the key"),
-        ("qwen2", G + "merges", lambda value: [*value, "q zz"], "tokens that there are not"),
+        ("qwen2", G + "merges", lambda value: [*value, "q zz"], "is not made of tokens"),
         ("qwen2", G + "merges", lambda value: [*value, "qq"], "is no pair"),
         ("qwen2", G + "add_bos_token", lambda _: True, "there is no tokenizer.ggml.bos_token_id"),
         ("qwen2", "quantkit.tokenizer_json", lambda _: "[]", "JSON object"),
-        ("qwen2", "quantkit.tokenizer_json", lambda _: '{"model": 1}', "not known"),
+        ("qwen2", "quantkit.tokenizer_json", lambda _: '{"model": 1}', "unknown key"),
         ("qwen2", "quantkit.tokenizer_json", lambda _: '{"added_tokens": {"263": 1}}', "wrong type"),
         ("qwen2", "tokenizer.chat_templates", lambda _: ["../x"], "lacks the key"),
     ],

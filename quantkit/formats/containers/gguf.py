@@ -20,9 +20,9 @@ from quantkit.formats.container import Container, Output, refuse_tensors_only
 from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
 from quantkit.formats.folder import OTHER_FILES, present
 from quantkit.tensors.dtypes import DType
+from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
 from quantkit.text.gguf_vocabulary import ENDS, TOKENS
-from quantkit.text.text_folder import text_folder
 
 if TYPE_CHECKING:
     from quantkit.formats.containers.gguf_encoder import GgufEncoder

@@ -23,7 +23,7 @@ from quantkit.formats.folder import json_bytes, present, side_names, with_templa
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.export import export_json
-from quantkit.text.text_folder import text_folder
+from quantkit.text.gguf_tokenizer import text_folder
 
 if TYPE_CHECKING:
     from quantkit.formats.containers.hf_encoder import SafetensorsEncoder

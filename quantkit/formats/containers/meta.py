@@ -18,7 +18,7 @@ from quantkit.formats.containers.meta_checkpoint import MetaCheckpoint, shard_pa
 from quantkit.formats.folder import OTHER_FILES, json_bytes, present, with_templates
 from quantkit.tensors.dtypes import DType
 from quantkit.text.compare import first_difference
-from quantkit.text.text_folder import text_folder
+from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.tokenizer import load_tokenizer, original_tokenizer
 
 if TYPE_CHECKING:
