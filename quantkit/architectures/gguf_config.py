@@ -73,7 +73,7 @@ def config_of(
     if keys.has("attention.value_length") and keys.whole("attention.value_length", 1, MAX_HEADS) != head_dim:
         raise UnsupportedError("keys and values of different sizes are not supported", path=str(path))
     if not keys.flag("attention.causal", True):
-        raise UnsupportedError("attention in both directions is not supported", path=str(path))
+        raise UnsupportedError("bidirectional attention is not supported", path=str(path))
     window, windowed = _windows(keys, architecture, layers)
     factors = {name: tuple(map(shortest, values)) for name, values in factors.items()}
     embedding = shapes.get("token_embd.weight", ())

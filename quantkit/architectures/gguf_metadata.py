@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.families.family import only_window
 from quantkit.architectures.families.gguf_architecture import GgufArchitecture
+from quantkit.architectures.families.keys import only_window
 from quantkit.architectures.gguf import gguf_architecture
 from quantkit.architectures.gguf_config import (
     EOS_IDS,

@@ -211,7 +211,7 @@ def test_the_published_files_of_a_family_are_read_without_our_own_keys() -> None
         ({"llama.vocab_size": 5}, CheckpointError, "does not fit the embedding"),
         ({"llama.attention.head_count_kv": 3}, CheckpointError, "multiple of the KV heads"),
         ({"llama.attention.value_length": 4}, UnsupportedError, "of different sizes"),
-        ({"llama.attention.causal": False}, UnsupportedError, "both directions"),
+        ({"llama.attention.causal": False}, UnsupportedError, "bidirectional"),
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, CheckpointError, "out of range"),
         ({"llama.rope.dimension_count": 6}, CheckpointError, "does not fit the heads"),
         ({"llama.rope.freq_base": -1.0}, CheckpointError, "out of range"),

@@ -1,6 +1,8 @@
-"""DeepSeek-V3 (2412.19437): latent attention; experts, some of which take every token, after a few dense layers."""
+"""DeepSeek-V3 (2412.19437): latent attention; after some dense layers, experts, some of which get every token."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from quantkit.architectures.config import (
     MAX_EXPERTS,
@@ -9,14 +11,13 @@ from quantkit.architectures.config import (
     MAX_WIDTH,
     ExpertsConfig,
     LatentAttentionConfig,
-    LayerConfig,
-    ModelConfig,
 )
-from quantkit.architectures.families.family import Family, layer_count, read_config
+from quantkit.architectures.families.family import Family
+from quantkit.architectures.families.keys import Keys, flag, layer_count
 from quantkit.json_values import Settings
 
 
-def _read(settings: Settings) -> ModelConfig:
+def _read(settings: Settings) -> dict[str, Any]:
     latent = LatentAttentionConfig(
         query_rank=settings.whole("q_lora_rank", 1, MAX_WIDTH) if settings.has("q_lora_rank") else None,
         kv_rank=settings.whole("kv_lora_rank", 1, MAX_WIDTH),
@@ -33,11 +34,10 @@ def _read(settings: Settings) -> ModelConfig:
         score_correction=True,
     )
     dense = settings.whole("first_k_dense_replace", 0, MAX_LAYERS)
-    layers = [LayerConfig(experts=layer >= dense) for layer in range(layer_count(settings))]
-    return read_config(
-        settings, layers, head_dim=latent.rope_dim, output_bias=settings.flag("attention_bias", False),
-        experts=experts, latent_attention=latent,
-    )  # fmt: skip
+    sparse = [layer >= dense for layer in range(layer_count(settings))]
+    return {"sparse": sparse, "head_dim": latent.rope_dim, "experts": experts, "latent_attention": latent}
 
 
-FAMILY = Family("deepseek_v3", "DeepseekV3ForCausalLM", _read, runs=False)
+FAMILY = Family(
+    "deepseek_v3", "DeepseekV3ForCausalLM", (flag("attention_bias", "output_bias"), Keys(_read)), runs=False
+)  # fmt: skip

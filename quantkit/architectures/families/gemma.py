@@ -4,36 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.families.family import Family, read_config
-from quantkit.architectures.families.gemma2 import embedding_multiplier, require_causal
+from quantkit.architectures.families.family import Family
+from quantkit.architectures.families.gemma2 import ACTIVATION, HEAD_DIM, causal_features
 from quantkit.architectures.families.gguf_architecture import GgufArchitecture
+from quantkit.architectures.families.keys import ATTENTION_BIAS, Keys
 from quantkit.json_values import Settings
 
-_ACTIVATION = "gelu_pytorch_tanh"
 
-
-def _read(settings: Settings) -> ModelConfig:
-    require_causal(settings)
-    bias = settings.flag("attention_bias", False)
+def _read(settings: Settings) -> dict[str, Any]:
     own = settings.has("hidden_activation")
-    return read_config(
-        settings,
-        activation_key="hidden_activation" if own else "hidden_act",
-        activations=(_ACTIVATION,) if own else (_ACTIVATION, "gelu"),  # the published files' word for it
-        activation="gelu_tanh",
-        head_dim=256,
-        tied_by_default=True,
-        norm_offset=1.0,
-        embedding_multiplier=embedding_multiplier(settings),
-        qkv_bias=bias,
-        output_bias=bias,
-    )
+    return {
+        "activation_key": "hidden_activation" if own else "hidden_act",
+        "activations": (ACTIVATION,) if own else (ACTIVATION, "gelu"),  # the published files' name for it
+        **causal_features(settings),
+    }
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    return {"hidden_activation": _ACTIVATION, "attention_bias": config.output_bias}
-
-
-GGUF = GgufArchitecture("gemma", tied=True, read=lambda keys, head_dim: {"hidden_activation": _ACTIVATION})
-FAMILY = Family("gemma", "GemmaForCausalLM", _read, _write, gguf=GGUF)
+GGUF = GgufArchitecture("gemma", tied=True, read=lambda keys, head_dim: {"hidden_activation": ACTIVATION})
+FAMILY = Family(
+    "gemma", "GemmaForCausalLM", (Keys(_read, lambda config: {"hidden_activation": ACTIVATION}), ATTENTION_BIAS),
+    options={"head_dim": HEAD_DIM}, gguf=GGUF,
+)  # fmt: skip

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.architectures.config import LayerConfig, ModelConfig
-from quantkit.architectures.families.family import Family, layer_count, layer_types, read_config, sliding_window
+from quantkit.architectures.families.family import Family
+from quantkit.architectures.families.keys import DEFAULT_WINDOW, Keys, layer_count, layer_types, one_window
 from quantkit.architectures.families.llama import GGUF
+from quantkit.architectures.rope import FULL
 from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings
 
+_WINDOW = one_window(DEFAULT_WINDOW)
 
-def _read(settings: Settings) -> ModelConfig:
-    layers = layer_count(settings)
-    types = layer_types(settings, layers)
-    window = sliding_window(settings)
-    if window is not None and "full_attention" in types:
+
+def _read(settings: Settings) -> dict[str, Any]:
+    found = _WINDOW.read(settings)
+    if FULL in layer_types(settings, layer_count(settings)) and found["windows"][0] is not None:
         raise UnsupportedError("mixed attention layers in a Mistral model are not supported", path=settings.path)
-    return read_config(settings, [LayerConfig(window=window)] * layers)
+    return found
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    return {"sliding_window": config.windows[0]}
-
-
-FAMILY = Family("mistral", "MistralForCausalLM", _read, _write, gguf=GGUF, gguf_mark="sliding_window")
+FAMILY = Family(
+    "mistral", "MistralForCausalLM", (Keys(_read, _WINDOW.write),), gguf=GGUF, gguf_mark="sliding_window"
+)  # fmt: skip

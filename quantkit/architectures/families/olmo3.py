@@ -1,63 +1,42 @@
-"""OLMo 3 (2512.13961): OLMo 2 with a window in three layers of four, whose rotary positions are not stretched."""
+"""OLMo 3 (2512.13961): OLMo 2 with windows in three of four layers, whose rotary positions are not scaled."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.families.family import (
-    Family,
-    layers_by_kind,
-    read_config,
-    written_layer_ropes,
-    written_layer_types,
-    written_window,
-)
-from quantkit.architectures.families.olmo2 import GGUF, NORMS, olmo_features, write_olmo
+from quantkit.architectures.families import olmo2
+from quantkit.architectures.families.keys import LAYER_ROPES, Keys, windows_by_kind
 from quantkit.architectures.rope import MAX_THETA, MIN_THETA, SLIDING
 from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings
 
-_INTERVAL = 4
 _THETA = 500000.0
+_WINDOWS = windows_by_kind(4)
 
 
-def _read(settings: Settings) -> ModelConfig:
-    layers = layers_by_kind(settings, _INTERVAL)
-    if any(layer.window is not None for layer in layers):
-        _require_one_base(settings)
-    return read_config(
-        settings,
-        layers,
-        default_theta=_THETA,
-        windowed_theta=("rope_theta", _THETA),
-        **olmo_features(settings),
-    )
+def _read(settings: Settings) -> dict[str, Any]:
+    """The windows of layers.
 
-
-def _require_one_base(settings: Settings) -> None:
-    """
     Raises:
-        UnsupportedError: for a base that some readers take for all layers, and transformers for those without a window.
+        UnsupportedError: for a rotary base that some readers use for all layers, and transformers for those without a
+            window.
     """
+    found = _WINDOWS.read(settings)
     kinds = settings.inside("rope_parameters") if settings.has("rope_parameters") else settings
-    told = kinds.has(SLIDING) and kinds.inside(SLIDING).has("rope_theta")
-    if settings.has("rope_theta") and not told and settings.number("rope_theta", MIN_THETA, MAX_THETA) != _THETA:
+    stated = kinds.has(SLIDING) and kinds.inside(SLIDING).has("rope_theta")
+    ambiguous = any(found["windows"]) and settings.has("rope_theta") and not stated
+    if ambiguous and settings.number("rope_theta", MIN_THETA, MAX_THETA) != _THETA:
         raise UnsupportedError(
             "readers differ on the rotary base of layers with a window", path=settings.path,
             found=f"rope_theta {settings.values['rope_theta']}", expected="rope_parameters by kind of layer",
         )  # fmt: skip
+    return found
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    return {
-        **write_olmo(config),
-        **written_layer_ropes(config),
-        "sliding_window": written_window(config),
-        "layer_types": written_layer_types(config),
-    }
-
-
-FAMILY = Family(
-    "olmo3", "Olmo3ForCausalLM", _read, _write, names=NORMS, rope_by_layer=True, gguf=GGUF, gguf_mark="sliding_window"
+FAMILY = replace(
+    olmo2.FAMILY, model_type="olmo3", class_name="Olmo3ForCausalLM",
+    keys=(*olmo2.FAMILY.keys, LAYER_ROPES, Keys(_read, _WINDOWS.write)),
+    options={**olmo2.FAMILY.options, "default_theta": _THETA, "windowed_theta": ("rope_theta", _THETA)},
+    rope_by_layer=True, gguf_mark="sliding_window",
 )  # fmt: skip

@@ -4,49 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.architectures.config import MAX_LAYERS, LayerConfig, ModelConfig
-from quantkit.architectures.families.family import (
-    Family,
+from quantkit.architectures.config import MAX_LAYERS, ModelConfig
+from quantkit.architectures.families.family import Family
+from quantkit.architectures.families.gguf_architecture import GgufArchitecture
+from quantkit.architectures.families.keys import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    Keys,
     layer_count,
     layer_types,
     only_window,
-    read_config,
     sliding_window,
+    windows_of,
     written_layer_types,
 )
-from quantkit.architectures.families.gguf_architecture import GgufArchitecture
+from quantkit.architectures.rope import SLIDING
 from quantkit.errors import CheckpointError
 from quantkit.json_values import Settings, shown
 
 _INTERVAL = 4
-_THETA = 2e6
 
 
-def _read(settings: Settings) -> ModelConfig:
-    bias = settings.flag("attention_bias", False)
-    return read_config(
-        settings, _layers(settings), tied_by_default=True, default_theta=_THETA, qkv_bias=bias, output_bias=bias,
-        mlp_bias=settings.flag("mlp_bias", False),
-    )  # fmt: skip
-
-
-def _layers(settings: Settings) -> list[LayerConfig]:
+def _read(settings: Settings) -> dict[str, Any]:
     count = layer_count(settings)
     rotary = _rotary(settings, count)
+    enabled = settings.flag("use_sliding_window", False)
+    types = layer_types(settings, count)  # if they are listed the flag has no effect, as in transformers
+    windowed = [kind == SLIDING for kind in types]
     window = sliding_window(settings, None)
-    windowed = settings.flag("use_sliding_window", False)
-    types = layer_types(settings, count)  # where they are listed the flag says nothing, as in transformers
-    if window is None and "sliding_attention" in types:
-        raise CheckpointError("layer_types has windows, and sliding_window none", path=settings.path)
-    slides = [kind == "sliding_attention" for kind in types] or [windowed and not rotated for rotated in rotary]
-    return [
-        LayerConfig(window=window if slid else None, rotary=rotated)
-        for slid, rotated in zip(slides, rotary, strict=True)
-    ]
+    if not types:
+        windowed = [enabled and window is not None and not rotated for rotated in rotary]
+    return {"rotary": rotary, "windows": windows_of(settings, windowed, window)}
 
 
 def _rotary(settings: Settings, count: int) -> list[bool]:
-    """Whether each layer rotates queries and keys: 1 in ``no_rope_layers``, whose name says the opposite."""
+    """Whether each layer has rotary positions: 1 in ``no_rope_layers``, in spite of its name."""
     key = "no_rope_layers"
     if not settings.has(key):
         interval_key = "no_rope_layer_interval"
@@ -68,8 +60,6 @@ def _rotary(settings: Settings, count: int) -> list[bool]:
 def _write(config: ModelConfig) -> dict[str, Any]:
     window = only_window(config)
     return {
-        "attention_bias": config.output_bias,
-        "mlp_bias": config.mlp_bias,
         "no_rope_layers": [int(layer.rotary) for layer in config.layers],
         "use_sliding_window": window is not None,
         "sliding_window": window,
@@ -77,8 +67,11 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-GGUF = GgufArchitecture(
-    "smollm3", interleaved_rotary=True,
-    read=lambda keys, head_dim: {"no_rope_layer_interval": _INTERVAL},  # llama.cpp has no key for it
+FAMILY = Family(
+    "smollm3", "SmolLM3ForCausalLM", (ATTENTION_BIAS, MLP_BIAS, Keys(_read, _write)),
+    options={"tied_by_default": True, "default_theta": 2e6},
+    gguf=GgufArchitecture(
+        "smollm3", interleaved_rotary=True,
+        read=lambda keys, head_dim: {"no_rope_layer_interval": _INTERVAL},  # llama.cpp has no key for it
+    ),
 )  # fmt: skip
-FAMILY = Family("smollm3", "SmolLM3ForCausalLM", _read, _write, gguf=GGUF)

@@ -1,0 +1,221 @@
+"""The keys of config.json that only some families have, each declared once for reading and writing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.architectures.config import (
+    MAX_CONTEXT,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    ExpertsConfig,
+    ModelConfig,
+)
+from quantkit.architectures.rope import FULL, SLIDING
+from quantkit.errors import CheckpointError
+from quantkit.json_values import Settings, shown
+
+DEFAULT_WINDOW = 4096  # of transformers, if the key is absent; null means none
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")  # transformers 5 writes some families' under the second name
+
+
+@dataclass(frozen=True)
+class Keys:
+    """One or several keys of config.json that belong together.
+
+    Attributes:
+        read: the arguments of `read_config` that they determine.
+        write: the keys, from a config.
+    """
+
+    read: Callable[[Settings], dict[str, Any]] = lambda settings: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+
+
+def flag(key: str, *fields: str, default: bool = False) -> Keys:
+    """A boolean that determines some fields of `ModelConfig`, which are equal."""
+    return Keys(
+        lambda settings: dict.fromkeys(fields, settings.flag(key, default)),
+        lambda config: {key: getattr(config, fields[-1])},
+    )
+
+
+def number(
+    key: str, field: str, low: float, high: float, default: float | None, *, null: float | None, inverse: bool = False
+) -> Keys:
+    """A number that determines a field of `ModelConfig`.
+
+    Args:
+        default: if the key is absent.
+        null: if its value is null.
+        inverse: whether the field is the inverse of the key's number.
+    """
+
+    def read(settings: Settings) -> dict[str, Any]:
+        value = null if key in settings.values else default
+        if settings.has(key):
+            value = settings.number(key, low, high)
+        return {field: 1 / value if inverse and value else value}
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        value = getattr(config, field)
+        return {key: 1 / value if inverse else value}
+
+    return Keys(read, write)
+
+
+ATTENTION_BIAS = flag("attention_bias", "qkv_bias", "output_bias")
+MLP_BIAS = flag("mlp_bias", "mlp_bias")
+
+
+def experts(
+    count_key: str = "num_experts", size_key: str | None = None, shared_key: str | None = None,
+    norm_key: str | None = None, **features: Any,
+) -> Keys:  # fmt: skip
+    """A mixture of experts.
+
+    Args:
+        count_key: the key to write for the number of experts.
+        size_key: of the width of an expert; None for ``intermediate_size``.
+        shared_key: of the width of all shared experts, if there are any.
+        norm_key: of `ExpertsConfig.normalized`, if it is not always true.
+        features: further fields of `ExpertsConfig`.
+    """
+
+    def read(settings: Settings) -> dict[str, Any]:
+        counts = [key for key in _EXPERT_COUNTS if settings.has(key)] or [settings.need(_EXPERT_COUNTS[0])]
+        found = [settings.whole(key, 1, MAX_EXPERTS) for key in counts]
+        if len(set(found)) > 1:
+            problem = f"{' and '.join(counts)} disagree"
+            raise CheckpointError(problem, path=settings.path, found=shown(found), expected="one count")
+        stated = ExpertsConfig(
+            count=found[0],
+            size=settings.whole(size_key or "intermediate_size", 1, MAX_WIDTH),
+            per_token=settings.whole("num_experts_per_tok", 1, MAX_EXPERTS),
+            shared_size=settings.whole(shared_key, 1, MAX_WIDTH) if shared_key else 0,
+            normalized=settings.flag(norm_key, False) if norm_key else True,
+            **features,
+        )
+        return {"experts": stated}
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        assert config.experts is not None
+        stated = {
+            count_key: config.experts.count, "num_experts_per_tok": config.experts.per_token,
+            size_key: config.experts.size, shared_key: config.experts.shared_size, norm_key: config.experts.normalized,
+        }  # fmt: skip
+        return {key: value for key, value in stated.items() if key is not None}
+
+    return Keys(read, write)
+
+
+def _read_sparse(settings: Settings) -> dict[str, Any]:
+    """Which layers have experts: every n-th one, except for those in ``mlp_only_layers``."""
+    step_key, dense_key = "decoder_sparse_step", "mlp_only_layers"
+    step = settings.whole(step_key, 1, MAX_LAYERS) if settings.has(step_key) else 1
+    dense = settings.values[dense_key] if settings.has(dense_key) else []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        settings.wrong_type(dense_key, "a list of layers")
+    return {"sparse": [layer not in dense and (layer + 1) % step == 0 for layer in range(layer_count(settings))]}
+
+
+SPARSE_LAYERS = Keys(
+    _read_sparse,
+    lambda config: {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [number for number, layer in enumerate(config.layers) if not layer.experts],
+    },
+)
+
+
+def one_window(default: int | None) -> Keys:
+    """A window that all layers have, if there is one.
+
+    Args:
+        default: if the key is absent.
+    """
+    return Keys(
+        lambda settings: {"windows": [sliding_window(settings, default)] * layer_count(settings)},
+        lambda config: {"sliding_window": only_window(config)},
+    )
+
+
+def windows_by_kind(interval: int, key: str | None = None, default: int = DEFAULT_WINDOW) -> Keys:
+    """Windows in the layers that ``layer_types`` lists; without it, in all but every `interval`-th layer.
+
+    Args:
+        key: that states another interval.
+        default: the width if the key is absent, and the one that is written if no layer has a window.
+    """
+
+    def read(settings: Settings) -> dict[str, Any]:
+        count = layer_count(settings)
+        step = settings.whole(key, 1, MAX_LAYERS) if key is not None and settings.has(key) else interval
+        types = layer_types(settings, count) or [SLIDING if (i + 1) % step else FULL for i in range(count)]
+        return {"windows": windows_of(settings, [kind == SLIDING for kind in types], sliding_window(settings, default))}
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        return {"sliding_window": only_window(config) or default, "layer_types": written_layer_types(config)}
+
+    return Keys(read, write)
+
+
+def windows_of(settings: Settings, windowed: Sequence[bool], window: int | None) -> list[int | None]:
+    """The window of each layer.
+
+    Raises:
+        CheckpointError: if some layers have a window, and `window` is None.
+    """
+    if window is None and any(windowed):
+        raise CheckpointError("some layers have windows, and sliding_window none", path=settings.path)
+    return [window if has_window else None for has_window in windowed]
+
+
+def layer_count(settings: Settings) -> int:
+    """The number of layers."""
+    return settings.whole("num_hidden_layers", 1, MAX_LAYERS)
+
+
+def layer_types(settings: Settings, layers: int) -> list[str]:
+    """The kind of attention of each layer; empty if the file does not state it.
+
+    Raises:
+        CheckpointError: if the kinds are unknown, or their number is wrong.
+    """
+    key = "layer_types"
+    types = settings.texts(key) if settings.has(key) else []
+    if settings.has(key) and (len(types) != layers or set(types) - {FULL, SLIDING}):
+        raise CheckpointError(
+            "layer_types does not fit the layers", path=settings.path, found=shown(types),
+            expected=f"{FULL} or {SLIDING} for each of {layers}",
+        )  # fmt: skip
+    return types
+
+
+def written_layer_types(config: ModelConfig) -> list[str]:
+    """The key ``layer_types``."""
+    return [FULL if window is None else SLIDING for window in config.windows]
+
+
+def sliding_window(settings: Settings, default: int | None = DEFAULT_WINDOW) -> int | None:
+    """The window of a config's sliding layers; None if there is none."""
+    if "sliding_window" not in settings.values:
+        return default
+    return settings.whole("sliding_window", 1, MAX_CONTEXT) if settings.has("sliding_window") else None
+
+
+def only_window(config: ModelConfig) -> int | None:
+    """The window of the layers that have one; a family has only one."""
+    return next((window for window in config.windows if window is not None), None)
+
+
+def _written_layer_ropes(config: ModelConfig) -> dict[str, Any]:
+    """``rope_parameters`` of both kinds of layers, which transformers expects even if a model has only one kind."""
+    ropes = {FULL: config.rope, SLIDING: config.window_rope or config.rope}
+    return {"rope_parameters": {kind: rope.to_hf(config.head_dim)["rope_parameters"] for kind, rope in ropes.items()}}
+
+
+LAYER_ROPES = Keys(write=_written_layer_ropes)
