@@ -16,6 +16,7 @@ from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.layout import Claims
 from quantkit.formats.codecs.table import METHODS, describe_modules
+from quantkit.formats.containers.hf_settings import SETTINGS
 from quantkit.json_values import Settings, shown
 
 _UNNAMED = ("load_in_4bit", "load_in_8bit", "quant_algo", "producer", "quantization")
@@ -121,10 +122,9 @@ class View:
         modules = list(dict.fromkeys([*self.linears, *self.coded]))
         if method is not None:
             try:
-                return method.claims(folder.settings, modules, self.coded, str(folder.root / CONFIG))
-            except (CheckpointError, ValueError, TypeError, AttributeError, LookupError) as error:
-                problem = error.problem if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-                return Claims(problems=(f"{problem}"[:300],))
+                return method.claims(Settings(folder.settings, folder.root / CONFIG, SETTINGS), modules, self.coded)
+            except CheckpointError as error:
+                return Claims(problems=(f"{error.problem}: found {error.found}" if error.found else error.problem,))
         stated = folder.settings.get("quant_method")
         known = isinstance(stated, str) or any(folder.settings.get(key) for key in _UNNAMED)
         return Claims() if known else Claims(problems=(f"quant_method is {shown(stated)}",))

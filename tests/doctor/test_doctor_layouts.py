@@ -154,3 +154,9 @@ def test_modules_of_torchao_that_lack_tensors_or_are_of_another_method(tmp_path:
 def test_single_values_of_any_type_are_read(tmp_path: Path) -> None:
     tensors = {**build.tensors("fp8"), f"{DOWN}.input_scale": torch.tensor(3, dtype=torch.uint16)}
     _diagnosed(tmp_path / "model", tensors, build.FORMATS["fp8"][1], deep=True)
+
+
+def test_bits_that_are_null_are_not_the_usual_ones(tmp_path: Path) -> None:
+    settings = {**build.AWQ, "bits": None}
+    found = _diagnosed(tmp_path / "model", build.tensors("awq"), build.config(settings), runtime="vllm")
+    assert {("other-scheme", module) for module in LINEARS} <= found

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import NO_EMBEDDING, Codec, QuantMethod, RawModule, Reason, exact_scale
+from quantkit.formats.codecs.codec import NO_EMBEDDING, Codec, GroupedCodec, QuantMethod, RawModule, Reason, exact_scale
 from quantkit.formats.codecs.gptq import claims_by_rows, quantized_modules
-from quantkit.formats.codecs.gptq_linear import packs_outputs, require_tensors, scales_dtype
+from quantkit.formats.codecs.gptq_linear import packs_outputs, read_outputs, require_tensors, scales_dtype
 from quantkit.formats.codecs.gptq_zeros import G_IDX, QWEIGHT, QZEROS, SCALES
-from quantkit.formats.codecs.layout import Claim, Claims, Layout, Shape, Shapes, words
+from quantkit.formats.codecs.layout import MAX_COLUMNS, Claims, Layout, Shape, Shapes, words
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
@@ -37,7 +37,6 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FIELDS = tuple(sorted(range(_PER_WORD), key=_ORDER.__getitem__))
 _LEVELS_OF_8 = b"\x88"
 _READ_SIZES = {None, 16, 32, 64, 128}  # by gptqmodel
-_MAX_COLUMNS = 2**24
 
 
 def _shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
@@ -52,7 +51,7 @@ AWQ = Layout(
 
 
 @dataclass(frozen=True)
-class AwqLinear:
+class AwqLinear(GroupedCodec):
     """4-bit codes packed along the outputs.
 
     Attributes:
@@ -81,39 +80,21 @@ class AwqLinear:
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return self._tensors(spec, scales_dtype(raw))
 
-    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor:
-        import torch
+    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+        return self.scheme.group_size or 1
 
+    def read(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> QuantTensor:  # fmt: skip
         from quantkit.tensors.qtensor import QuantTensor
 
         assert spec.scheme is not None, "all of AWQ has a scheme"
-        _, columns = spec.shape
-        zero = None
-        if part is not None and part.axis == 0:
-            words = [(start // _PER_WORD, -(-stop // _PER_WORD)) for start, stop in part.ranges]
-            across, some = TensorSlice(1, tuple(words)), TensorSlice(1, part.ranges)
-            bounds = zip(part.ranges, words, strict=True)
-            inside, before = [], 0
-            for (start, stop), (first, last) in bounds:
-                inside.append(torch.arange(start, stop) - first * _PER_WORD + before)
-                before += (last - first) * _PER_WORD
-            kept = torch.cat(inside)
-            codes = _unpacked(raw.read(QWEIGHT, across))[:, kept]
-            if not spec.scheme.symmetric:
-                zero = _unpacked(raw.read(QZEROS, across))[:, kept].t().contiguous()
-            return QuantTensor(codes.t().contiguous(), raw.read(SCALES, some).t().contiguous(), zero, spec.scheme)
-        start, stop = (0, columns) if part is None else part.ranges[0]
         size = spec.scheme.group_size
-        first, last = start, stop
-        groups = TensorSlice(0, ((0, 1),))
-        if size is not None:
-            first, last = start // size * size, -(-stop // size) * size
-            groups = TensorSlice(0, ((first // size, last // size),))
-        codes = _unpacked(raw.read(QWEIGHT, TensorSlice(0, ((first, last),)))).t().contiguous()
-        if not spec.scheme.symmetric:
-            zero = _unpacked(raw.read(QZEROS, groups)).t().contiguous()
-        value = QuantTensor(codes, raw.read(SCALES, groups).t().contiguous(), zero, spec.scheme)
-        return value if (first, last) == (start, stop) else value.columns(start - first, stop - first)
+        groups = (0, 1) if size is None else (columns[0] // size, columns[1] // size)
+        scale = read_outputs(raw, SCALES, rows, groups)
+        codes = read_outputs(raw, QWEIGHT, rows, columns, _PER_WORD, _unpacked)
+        zero = None if spec.scheme.symmetric else read_outputs(raw, QZEROS, rows, groups, _PER_WORD, _unpacked)
+        return QuantTensor(codes, scale, zero, spec.scheme)
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         rows, columns = shape
@@ -151,11 +132,8 @@ class Awq(QuantMethod):
     scale_dtype = DType.FLOAT16
     runtimes = ("vllm", "transformers", "mlx")
 
-    def claims(
-        self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str
-    ) -> Claims:  # fmt: skip
-        symmetric = not settings.get("zero_point", True)
-        return claims_by_rows(settings, Claim(AWQ, symmetric=symmetric), modules, coded, path)
+    def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
+        return claims_by_rows(settings, AWQ, not settings.values.get("zero_point", True), modules, coded)
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """
@@ -172,7 +150,7 @@ class Awq(QuantMethod):
         bits = settings.whole("w_bit" if settings.has("w_bit") else "bits", 1, 32)
         if bits != _BITS:
             raise UnsupportedError("AWQ of these bits is not read", path=settings.path, found=bits, expected=_BITS)
-        size = settings.whole("q_group_size" if settings.has("q_group_size") else "group_size", -1, _MAX_COLUMNS)
+        size = settings.whole("q_group_size" if settings.has("q_group_size") else "group_size", -1, MAX_COLUMNS)
         if size > 0 and size % 8:
             raise UnsupportedError(
                 "group size is not supported", path=settings.path, found=size, expected="a multiple of 8"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from quantkit.errors import CheckpointError, NotRepresentableError, UnsupportedError
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
@@ -180,6 +180,37 @@ class Codec(Protocol):
         ...
 
 
+class GroupedCodec:
+    """Decodes any part of a weight from rows, or from groups of columns that are stored together."""
+
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
+        columns = spec.shape[-1]
+        if part is None or part.axis == 0:
+            return self.read(raw, spec, part, (0, columns))
+        (start, stop), unit = part.ranges[0], self.unit(raw, spec)
+        first, last = start // unit * unit, min(-(-stop // unit) * unit, columns)
+        value = self.read(raw, spec, None, (first, last))
+        if (first, last) == (start, stop):
+            return value
+        inside = TensorSlice(1, ((start - first, stop - first),)).of_weight(value)
+        return inside if spec.scheme is not None else cast("Tensor", inside).contiguous()
+
+    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+        """How many columns are stored together: whole words, and whole groups."""
+        raise NotImplementedError
+
+    def read(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> QuantTensor | Tensor:  # fmt: skip
+        """Some rows with all columns, or all rows with some groups of columns."""
+        raise NotImplementedError
+
+
+def columns_slice(rows: TensorSlice | None, start: int, stop: int, count: int) -> TensorSlice | None:
+    """What to read of a matrix with `count` columns: some rows, or some columns; None for all."""
+    return rows if (start, stop) == (0, count) else TensorSlice(1, ((start, stop),))
+
+
 class ReadAsFloats:
     """What another codec holds, as the floats that its codes mean: of a tensor that has no codes in a model, such as
     a router."""
@@ -271,18 +302,15 @@ class QuantMethod(CodeFormat):
     read_as_floats = False
     runtimes: tuple[Runtime, ...] = ("vllm", "transformers")
 
-    def claims(
-        self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str
-    ) -> Claims:  # fmt: skip
-        """What settings state of each module, whether or not it is read.
+    def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
+        """What settings state of each module, whether or not quantkit reads it.
 
         Args:
             modules: all that may be quantized.
             coded: those whose weights are stored as codes.
-            path: of the settings, for errors.
 
         Raises:
-            CheckpointError, ValueError, TypeError, AttributeError, LookupError: if the settings make no sense.
+            CheckpointError: if a value has the wrong type or is out of range.
         """
         return Claims()
 

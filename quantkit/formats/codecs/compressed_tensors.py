@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quantkit.architectures.names import is_embedding
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
-from quantkit.formats.codecs.claims import bits_in, block_in, group_size_in, names_in, spellings
 from quantkit.formats.codecs.codec import Codec, QuantMethod, Reason, Runtime
 from quantkit.formats.codecs.compressed_weights import (
     FP4,
@@ -28,8 +27,8 @@ from quantkit.formats.codecs.compressed_weights import (
     PackQuantized,
 )
 from quantkit.formats.codecs.float8 import FLOAT8
-from quantkit.formats.codecs.layout import Claim, Claims, Layout
-from quantkit.formats.codecs.targets import NO_MATCH, Deadline, Targets
+from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, block_size
+from quantkit.formats.codecs.targets import NO_MATCH, Deadline, Targets, spellings
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
@@ -37,8 +36,7 @@ from quantkit.tensors.scheme import SCHEMES, QuantScheme
 KV_CACHE_SCHEME = "kv_cache_scheme"
 """The key of the settings under which the scheme of a quantized key/value cache lies."""
 
-_MOST_GROUPS = 64
-_MAX_COLUMNS = 2**24
+_MAX_GROUPS = 64
 _PACK, _INT, _DENSE = "pack-quantized", "int-quantized", "dense"
 _OF_BYTES = (_INT, "naive-quantized")
 _OF_FLOATS = ("float-quantized", "naive-quantized")  # read as floats, see `dequantized`
@@ -63,33 +61,20 @@ class CompressedTensors(QuantMethod):
     schemes = tuple(SCHEMES.values())
     runtimes: tuple[Runtime, ...] = ("vllm", "transformers")
 
-    def claims(
-        self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str
-    ) -> Claims:  # fmt: skip
-        deadline = Deadline(path)
-        ignored = Targets(names_in(settings.get("ignore")), deadline)
-        groups = []
-        named: dict[str, None] = {}
-        for name, group in settings["config_groups"].items():
-            targets = names_in(group["targets"])
-            named |= dict.fromkeys(one for one in targets if "." in one and not one.startswith("re:"))
-            groups.append((name, Targets(targets, deadline), _claim(group, settings)))
+    def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
+        groups, ignored = _groups(settings)
+        stated = {group.name: _claim(group.settings, settings) for group in groups}
+        targets = dict.fromkeys(name for group in groups for name in group.settings.texts("targets"))
         found: dict[str, Claim] = {}
-        conflicts = {}
-        known: set[str] = set()
-        for module in modules:
-            names = spellings(module)
-            known |= set(names)
-            if min(ignored.closeness(one) for one in names) < NO_MATCH:
-                continue
-            ranked = [(min(targets.closeness(one) for one in names), name, claim) for name, targets, claim in groups]
-            closest = min((rank for rank, _, _ in ranked), default=NO_MATCH)
-            chosen = [(name, claim) for rank, name, claim in ranked if rank == closest]
-            if closest < NO_MATCH and chosen[0][1] is not None:
-                found[module] = chosen[0][1]
-                if any(claim != chosen[0][1] for _, claim in chosen):
-                    conflicts[module] = " and ".join(name for name, _ in chosen)
-        return Claims(found, True, tuple(one for one in named if one not in known), conflicts)
+        conflicts, modules = {}, list(modules)
+        for module, matching in _matches(modules, groups, ignored, spellings):
+            if (claim := stated[matching[0].name]) is not None:
+                found[module] = claim
+                if any(stated[group.name] != claim for group in matching):
+                    conflicts[module] = " and ".join(group.name for group in matching)
+        known = {name for module in modules for name in spellings(module)}
+        unmatched = (one for one in targets if "." in one and not one.startswith("re:") and one not in known)
+        return Claims(found, True, tuple(unmatched), conflicts)
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """
@@ -97,23 +82,23 @@ class CompressedTensors(QuantMethod):
             UnsupportedError: for another format, transforms, and other than integer weights of 4 or 8 bits, grouped,
                 per channel or per tensor.
             CheckpointError: if the settings lack a key, a value is of the wrong type, a pattern is invalid or
-                takes too long, or two groups that name a module alike give it different schemes.
+                takes too long, or two groups that match a module equally closely have different schemes.
         """
         if settings.values.get("transform_config"):
             raise UnsupportedError("transforms are not supported", path=settings.path)
-        deadline = Deadline(settings.path)
-        groups = _groups(settings, deadline)
-        ignored = Targets(settings.texts("ignore") if settings.has("ignore") else [], deadline)
+        groups, ignored = _groups(settings)
+        codecs = {group.name: _codec(group.settings, settings) for group in groups}
         found: dict[str, Codec] = {}
-        for module in modules:
-            if ignored.closeness(module) < NO_MATCH:
-                continue
-            ranked = [(group.targets.closeness(module), group) for group in groups]
-            closest = min((rank for rank, _ in ranked), default=NO_MATCH)
-            if closest < NO_MATCH:
-                codec = _agreed(module, [group for rank, group in ranked if rank == closest], settings)
-                if codec is not None:
-                    found[module] = codec
+        for module, matching in _matches(modules, groups, ignored, lambda module: [module]):
+            codec, *others = (codecs[group.name] for group in matching)
+            if any(other != codec for other in others):
+                named = ((codecs[group.name], group.name) for group in matching)
+                schemes = " and ".join(f"{'floats' if one is None else one.scheme} in '{name}'" for one, name in named)
+                raise CheckpointError(
+                    f"{settings.name} gives '{module}' two schemes", path=settings.path, found=schemes
+                )
+            if codec is not None:
+                found[module] = codec
         return found
 
     def write_settings(
@@ -261,78 +246,87 @@ def packed_shapes(
         told = stored.get(f"{module}.{SHAPE}")
         if leaf == PACKED and told is not None and (told.dtype, told.shape) == (DType.INT64, (2,)):
             rows, columns = struct.unpack("<qq", files[told.name].read_bytes(told.name))
-            if 0 < rows <= _MAX_COLUMNS and 0 < columns <= _MAX_COLUMNS:
+            if 0 < rows <= MAX_COLUMNS and 0 < columns <= MAX_COLUMNS:
                 found[module] = rows, columns
         elif leaf == PLAIN and stored[name].dtype == DType.INT8 and f"{module}.{SCALE}" in stored:
             found[module] = stored[name].shape
     return found
 
 
-def _claim(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Claim | None:
-    """What a group states; None if its weights are not quantized."""
-    weights = group.get("weights")
-    if weights is None:
-        return None
-    stated = group.get("format") or settings.get("format")
-    layout = _LAYOUTS.get(str(stated))
-    if layout is None and stated == "naive-quantized":
-        layout = FLOAT8 if weights.get("type") == "float" else INT8
-    size = weights.get("group_size") if weights.get("strategy") in ("group", "tensor_group", None) else None
-    return Claim(
-        layout, bits_in(weights.get("num_bits")), group_size_in(size), weights.get("symmetric", True) is not False,
-        weights.get("actorder") == _BY_INDEX, bool(group.get("input_activations")),
-        block_in(weights.get("block_structure")),
-    )  # fmt: skip
-
-
 @dataclass(frozen=True)
 class _Group:
-    """Some modules; without a codec they are read as floats."""
+    """An entry of ``config_groups``: some modules, which have one scheme."""
 
     name: str
     targets: Targets
-    codec: PackQuantized | IntQuantized | None
-
-    def __str__(self) -> str:
-        return f"{'floats' if self.codec is None else self.codec.scheme} in '{self.name}'"
+    settings: Settings
 
 
-def _agreed(module: str, groups: list[_Group], settings: Settings) -> Codec | None:
-    """What groups give a module which they name alike."""
-    first = groups[0]
-    for other in groups[1:]:
-        if other.codec != first.codec:
-            raise CheckpointError(
-                f"{settings.name} gives '{module}' two schemes", path=settings.path, found=f"{first} and {other}"
-            )
-    return first.codec
-
-
-def _groups(settings: Settings, deadline: Deadline) -> list[_Group]:
-    named = settings.inside("config_groups")
-    if len(named.values) > _MOST_GROUPS:
+def _groups(settings: Settings) -> tuple[list[_Group], Targets]:
+    """The groups, and the modules that are ignored."""
+    deadline, named = Deadline(settings.path), settings.inside("config_groups")
+    if len(named.values) > _MAX_GROUPS:
         raise CheckpointError(
             f"{settings.name} has too many groups", path=settings.path, found=len(named.values),
-            expected=f"at most {_MOST_GROUPS}",
+            expected=f"at most {_MAX_GROUPS}",
         )  # fmt: skip
-    groups = []
-    for name in named.values:
-        group = named.inside(name)
-        layout = group if group.has("format") else settings
-        found = layout.text("format") if layout.has("format") else None
-        targets = Targets(group.texts("targets"), deadline)
-        if found in _OF_FLOATS and group.inside("weights").values.get("type") == "float":
-            groups.append(_Group(name, targets, None))
+    groups = [
+        _Group(name, Targets(named.inside(name).texts("targets"), deadline), named.inside(name))
+        for name in named.values
+    ]
+    return groups, Targets(settings.texts("ignore") if settings.has("ignore") else [], deadline)
+
+
+def _matches(
+    modules: Iterable[str], groups: Sequence[_Group], ignored: Targets, spelled: Callable[[str], list[str]]
+) -> Iterator[tuple[str, list[_Group]]]:  # fmt: skip
+    """The modules that are not ignored, and the groups whose targets match each of them most closely.
+
+    Args:
+        spelled: the names that a module may have in settings.
+    """
+    for module in modules:
+        names = spelled(module)
+        if min(map(ignored.closeness, names)) < NO_MATCH:
             continue
-        if found != _PACK and found not in _OF_BYTES:
-            raise UnsupportedError(
-                "this compressed-tensors format is not read", path=settings.path, found=found,
-                expected=", ".join((_PACK, *dict.fromkeys((*_OF_BYTES, *_OF_FLOATS)))),
-            )  # fmt: skip
-        weights, form = group.inside("weights"), PackQuantized if found == _PACK else IntQuantized
-        scheme, by_index = _scheme(weights), weights.values.get("actorder") == _BY_INDEX
-        groups.append(_Group(name, targets, form(scheme, _strategy(weights) == "tensor", by_index)))
-    return groups
+        ranks = [min(map(group.targets.closeness, names)) for group in groups]
+        closest = min(ranks, default=NO_MATCH)
+        if closest < NO_MATCH:
+            yield module, [group for rank, group in zip(ranks, groups, strict=True) if rank == closest]
+
+
+def _claim(group: Settings, settings: Settings) -> Claim | None:
+    """What a group states; None if its weights are not quantized."""
+    if not group.has("weights"):
+        return None
+    weights = group.inside("weights")
+    stated = group.values.get("format") or settings.values.get("format")
+    layout = _LAYOUTS.get(str(stated))
+    if layout is None and stated == "naive-quantized":
+        layout = FLOAT8 if weights.values.get("type") == "float" else INT8
+    base = Claim(
+        layout, symmetric=weights.values.get("symmetric", True) is not False,
+        by_index=weights.values.get("actorder") == _BY_INDEX, activations=bool(group.values.get("input_activations")),
+        block=block_size(weights, "block_structure"),
+    )  # fmt: skip
+    grouped = weights.values.get("strategy") in ("group", "tensor_group", None)
+    return base.updated(weights, "num_bits", "group_size" if grouped else "")
+
+
+def _codec(group: Settings, settings: Settings) -> PackQuantized | IntQuantized | None:
+    """The codec of a group's modules; None if they are read as floats."""
+    layout = group if group.has("format") else settings
+    found = layout.text("format") if layout.has("format") else None
+    weights = group.inside("weights")
+    if found in _OF_FLOATS and weights.values.get("type") == "float":
+        return None
+    if found != _PACK and found not in _OF_BYTES:
+        raise UnsupportedError(
+            "this compressed-tensors format is not read", path=settings.path, found=found,
+            expected=", ".join((_PACK, *dict.fromkeys((*_OF_BYTES, *_OF_FLOATS)))),
+        )  # fmt: skip
+    form = PackQuantized if found == _PACK else IntQuantized
+    return form(_scheme(weights), _strategy(weights) == "tensor", weights.values.get("actorder") == _BY_INDEX)
 
 
 def _strategy(weights: Settings) -> str:
@@ -341,7 +335,7 @@ def _strategy(weights: Settings) -> str:
         return weights.text("strategy")
     if not weights.has("group_size"):
         return "tensor"
-    return "channel" if weights.whole("group_size", -1, _MAX_COLUMNS) == -1 else "group"
+    return "channel" if weights.whole("group_size", -1, MAX_COLUMNS) == -1 else "group"
 
 
 def _scheme(weights: Settings) -> QuantScheme:
@@ -356,7 +350,7 @@ def _scheme(weights: Settings) -> QuantScheme:
             "this compressed-tensors scheme is not read", path=where, found=f"{kind}{bits} per {strategy}",
             expected="int4 or int8, per group, channel or tensor",
         )  # fmt: skip
-    group_size = weights.whole("group_size", 1, _MAX_COLUMNS) if strategy == "group" else None
+    group_size = weights.whole("group_size", 1, MAX_COLUMNS) if strategy == "group" else None
     if group_size is not None and group_size % 8:
         raise UnsupportedError("group size is not supported", path=where, found=group_size, expected="a multiple of 8")
     return QuantScheme(bits, group_size, weights.flag("symmetric", True))

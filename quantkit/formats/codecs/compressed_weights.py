@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import RawModule
+from quantkit.formats.codecs.codec import GroupedCodec, RawModule, columns_slice
 from quantkit.formats.codecs.layout import Layout, Shape, Shapes, words
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
@@ -71,7 +71,7 @@ INT8 = Layout(
 
 
 @dataclass(frozen=True)
-class PackQuantized:
+class PackQuantized(GroupedCodec):
     """Codes packed into words.
 
     Attributes:
@@ -95,34 +95,23 @@ class PackQuantized:
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return _parts(raw, self.stored(spec), self.scheme, self.one_scale)
 
-    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
-        from quantkit.tensors.qtensor import QuantTensor, unpack_int32
+    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+        return self.scheme.group_size or 32 // self.scheme.bits  # groups are whole words
 
-        rows, columns = spec.shape
-        scheme, bits = self.scheme, self.scheme.bits
-        if (shape := raw.read(SHAPE).tolist()) != [rows, columns]:
+    def read(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> QuantTensor | Tensor:  # fmt: skip
+        from quantkit.tensors.qtensor import unpack_int32
+
+        (first, last), bits = columns, self.scheme.bits
+        if (shape := raw.read(SHAPE).tolist()) != list(spec.shape):
             raise CheckpointError(
                 f"tensor '{raw.name}.{SHAPE}' disagrees with the config", path=raw.path, found=shape,
-                expected=[rows, columns],
+                expected=list(spec.shape),
             )  # fmt: skip
-        of_rows = part if part is not None and part.axis == 0 else None
-        scale, zero = _scale(raw, spec, scheme, of_rows), self._zero(raw, spec, of_rows)
-        if part is None or part.axis == 0:
-            codes = unpack_int32(raw.read(PACKED, part), bits, columns)
-            if spec.scheme is None:
-                return _by_index(raw, spec, codes, scale, zero, scheme)
-            return QuantTensor(codes, scale, zero, scheme)
-        (start, stop), per_word = part.ranges[0], 32 // bits
-        unit = scheme.group_size or per_word  # groups are whole words
-        first, last = start // unit * unit, min(-(-stop // unit) * unit, columns)
-        words = raw.read(PACKED, TensorSlice(1, ((first // per_word, -(-last // per_word)),)))
-        codes = unpack_int32(words, bits, last - first)
-        if spec.scheme is None:
-            return _by_index(raw, spec, codes[:, start - first : stop - first], scale, zero, scheme, start)
-        if scheme.group_size is not None:
-            scale = scale[:, first // unit : last // unit]
-            zero = None if zero is None else zero[:, first // unit : last // unit]
-        return QuantTensor(codes, scale, zero, scheme).columns(start - first, stop - first)
+        part = columns_slice(rows, first * bits // 32, words(last, bits), words(spec.shape[1], bits))
+        codes = unpack_int32(raw.read(PACKED, part), bits, last - first)
+        return _value(raw, spec, self.scheme, codes, self._zero(raw, spec, rows), rows, first)
 
     def misfit(self, shape: tuple[int, ...]) -> None:
         return None
@@ -152,7 +141,7 @@ class PackQuantized:
 
 
 @dataclass(frozen=True)
-class IntQuantized:
+class IntQuantized(GroupedCodec):
     """Codes as signed bytes.
 
     Attributes:
@@ -173,28 +162,17 @@ class IntQuantized:
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return _parts(raw, self.stored(spec), self.scheme, self.one_scale)
 
-    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
-        from quantkit.tensors.qtensor import QuantTensor
+    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+        return 1 if spec.scheme is None else self.scheme.group_size or 1
 
-        scheme, size, wanted = self.scheme, self.scheme.group_size, part
-        if part is not None and part.axis == 1 and size is not None and spec.scheme is not None:
-            (start, stop), columns = part.ranges[0], spec.shape[1]
-            wanted = TensorSlice(1, ((start // size * size, min(-(-stop // size) * size, columns)),))
-        codes = _unsigned(raw, raw.read(PLAIN, wanted), scheme)
-        of_rows = part if part is not None and part.axis == 0 else None
-        scale = _scale(raw, spec, scheme, of_rows)
+    def read(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> QuantTensor | Tensor:  # fmt: skip
+        codes = _unsigned(raw, raw.read(PLAIN, columns_slice(rows, *columns, spec.shape[1])), self.scheme)
         zero = None
-        if not scheme.symmetric:
-            zero = _whole_rows(_unsigned(raw, raw.read(_ZERO), scheme), spec, scheme, of_rows)
-        if spec.scheme is None:
-            start = part.ranges[0][0] if part is not None and part.axis == 1 else 0
-            return _by_index(raw, spec, codes, scale, zero, scheme, start)
-        if part is None or part.axis == 0 or wanted is None or size is None:
-            return QuantTensor(codes, scale, zero, scheme)
-        first, last = wanted.ranges[0]
-        groups = slice(first // size, last // size)
-        value = QuantTensor(codes, scale[:, groups], None if zero is None else zero[:, groups], scheme)
-        return value.columns(part.ranges[0][0] - first, part.ranges[0][1] - first)
+        if not self.scheme.symmetric:
+            zero = _whole_rows(_unsigned(raw, raw.read(_ZERO), self.scheme), spec, self.scheme, rows)
+        return _value(raw, spec, self.scheme, codes, zero, rows, columns[0])
 
     def misfit(self, shape: tuple[int, ...]) -> None:
         return None
@@ -265,8 +243,20 @@ def _parts(
     return [*found, *(tensor for tensor in beside if tensor is not None)]
 
 
-def _scale(raw: RawModule, spec: TensorSpec, scheme: QuantScheme, part: TensorSlice | None) -> Tensor:
-    return _whole_rows(raw.read(SCALE), spec, scheme, part)
+def _value(
+    raw: RawModule, spec: TensorSpec, scheme: QuantScheme, codes: Tensor, zero: Tensor | None,
+    rows: TensorSlice | None, start: int,
+) -> QuantTensor | Tensor:  # fmt: skip
+    """The weight of codes whose first column is `start`; floats if each column has its own group."""
+    from quantkit.tensors.qtensor import QuantTensor
+
+    scale = _whole_rows(raw.read(SCALE), spec, scheme, rows)
+    if spec.scheme is None:
+        return _by_index(raw, spec, codes, scale, zero, scheme, start)
+    if (size := scheme.group_size) is not None:
+        groups = slice(start // size, -(-(start + codes.shape[1]) // size))
+        scale, zero = scale[:, groups], None if zero is None else zero[:, groups]
+    return QuantTensor(codes, scale, zero, scheme)
 
 
 def _whole_rows(value: Tensor, spec: TensorSpec, scheme: QuantScheme, part: TensorSlice | None) -> Tensor:
@@ -324,7 +314,7 @@ def _in_order(columns: int, scheme: QuantScheme) -> tuple[int, ...]:
 
 def _by_index(
     raw: RawModule, spec: TensorSpec, codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme,
-    start: int = 0,
+    start: int,
 ) -> Tensor:  # fmt: skip
     """The floats of columns from `start` on, each with the scale and zero point of its own group."""
     from quantkit.tensors.qtensor import row_chunks

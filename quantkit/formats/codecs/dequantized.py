@@ -6,16 +6,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
 from quantkit.formats.codecs import bitsandbytes, float8, mxfp4
 from quantkit.formats.codecs.bitsandbytes import EightBitWeight, FourBitWeight
-from quantkit.formats.codecs.claims import Skipped, block_in, is_head
 from quantkit.formats.codecs.codec import QuantMethod, Runtime
 from quantkit.formats.codecs.float8 import FLOAT8, Float8Weight
-from quantkit.formats.codecs.layout import Claim, Claims, Layout
+from quantkit.formats.codecs.layout import Claim, Claims, Layout, block_size
 from quantkit.formats.codecs.mxfp4 import Mxfp4Weight
-from quantkit.json_values import Settings, shown
+from quantkit.formats.codecs.targets import Skipped, is_head
+from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -34,12 +33,10 @@ class SmallFloats(QuantMethod):
     def __init__(self, name: str, layouts: tuple[Layout, ...], *runtimes: Runtime, settings_file: str = "") -> None:
         self.name, self.layouts, self.runtimes, self.settings_file = name, layouts, runtimes, settings_file
 
-    def claims(
-        self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str
-    ) -> Claims:  # fmt: skip
+    def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
         if self.name not in _STATED_FOR_ALL:
             return Claims()
-        skipped, block = Skipped(settings), block_in(settings.get("weight_block_size"))
+        skipped, block = Skipped(settings), block_size(settings, "weight_block_size")
         claim = Claim(FLOAT8, 8, symmetric=True, activations=True, block=block)
         return Claims({one: claim for one in modules if not skipped(one) and not is_head(one)}, certain=True)
 
@@ -56,7 +53,6 @@ _STATED_FOR_ALL = ("fbgemm_fp8", "fp8")  # whose settings are those of all linea
 _ALSO = "compressed-tensors"  # some of whose formats are
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "input_zero_point")
 _CARRIED_SCALES = (*_OF_ACTIVATIONS, "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale")
-_MOST_ROWS = 2**24
 _Weight = Float8Weight | Mxfp4Weight | FourBitWeight | EightBitWeight
 
 
@@ -111,7 +107,9 @@ def dequantized(
     tensors, found = dict(stored), dict[str, Home](homes)
     if settings is None or not (method in _NAMES or method == _ALSO):
         return tensors, found, []
-    block, left_out = _block(settings), 0
+    blocks = [Settings(weights, settings.path, settings.name) for _, weights in _groups(settings.values)]
+    stated = (block_size(settings, "weight_block_size"), *(block_size(one, "block_structure") for one in blocks))
+    block, left_out = next((one for one in stated if one is not None), None), 0
     by_columns = method == "fbgemm_fp8"
     kinds: dict[str, int] = {}
     for name, tensor in stored.items():
@@ -182,52 +180,29 @@ def _has_codes(tensor: StoredTensor) -> bool:
     return leaf == "weight_packed" or (leaf == "weight" and tensor.dtype == DType.INT8)
 
 
+def _groups(settings: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The groups of compressed-tensors that quantize weights, and what they say of these."""
+    groups = settings.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        if isinstance(group, dict) and isinstance(weights := group.get("weights"), dict):
+            yield group, weights
+
+
 def _rounds_activations(settings: Settings) -> bool:
-    """Whether groups of integer weights are said to meet quantized activations."""
-    groups = settings.values.get("config_groups")
+    """Whether integer weights are multiplied by quantized activations."""
     return any(
-        isinstance(group, dict)
-        and isinstance(weights := group.get("weights"), dict)
-        and weights.get("type", "int") == "int"
-        and bool(group.get("input_activations") or group.get("output_activations"))
-        for group in (groups.values() if isinstance(groups, dict) else ())
+        weights.get("type", "int") == "int" and (group.get("input_activations") or group.get("output_activations"))
+        for group, weights in _groups(settings.values)
     )
 
 
 def by_small_floats(settings: Mapping[str, Any]) -> bool:
     """Whether settings of a quantization say that weights are in small floats."""
-    if settings.get("quant_method") in _NAMES:
-        return True
-    groups = settings.get("config_groups")
-    weights = [
-        group.get("weights")
-        for group in (groups.values() if isinstance(groups, dict) else ())
-        if isinstance(group, dict)
-    ]
-    return any(isinstance(one, dict) and one.get("type") == "float" for one in weights)
+    floats = any(weights.get("type") == "float" for _, weights in _groups(settings))
+    return floats or settings.get("quant_method") in _NAMES
 
 
 def _of_activations(name: str) -> Sequence[str]:
     """What the scales of the activations that go into a weight's product are called."""
     before = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
     return [before + one for one in _OF_ACTIVATIONS]
-
-
-def _block(settings: Settings) -> tuple[int, int] | None:
-    """Rows and columns of a block, where settings name them."""
-    named: list[Any] = [settings.values.get("weight_block_size")]
-    groups = settings.values.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        named.append(weights.get("block_structure") if isinstance(weights, dict) else None)
-    for value in named:
-        if value is None:
-            continue
-        whole = isinstance(value, list) and all(type(one) is int and 0 < one <= _MOST_ROWS for one in value)
-        if not whole or len(value) != 2:
-            raise CheckpointError(
-                f"{settings.name} gives a block's size as none", path=settings.path, found=shown(value),
-                expected="rows and columns",
-            )  # fmt: skip
-        return value[0], value[1]
-    return None

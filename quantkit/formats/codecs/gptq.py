@@ -13,12 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.codecs.claims import Skipped, bits_in, group_size_in, is_head
 from quantkit.formats.codecs.codec import NO_EMBEDDING, Codec, QuantMethod, Reason
 from quantkit.formats.codecs.gptq_linear import GPTQ, SUFFIXES, GptqLinear
 from quantkit.formats.codecs.gptq_zeros import QWEIGHT, WRITER, Stated, Version
-from quantkit.formats.codecs.layout import Claim, Claims
-from quantkit.formats.codecs.targets import BY_PATTERN, NO_MATCH, Deadline, Targets
+from quantkit.formats.codecs.layout import Claim, Claims, Layout
+from quantkit.formats.codecs.targets import BY_PATTERN, Deadline, Skipped, Targets, is_head
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
@@ -26,8 +25,9 @@ from quantkit.version import __version__
 
 _FORMATS = {"gptq": 1, "gptq_v2": 2, "gptq_p": 2}  # of which the last differs in 3 bits and others only
 _READ_SIZES = {None, 16, 32, 64, 128, 256, 512, 1024}  # by gptqmodel
-_MOST_PATTERNS = 4096
-_MAX_COLUMNS = 2**24
+_MAX_PATTERNS = 4096
+_OLD_KEYS = (("w_bit", "bits"), ("q_group_size", "group_size"))
+"""Keys of early AWQ, and the same ones since."""
 
 
 class Gptq(QuantMethod):
@@ -40,11 +40,8 @@ class Gptq(QuantMethod):
     scale_dtype = DType.FLOAT16
     runtimes = ("vllm", "transformers", "mlx")
 
-    def claims(
-        self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str
-    ) -> Claims:  # fmt: skip
-        symmetric = settings.get("sym", True) is not False
-        return claims_by_rows(settings, Claim(GPTQ, symmetric=symmetric), modules, coded, path)
+    def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
+        return claims_by_rows(settings, GPTQ, settings.values.get("sym", True) is not False, modules, coded)
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         """
@@ -54,21 +51,18 @@ class Gptq(QuantMethod):
                 too long.
         """
         version = _stated_version(settings)
-        every = _stated(settings, GptqLinear(0, None, settings.flag("sym", True)), ("bits", "group_size"))
-        overrides = _overrides(settings, every)
-        found: dict[str, GptqLinear] = {}
+        base = _linear(Claim(GPTQ, symmetric=settings.flag("sym", True)), settings, ("bits", "group_size"))
+        overrides = [(targets, claim and _linear(claim, own)) for targets, claim, own in _overrides(settings, base)]
+        found: dict[str, Claim] = {}
         for module in quantized_modules(modules, stored, settings):
-            codec = next((one for targets, one in overrides if targets.closeness(module) == BY_PATTERN), every)
-            if codec is None and stored:
-                codec = every
-            if codec is not None and (stored or module != "lm_head" or settings.flag("lm_head", False)):
-                found[module] = codec
-        stated = {module: Stated(codec.bits, codec.group_size, codec.symmetric) for module, codec in found.items()}
+            claim = next((one for targets, one in overrides if targets.closeness(module) == BY_PATTERN), base)
+            if claim is None and stored:
+                claim = base
+            if claim is not None and (stored or module != "lm_head" or settings.flag("lm_head", False)):
+                found[module] = claim
+        stated = {module: Stated(one.bits or 0, one.group_size, bool(one.symmetric)) for module, one in found.items()}
         decided = Version(version, stated, writers(settings.values))
-        return {
-            module: GptqLinear(codec.bits, codec.group_size, codec.symmetric, decided)
-            for module, codec in found.items()
-        }
+        return {name: GptqLinear(one.bits, one.group_size, one.symmetric, decided) for name, one in stated.items()}
 
     def write_settings(
         self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
@@ -151,42 +145,26 @@ def quantized_modules(modules: Iterable[str], stored: Collection[str], settings:
 
 
 def claims_by_rows(
-    settings: Mapping[str, Any], base: Claim, modules: Iterable[str], coded: Collection[str], path: str
+    settings: Settings, layout: Layout, symmetric: bool, modules: Iterable[str], coded: Collection[str]
 ) -> Claims:  # fmt: skip
     """What settings of GPTQ or AWQ state: one scheme for all linears except the head, with exceptions.
 
     Args:
-        base: the layout, and whether there are zero points.
-        modules, coded, path: see `QuantMethod.claims`.
+        modules, coded: see `QuantMethod.claims`.
     """
-    deadline = Deadline(path)
-    base = replace(
-        base, bits=bits_in(settings.get("bits", settings.get("w_bit", 4))),
-        group_size=group_size_in(settings.get("group_size", settings.get("q_group_size", 128))),
-        by_index=bool(settings.get("desc_act")) and not settings.get("static_groups"),
-    )  # fmt: skip
-    skipped, head = Skipped(settings), bool(settings.get("lm_head"))
-    overrides = [
-        (_override(pattern, deadline), None if pattern.startswith("-:") or changes is False else changes)
-        for pattern, changes in (settings.get("dynamic") or {}).items()
-    ]
-    found, unchanged = {}, dict[str, Any]()
+    by_index = bool(settings.values.get("desc_act")) and not settings.values.get("static_groups")
+    bits_key, size_key = (old if settings.has(old) else new for old, new in _OLD_KEYS)
+    bits, size = (None if key in settings.values else usual for key, usual in ((bits_key, 4), (size_key, 128)))
+    base = Claim(layout, bits, size, symmetric, by_index).updated(settings, bits_key, size_key)
+    skipped, head, overrides = Skipped(settings), bool(settings.values.get("lm_head")), _overrides(settings, base)
+    found = {}
     for module in modules:
         if skipped(module) or (is_head(module) and not head and module not in coded):
             continue
-        changes = next((own for targets, own in overrides if targets.closeness(module) < NO_MATCH), unchanged)
-        if changes is not None:
-            found[module] = replace(
-                base, bits=bits_in(changes.get("bits", base.bits)),
-                group_size=group_size_in(changes.get("group_size", base.group_size)),
-                symmetric=changes.get("sym", base.symmetric),
-            )  # fmt: skip
+        claim = next((one for targets, one, _ in overrides if targets.closeness(module) == BY_PATTERN), base)
+        if claim is not None:
+            found[module] = claim
     return Claims(found, certain=True)
-
-
-def _override(pattern: str, deadline: Deadline) -> Targets:
-    """The modules that a key of ``dynamic`` names."""
-    return Targets([f"re:{pattern.removeprefix('+:').removeprefix('-:')}"], deadline)
 
 
 def writers(settings: Mapping[str, Any]) -> set[str]:
@@ -217,45 +195,51 @@ def _stated_version(settings: Settings) -> int | None:
     return None
 
 
-def _stated(settings: Settings, base: GptqLinear, required: Collection[str] = ()) -> GptqLinear:
-    """What settings, or an override in them, say of modules; what they leave out is another's.
+def _linear(claim: Claim, settings: Settings, required: Collection[str] = ()) -> Claim:
+    """What settings, or an override in them, state of modules, if quantkit reads it.
+
+    Args:
+        claim: what they leave out.
 
     Raises:
         UnsupportedError, CheckpointError: see `Gptq.read_settings`.
     """
-    bits, group_size = base.bits, base.group_size
-    if settings.has("bits") or "bits" in required:
-        bits = settings.whole("bits", 1, 32)
-        if bits not in (4, 8):
-            raise UnsupportedError(
-                "bits per weight are not supported", path=settings.path, found=bits, expected="4 or 8",
-                hint="start from the float model",
-            )  # fmt: skip
-    if settings.has("group_size") or "group_size" in required:
-        size = settings.whole("group_size", -1, _MAX_COLUMNS)
-        group_size = size if size > 0 else None
+    for key in required:
+        settings.need(key)
+    if settings.has("bits") and (bits := settings.whole("bits", 1, 32)) not in (4, 8):
+        raise UnsupportedError(
+            "bits per weight are not supported", path=settings.path, found=bits, expected="4 or 8",
+            hint="start from the float model",
+        )  # fmt: skip
+    claim = claim.updated(settings)
     if settings.has("pack_dtype") and settings.text("pack_dtype") != "int32":
         raise UnsupportedError(
             "codes are packed into other words than are read", path=settings.path,
             found=shown(settings.values["pack_dtype"]), expected="int32",
         )  # fmt: skip
     if settings.values.get("adapter"):
-        raise UnsupportedError("adapters beside codes are not read", path=settings.path)
-    return GptqLinear(bits, group_size, settings.flag("sym", base.symmetric))
+        raise UnsupportedError("adapters next to codes are not read", path=settings.path)
+    return replace(claim, symmetric=settings.flag("sym", bool(claim.symmetric)))
 
 
-def _overrides(settings: Settings, every: GptqLinear) -> list[tuple[Targets, GptqLinear | None]]:
-    """Patterns of modules, the first that matches decides, and what holds for them; None: they are not quantized."""
+def _overrides(settings: Settings, base: Claim) -> list[tuple[Targets, Claim | None, Settings]]:
+    """Patterns of modules, of which the first that matches decides; what holds for these modules, None if they are not
+    quantized; and the settings that say so."""
     if not settings.has("dynamic"):
         return []
     dynamic, deadline = settings.inside("dynamic"), Deadline(settings.path)
-    if len(dynamic.values) > _MOST_PATTERNS:
+    if len(dynamic.values) > _MAX_PATTERNS:
         raise CheckpointError(
             f"{dynamic.name} has too many patterns", path=settings.path, found=len(dynamic.values),
-            expected=f"at most {_MOST_PATTERNS}",
+            expected=f"at most {_MAX_PATTERNS}",
         )  # fmt: skip
-    found: list[tuple[Targets, GptqLinear | None]] = []
-    for key in dynamic.values:
-        codec = None if key.startswith("-:") else _stated(dynamic.inside(key), every)
-        found.append((_override(key, deadline), codec))
+    found: list[tuple[Targets, Claim | None, Settings]] = []
+    for key, value in dynamic.values.items():
+        targets = Targets([f"re:{key.removeprefix('+:').removeprefix('-:')}"], deadline)
+        if key.startswith("-:") or value is False:
+            found.append((targets, None, dynamic))
+        else:
+            own = dynamic.inside(key)
+            symmetric = own.flag("sym", base.symmetric is not False)
+            found.append((targets, replace(base.updated(own), symmetric=symmetric), own))
     return found

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import RawModule, Reason, exact_scale
+from quantkit.formats.codecs.codec import GroupedCodec, RawModule, Reason, exact_scale
 from quantkit.formats.codecs.gptq_zeros import (
     G_IDX,
     QWEIGHT,
@@ -59,7 +59,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class GptqLinear:
+class GptqLinear(GroupedCodec):
     """Codes packed down the inputs.
 
     Attributes:
@@ -103,24 +103,29 @@ class GptqLinear:
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return self._tensors(spec, scales_dtype(raw), indexed=raw.find(G_IDX) is not None)
 
-    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
+    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+        groups = None if spec.scheme is None else spec.scheme.group_size
+        return groups or self.packed(spec).per_word  # groups are whole words
+
+    def read(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> QuantTensor | Tensor:  # fmt: skip
         from quantkit.tensors.qtensor import QuantTensor, unpack_int32
 
-        packed = self.packed(spec)
-        outputs = part if part is not None and part.axis == 0 else None
-        start, stop = part.ranges[0] if part is not None and part.axis == 1 else (0, packed.columns)
+        packed, (first, last) = self.packed(spec), columns
+        inputs = TensorSlice(0, ((first // packed.per_word, -(-last // packed.per_word)),))
+        words = raw.read(QWEIGHT, inputs if rows is None else TensorSlice(1, rows.ranges))
+        codes = unpack_int32(words.t(), self.bits, last - first)
         if spec.scheme is None:
-            return self._floats(raw, packed, spec.dtype, outputs, (start, stop))
-        unit = spec.scheme.group_size or packed.per_word  # groups are whole words
-        first, last = start // unit * unit, min(-(-stop // unit) * unit, packed.columns)
-        codes = unpack_int32(self._words(raw, packed, outputs, (first, last)).t(), self.bits, last - first)
+            return self._floats(raw, packed, spec.dtype, codes, rows, first)
         groups = [0]
-        if spec.scheme.group_size is not None:
-            groups = [place // packed.group_size for place in range(first, last, unit)]
-        scale, zero = self._grid(raw, packed, outputs, (groups[0], groups[-1] + 1), zeros=not spec.scheme.symmetric)
+        if (size := spec.scheme.group_size) is not None:
+            groups = [column // packed.group_size for column in range(first, last, size)]
+        bounds, symmetric = (groups[0], groups[-1] + 1), spec.scheme.symmetric
+        scale = read_outputs(raw, SCALES, rows, bounds)
+        zero = None if symmetric else self._zeros(raw, packed, rows, bounds)
         within = [group - groups[0] for group in groups]
-        value = QuantTensor(codes, scale[:, within], None if zero is None else zero[:, within], spec.scheme)
-        return value if (first, last) == (start, stop) else value.columns(start - first, stop - first)
+        return QuantTensor(codes, scale[:, within], None if zero is None else zero[:, within], spec.scheme)
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         return odd_sizes(self.packed(TensorSpec("", shape, DType.FLOAT16)))
@@ -176,61 +181,61 @@ class GptqLinear:
             )  # fmt: skip
         return False
 
-    def _words(
-        self, raw: RawModule, packed: Packed, outputs: TensorSlice | None, inputs: tuple[int, int]
-    ) -> Tensor:  # fmt: skip
-        """The words that hold some codes; all outputs, or all inputs."""
-        if outputs is not None:
-            return raw.read(QWEIGHT, TensorSlice(1, outputs.ranges))
-        start, stop = inputs[0] // packed.per_word, -(-inputs[1] // packed.per_word)
-        return raw.read(QWEIGHT, TensorSlice(0, ((start, stop),)))
-
-    def _grid(
-        self, raw: RawModule, packed: Packed, outputs: TensorSlice | None, groups: tuple[int, int], *, zeros: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Scales and zero points [O, G] of some groups."""
-        import torch
-
-        some = TensorSlice(0, (groups,)) if outputs is None else TensorSlice(1, outputs.ranges)
-        scale = raw.read(SCALES, some)
-        scale = scale if outputs is None else scale[groups[0] : groups[1]]
-        if not zeros:
-            return scale.t().contiguous(), None
+    def _zeros(self, raw: RawModule, packed: Packed, rows: TensorSlice | None, groups: tuple[int, int]) -> Tensor:
+        """The zero points [O, G] of some groups."""
         version = 2 if self.version is None else self.version.of(raw)
-        if outputs is None:
-            found = zero_points(raw.read(QZEROS, some), self.bits, packed.rows, version)
-            return scale.t().contiguous(), found.t().contiguous()
-        pieces = []
-        for start, stop in outputs.ranges:
-            first, last = start // packed.per_word, -(-stop // packed.per_word)
-            words = raw.read(QZEROS, TensorSlice(1, ((first, last),)))[groups[0] : groups[1]]
-            fields = zero_points(words, self.bits, stop - first * packed.per_word, version)
-            pieces.append(fields[:, start - first * packed.per_word :])
-        return scale.t().contiguous(), torch.cat(pieces, 1).t().contiguous()
+
+        def unpack(words: Tensor) -> Tensor:
+            count = packed.rows if rows is None else words.shape[1] * packed.per_word
+            return zero_points(words, self.bits, count, version)
+
+        return read_outputs(raw, QZEROS, rows, groups, packed.per_word, unpack)
 
     def _floats(
-        self, raw: RawModule, packed: Packed, dtype: DType, outputs: TensorSlice | None, inputs: tuple[int, int]
+        self, raw: RawModule, packed: Packed, dtype: DType, codes: Tensor, rows: TensorSlice | None, start: int
     ) -> Tensor:
-        """The weights, computed in float32 and rounded once."""
+        """The weights of columns from `start` on, computed in float32 and rounded once."""
         import torch
 
-        from quantkit.tensors.qtensor import row_chunks, unpack_int32
+        from quantkit.tensors.qtensor import row_chunks
 
-        start, stop = inputs
+        stop = start + codes.shape[1]
         group = torch.arange(start, stop) // packed.group_size
         if raw.find(G_IDX) is not None:
-            group = raw.read(G_IDX, TensorSlice(0, (inputs,))).long()
-        low, high = int(group.min()), int(group.max()) + 1
-        before = start // packed.per_word * packed.per_word
-        codes = unpack_int32(self._words(raw, packed, outputs, inputs).t(), self.bits, stop - before)
-        scale, zero = self._grid(raw, packed, outputs, (low, high), zeros=True)
-        assert zero is not None
-        group -= low
-        out = dtype.empty((codes.shape[0], stop - start))
-        for first, last in row_chunks(len(out), stop - start, _CHUNK):
-            steps = codes[first:last, start - before :].float() - zero[first:last].float()[:, group]
+            group = raw.read(G_IDX, TensorSlice(0, ((start, stop),))).long()
+        groups = int(group.min()), int(group.max()) + 1
+        scale, zero = read_outputs(raw, SCALES, rows, groups), self._zeros(raw, packed, rows, groups)
+        group -= groups[0]
+        out = dtype.empty(codes.shape)
+        for first, last in row_chunks(len(codes), stop - start, _CHUNK):
+            steps = codes[first:last].float() - zero[first:last].float()[:, group]
             out[first:last] = steps.mul_(scale[first:last].float()[:, group])
         return out
+
+
+def read_outputs(
+    raw: RawModule, suffix: str, rows: TensorSlice | None, lines: tuple[int, int], per_word: int = 1,
+    unpack: Callable[[Tensor], Tensor] = lambda words: words,
+) -> Tensor:  # fmt: skip
+    """The transpose [O, N] of some lines of a tensor [N, O], whose outputs may be packed into words.
+
+    Args:
+        rows: some outputs; None for all.
+        unpack: from words [N, W] to outputs.
+    """
+    import torch
+
+    if rows is None:
+        return unpack(raw.read(suffix, TensorSlice(0, (lines,)))).t().contiguous()
+    words = tuple((start // per_word, -(-stop // per_word)) for start, stop in rows.ranges)
+    found = unpack(raw.read(suffix, TensorSlice(1, words))[lines[0] : lines[1]])
+    if per_word == 1:
+        return found.t().contiguous()
+    kept, before = [], 0
+    for (start, stop), (first, last) in zip(rows.ranges, words, strict=True):
+        kept.append(torch.arange(start, stop) + (before - first) * per_word)
+        before += last - first
+    return found[:, torch.cat(kept)].t().contiguous()
 
 
 def packs_outputs(tensors: Mapping[str, StoredTensor]) -> bool:

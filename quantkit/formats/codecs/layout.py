@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quantkit.files.tensor_file import StoredTensor
+from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import FLOATS, DType
 
 if TYPE_CHECKING:
@@ -19,7 +20,10 @@ Shapes = Mapping[str, list[Shape]]
 """The shapes that each tensor of a module may have, by suffix; the first is the one that is written."""
 
 _INTEGERS = (DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT32)  # bytes may be exponents
-_MAX_BITS = 8  # of codes whose shapes are known
+_MAX_SHAPED_BITS = 8  # of codes whose shapes are known
+MAX_BITS = 16
+"""Bits of a code that settings may state."""
+MAX_COLUMNS = 2**24
 
 
 def _unknown_shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
@@ -123,6 +127,26 @@ class Claim:
     by_index: bool = False
     activations: bool = False
     block: tuple[int, int] | None = None
+
+    def updated(self, settings: Settings, bits_key: str = "bits", size_key: str = "group_size") -> Claim:
+        """This claim with the bits and the group size that settings state, if they do; -1 and 0 stand for a row."""
+        bits = settings.whole(bits_key, 1, MAX_BITS) if settings.has(bits_key) else self.bits
+        size = settings.whole(size_key, -1, MAX_COLUMNS) if settings.has(size_key) else self.group_size
+        return replace(self, bits=bits, group_size=size if size is not None and size > 0 else None)
+
+
+def block_size(settings: Settings, key: str) -> tuple[int, int] | None:
+    """The rows and columns that share a scale, as settings state them; None if they do not.
+
+    Raises:
+        CheckpointError: if the value is not a list of two positive integers.
+    """
+    if not settings.has(key):
+        return None
+    sizes = settings.values[key] if isinstance(settings.values[key], list) else []
+    if len(sizes) != 2 or not all(type(size) is int and 0 < size <= MAX_COLUMNS for size in sizes):
+        settings.wrong_type(key, "rows and columns of a block")
+    return sizes[0], sizes[1]
 
 
 @dataclass(frozen=True)
@@ -246,7 +270,7 @@ class Description:
 
     def wrong_shapes(self, shape: Shape, claim: Claim) -> Iterator[tuple[str, Shape]]:
         """The suffixes of tensors whose shape is not that of a weight [O, I], and the shape that they should have."""
-        if self.layout is None or claim.bits is None or claim.bits > _MAX_BITS:
+        if self.layout is None or claim.bits is None or claim.bits > _MAX_SHAPED_BITS:
             return
         rows, columns = shape
         expected = self.layout.shapes(rows, columns, claim.bits, claim.group_size, claim.block)

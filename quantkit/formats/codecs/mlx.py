@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.claims import bits_in, group_size_in
-from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason
-from quantkit.formats.codecs.layout import Claim, Claims, Layout, Shape, Shapes, words
+from quantkit.formats.codecs.codec import Codec, GroupedCodec, QuantMethod, RawModule, Reason, columns_slice
+from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, Shape, Shapes, words
 from quantkit.formats.codecs.whole_steps import affine, stated_scheme_of, zero_points
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -37,7 +36,6 @@ _KEYS = {"group_size", "bits", "mode", "quant_method", "linear_class", "quantize
 """Of the settings that are not names of modules."""
 _GROUP_SIZES = (128, 64, 32)  # that MLX computes with
 _BITS = (2, 3, 4, 5, 6, 8)
-_MAX_COLUMNS = 2**24
 _CHUNK = 1 << 17  # scales at a time
 _EXACT_OFFSETS = {
     DType.FLOAT16: (DType.FLOAT32,), DType.BFLOAT16: (DType.FLOAT32,), DType.FLOAT32: (DType.FLOAT16, DType.FLOAT32),
@@ -57,7 +55,7 @@ MLX = Layout(
 
 
 @dataclass(frozen=True)
-class Affine:
+class Affine(GroupedCodec):
     """Codes packed into words, with a scale and an offset for each group.
 
     Attributes:
@@ -102,35 +100,33 @@ class Affine:
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return [found for leaf in _LEAVES if (found := raw.find(leaf)) is not None]
 
-    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
+    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+        scheme, group_size = spec.scheme, self._layout(raw, spec.shape)[1]
+        return math.lcm(32, group_size if scheme is None else scheme.group_size or 32)  # of whole words and groups
+
+    def read(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> QuantTensor | Tensor:  # fmt: skip
         """Codes are [O, I], also those of one of several experts."""
         from quantkit.tensors.qtensor import QuantTensor
 
-        columns, scheme = spec.shape[-1], spec.scheme
-        bits, group_size = self._layout(raw, spec.shape)
-        first, last, words, groups = 0, columns, part, part
-        if part is not None and part.axis == 1:
-            start, stop = part.ranges[0]
-            unit = math.lcm(32, group_size if scheme is None else scheme.group_size or 32)  # of whole words and groups
-            first, last = start // unit * unit, min(-(-stop // unit) * unit, columns)
-            words = TensorSlice(1, ((first * bits // 32, -(-last * bits // 32)),))
-            groups = TensorSlice(1, ((first // group_size, -(-last // group_size)),))
-        packed, scale = raw.read(_CODES, words), raw.read(_SCALES, groups)
+        (first, last), count, scheme = columns, spec.shape[-1], spec.scheme
+        bits, size = self._layout(raw, spec.shape)
+        packed = raw.read(_CODES, columns_slice(rows, first * bits // 32, words(last, bits), words(count, bits)))
+        groups = columns_slice(rows, first // size, -(-last // size), count // size)
+        scale = raw.read(_SCALES, groups).flatten(0, -2)
         codes = _unpacked(packed.flatten(0, -2), bits, last - first)
-        scale = scale.flatten(0, -2)
         if scheme is None:
             floats = affine(codes, scale, raw.read(_BIASES, groups).flatten(0, -2), spec.dtype)
-            floats = floats.view(*packed.shape[:-1], -1)
-            return floats if part is None or part.axis == 0 else floats[..., start - first : stop - first].contiguous()
-        repeats = scale.shape[1] if scheme.group_size is None else scheme.group_size // group_size
+            return floats.view(*packed.shape[:-1], -1)
+        repeats = scale.shape[1] if scheme.group_size is None else scheme.group_size // size
         zero = None
         if not scheme.symmetric:
             zero = zero_points(scale, raw.read(_BIASES, groups).flatten(0, -2), bits)
             if zero is None:
                 raise CheckpointError(f"the offsets of '{raw.name}' have changed since it was opened", path=raw.path)
             zero = zero[:, ::repeats].contiguous()
-        value = QuantTensor(codes, scale[:, ::repeats].contiguous(), zero, scheme)
-        return value if part is None or part.axis == 0 else value.columns(start - first, stop - first)
+        return QuantTensor(codes, scale[:, ::repeats].contiguous(), zero, scheme)
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         assert self.scheme is not None, "what is written has a scheme"
@@ -180,16 +176,16 @@ class Affine:
                 )  # fmt: skip
         codes, scales, biases = (tensor for tensor in found if tensor is not None)
         *rows, columns = shape
-        groups, words = ((one.shape or (0,))[-1] for one in (scales, codes))
+        groups, width = ((one.shape or (0,))[-1] for one in (scales, codes))
         fitting = (
-            codes.shape == (*rows, words)
+            codes.shape == (*rows, width)
             and scales.shape == biases.shape == (*rows, groups)
             and codes.dtype == DType.UINT32
             and scales.dtype in FLOATS
             and biases.dtype == scales.dtype
             and groups > 0
             and not columns % (8 * groups)
-            and words * 32 in [columns * bits for bits in _BITS]
+            and width * 32 in [columns * bits for bits in _BITS]
         )
         if not fitting:
             raise CheckpointError(
@@ -197,7 +193,7 @@ class Affine:
                 found=", ".join(f"{one.dtype} {list(one.shape)}" for one in (codes, scales, biases)),
                 expected=f"codes, scales and biases of {list(shape)}",
             )  # fmt: skip
-        layout = words * 32 // columns, columns // groups
+        layout = width * 32 // columns, columns // groups
         stated = self.bits or layout[0], self.group_size or layout[1]
         if layout != stated:
             raise CheckpointError(
@@ -218,18 +214,15 @@ class Mlx(QuantMethod):
     runtimes = ("mlx",)
     schemes = tuple(QuantScheme(bits, size) for bits in (4, 8) for size in (32, 64, 128))
 
-    def claims(
-        self, settings: Mapping[str, Any], modules: Iterable[str], coded: Collection[str], path: str
-    ) -> Claims:  # fmt: skip
+    def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
         """The tensors decide; settings give some modules a scheme by their names."""
-        own = {key: value for key, value in settings.items() if key not in _KEYS}
+        own = {key: value for key, value in settings.values.items() if key not in _KEYS}
         found = {}
         for module in coded:
-            stated = own.get(module, settings)
-            if isinstance(stated, Mapping):
-                layout = MLX if stated.get("mode", _AFFINE) == _AFFINE else None
-                bits, group_size = bits_in(stated.get("bits")), group_size_in(stated.get("group_size"))
-                found[module] = Claim(layout, bits, group_size, symmetric=False)
+            if isinstance(own.get(module, {}), Mapping):
+                stated = settings.inside(module) if module in own else settings
+                layout = MLX if stated.values.get("mode", _AFFINE) == _AFFINE else None
+                found[module] = Claim(layout, symmetric=False).updated(stated)
         missing = (key for key, value in own.items() if isinstance(value, Mapping) and key not in coded)
         return Claims(found, certain=True, unmatched=tuple(missing))
 
@@ -242,7 +235,7 @@ class Mlx(QuantMethod):
         """
         _require_affine(settings)
         settings.whole("bits", 1, 32)
-        settings.whole("group_size", 1, _MAX_COLUMNS)
+        settings.whole("group_size", 1, MAX_COLUMNS)
         found: dict[str, Codec] = {}
         for module in modules:
             own, quantized = settings.values.get(module), f"{module}.{_SCALES}" in stored
@@ -250,7 +243,7 @@ class Mlx(QuantMethod):
                 named = settings.inside(module)
                 _require_affine(named)
                 bits = named.whole("bits", 1, 32) if named.has("bits") else None
-                size = named.whole("group_size", 1, _MAX_COLUMNS) if named.has("group_size") else None
+                size = named.whole("group_size", 1, MAX_COLUMNS) if named.has("group_size") else None
                 codec = Affine(None, bits, size)
             elif own is None or isinstance(own, bool):
                 codec = Affine()

@@ -1,4 +1,4 @@
-"""Which modules a config's names, patterns and classes mean, matched within a time limit."""
+"""Which modules are meant by the names, patterns and classes in a config, matched within a time limit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import regex  # type: ignore[import-untyped]
 
 from quantkit.architectures.names import is_embedding
 from quantkit.errors import CheckpointError
-from quantkit.json_values import shown
+from quantkit.json_values import Settings, shown
 
 BY_NAME, BY_PATTERN, BY_CLASS, NO_MATCH = range(4)
 """How closely a target names a module."""
 
 _SECONDS = 2.0
+_SKIPPED = ("modules_to_not_convert", "ignored_layers", "modules_in_block_to_skip", "llm_int8_skip_modules")
+_HEADS = ("lm_head", "embed_out", "output")
 _LONGEST_PATTERN = 1000
 # `regex` writes repetitions out, which names of modules need no more of.
 _MOST_REPEATED = 1000
@@ -99,3 +101,29 @@ def _compiled(pattern: str, deadline: Deadline) -> Any:
         raise CheckpointError(
             f"a pattern of quantization_config is invalid: {error}", path=deadline.path, found=shown(pattern)
         ) from error
+
+
+class Skipped:
+    """The modules that settings leave in floats, by their names or parts of them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._names = [one for key in _SKIPPED if settings.has(key) for one in settings.texts(key)]
+
+    def __call__(self, module: str) -> bool:
+        return any(name in module for name in self._names)
+
+
+def is_head(module: str) -> bool:
+    """Whether a module is the output head."""
+    return module.rpartition(".")[2] in _HEADS
+
+
+def spellings(module: str) -> list[str]:
+    """A module's name as configs may spell it: with and without the prefix before the layers."""
+    found = [module]
+    for before, after in (("model.", ""), ("language_model.model.", "model.language_model."), ("", "model.")):
+        if module.startswith(before):
+            found.append(after + module.removeprefix(before))
+    if module.startswith("model.language_model."):
+        found.append("language_model.model." + module.removeprefix("model.language_model."))
+    return found

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason
+from quantkit.formats.codecs.codec import Codec, GroupedCodec, QuantMethod, RawModule, Reason, columns_slice
 from quantkit.formats.codecs.layout import Layout, Shape
 from quantkit.formats.codecs.whole_steps import affine, stated_scheme_of, zero_points
 from quantkit.json_values import Settings, parsed, shown
@@ -56,7 +56,7 @@ TORCHAO = Layout(
 )  # fmt: skip
 
 
-class Plain:
+class Plain(GroupedCodec):
     """Codes that lie in the order of the weights, in the class that the header names."""
 
     scheme: QuantScheme | None = None  # the tensors tell it
@@ -74,29 +74,23 @@ class Plain:
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return [found for leaf in (_CODES, _SCALE, _ZERO) if (found := raw.find(leaf)) is not None]
 
-    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
+    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+        weight = _Weight.of(raw, spec.shape)
+        return 2 if weight.group_size == weight.columns else weight.group_size
+
+    def read(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> QuantTensor | Tensor:  # fmt: skip
         from quantkit.tensors.qtensor import QuantTensor
 
-        weight = _Weight.of(raw, spec.shape)
-        size, columns = weight.group_size, weight.columns
-        if part is None or part.axis == 0:
-            codes, scale, zero = weight.codes(part), weight.groups(_SCALE, part), weight.groups(_ZERO, part)
-            inside = None
-        else:
-            start, stop = part.ranges[0]
-            unit = 2 if size == columns else size
-            first, last = start // unit * unit, min(-(-stop // unit) * unit, columns)
-            codes = weight.codes(TensorSlice(1, ((first, last),)))
-            inside = TensorSlice(1, ((start - first, stop - first),))
-            own = slice(first // size, -(-last // size))
-            scale, zero = weight.groups(_SCALE, None)[:, own], weight.groups(_ZERO, None)[:, own]
-        value: QuantTensor | Tensor
+        weight, (first, last) = _Weight.of(raw, spec.shape), columns
+        codes = weight.codes(columns_slice(rows, first, last, weight.columns))
+        groups = slice(first // weight.group_size, -(-last // weight.group_size))
+        scale, zero = (weight.groups(suffix, rows)[:, groups] for suffix in (_SCALE, _ZERO))
         if spec.scheme is None:
-            value = affine(codes, scale, zero, spec.dtype, weight.middle)
-        else:
-            points = None if spec.scheme.symmetric else weight.points(scale, zero)
-            value = QuantTensor(codes, scale.contiguous(), points, spec.scheme)
-        return value if inside is None else inside.of_weight(value)
+            return affine(codes, scale, zero, spec.dtype, weight.middle)
+        points = None if spec.scheme.symmetric else weight.points(scale, zero)
+        return QuantTensor(codes, scale.contiguous(), points, spec.scheme)
 
     def misfit(self, shape: tuple[int, ...]) -> Reason:
         return Reason("it is only read")
