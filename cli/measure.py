@@ -159,7 +159,7 @@ def bench(
     from quantkit.evals import bench_report
     from quantkit.evals.bench import BenchModel, BenchOptions
     from quantkit.evals.bench import bench as job
-    from quantkit.evals.bench_plot import picture
+    from quantkit.evals.bench_report import picture
     from quantkit.evals.table import render
 
     short = short_names([path for _, path in paths])

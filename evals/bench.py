@@ -21,18 +21,22 @@ import torch
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError
-from quantkit.evals import contexts
-from quantkit.evals.contexts import AtContext, max_bytes
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.timing import (
+    MIN_CONTEXT,
     PROMPT,
+    AtContext,
     Decoding,
     OtherProcesses,
     Rate,
     bandwidth,
+    context_rows,
     loaded_bytes,
+    max_bytes,
+    measure_contexts,
     prefill_once,
+    prefill_rates,
     rate,
     seconds,
     weight_bytes,
@@ -93,9 +97,9 @@ class BenchOptions:
         for name, number, limit in (("runs", self.runs, _MAX_RUNS), ("threads", self.threads, max_threads)):
             if number is not None and not 1 <= number <= limit:
                 raise RequestError(f"{name} are out of range", found=shown(number), expected=f"1 to {limit}")
-        if self.contexts and (not self.batches or min(self.contexts) < contexts.MIN_CONTEXT):
+        if self.contexts and (not self.batches or min(self.contexts) < MIN_CONTEXT):
             raise RequestError(
-                f"contexts must be at least {contexts.MIN_CONTEXT}, and need batches", found=shown(min(self.contexts))
+                f"contexts must be at least {MIN_CONTEXT}, and need batches", found=shown(min(self.contexts))
             )
         if self.price_per_hour is not None and not 0 < self.price_per_hour < math.inf:
             raise RequestError("invalid price", found=shown(self.price_per_hour), expected="an amount above 0")
@@ -191,7 +195,7 @@ class Bench:
 
     def to_json(self) -> dict[str, Any]:
         """All figures, in tokens a second, seconds and bytes, and with a price the cost of a thousand tokens."""
-        prefill_at = contexts.prefill_rates(self.at_contexts)
+        prefill_at = prefill_rates(self.at_contexts)
         values = {
             **asdict(self), "share_of_bandwidth": self.share_of_bandwidth, "busy": self.busy,
             "at_contexts": [{**asdict(one), "each": one.each} for one in self.at_contexts],
@@ -242,7 +246,7 @@ def require_room(model: BenchModel, options: BenchOptions) -> None:
         QuantkitError: if the model cannot be opened.
     """
     checkpoint = model.checkpoint()
-    max_context, shortest = checkpoint.config.max_context, min(options.contexts, default=contexts.MIN_CONTEXT)
+    max_context, shortest = checkpoint.config.max_context, min(options.contexts, default=MIN_CONTEXT)
     needed = max((*options.prompt_lengths, PROMPT + NEW, shortest))
     if needed > max_context:
         raise RequestError(
@@ -314,7 +318,7 @@ def _measure(source: BenchModel, options: BenchOptions, progress: Progress, grou
 def _measure_model(source: BenchModel, options: BenchOptions, progress: Progress, group: ProcessGroup) -> Bench:
     checkpoint = source.checkpoint()
     name, max_context = source.name or checkpoint.path.resolve().name, checkpoint.config.max_context
-    rows = contexts.rows(options.contexts, options.batches, max_context)
+    rows = context_rows(options.contexts, options.batches, max_context)
     too_long = [f"context {one}: the model's is {max_context}" for one in options.contexts if one > max_context]
     steps, total = count(), 3 + len(options.prompt_lengths) + len(options.batches) + len(rows)
 
@@ -339,7 +343,7 @@ def _measure_model(source: BenchModel, options: BenchOptions, progress: Progress
         step()
         decode[batch] = rate(batch * NEW, Decoding(model, batch, NEW, compiled, cache_dtype=cache).run, runs)
     peak = max_bytes(model.device)
-    at_contexts, left_out = contexts.measure(
+    at_contexts, left_out = measure_contexts(
         model, rows, compiled=compiled, cache_dtype=cache, runs=runs, group=group, step=step
     )
     other_load = others.cores() if group.size == 1 else None  # the group's processes would count as others

@@ -19,7 +19,6 @@ from quantkit.evals.cache import StateCache
 from quantkit.evals.harness import as_lm
 from quantkit.evals.models import Model, Stream, fixed_window, open_models, streams
 from quantkit.evals.names import short_names
-from quantkit.evals.positions import by_position, checked_positions
 from quantkit.evals.results import Evaluation, Row, TextFacts, TextMeasures
 from quantkit.evals.samples import Predictions, TextDetails, text_details
 from quantkit.evals.tasks import TaskScore, open_tasks, require_tasks, run_tasks
@@ -31,6 +30,8 @@ from quantkit.model.layerwise import layerwise_hidden
 from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
+from quantkit.quality.position_divergence import divergence_by_position, position_windows
+from quantkit.quality.positions import PositionDivergence, cut_short
 from quantkit.quality.records import manifest_or_empty
 
 
@@ -99,7 +100,7 @@ def evaluate(
     require_flags(speed=speed, details=details)
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress = deduplicated(progress)
-    by_positions = checked_positions(positions, position_windows, against=against is not None)
+    by_positions = _checked_positions(positions, position_windows, against=against is not None)
     if data is not None and not tasks:
         raise RequestError("task data needs tasks, and none are named")
     if kept is not None and against is None:
@@ -128,7 +129,7 @@ def evaluate(
             found = _over_fixed_windows(models, cut, states, list(listeners.values()), group, progress)
             if listeners:
                 closer[text.name] = text_details(listeners, cut[0].windows, models[0].tokenizer)
-            buckets, more = by_position(models, text, by_positions, hidden, group, progress)
+            buckets, more = _by_position(models, text, by_positions, hidden, group, progress)
             notes += more
             for measured, model, stream, figures, own in zip(measures, models, cut, found, buckets, strict=True):
                 perplexity, divergence, ratio_error = figures
@@ -169,11 +170,7 @@ def evaluate(
 
 
 def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.device:
-    """Where tasks and speed run.
-
-    Raises:
-        RequestError: for a device that nothing would use, that a group cannot share, or that cannot be used.
-    """
+    """The device for tasks and speed."""
     if name is not None and name != "cpu" and not used:
         raise RequestError("a device goes with tasks or speed; perplexity is computed on the CPU", found=name)
     if group.size > 1 and name not in (None, "cpu"):
@@ -182,11 +179,7 @@ def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.devic
 
 
 def _texts(paths: Sequence[Path], *, use_excerpt: bool) -> tuple[list[Text], list[str]]:
-    """The texts by distinct names, and notes about them.
-
-    Raises:
-        RequestError: if one cannot be read, or is given twice.
-    """
+    """The texts by distinct names, and notes about them."""
     texts = [read_text(path) for path in paths]
     if len({text.name for text in texts}) < len(texts):
         names = short_names(paths)
@@ -269,3 +262,38 @@ def _layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]
         if any(errors) and all(bool(found) or not one for found, one in zip(errors, listed, strict=True)):
             return [dict(sorted(one.items(), key=lambda item: -item[1])) for one in errors], kind
     return [{} for _ in folders], ""
+
+
+def _checked_positions(positions: object, windows: object, *, against: bool) -> tuple[int, int | None] | None:
+    """The validated tokens of a window and number of windows; None if no positions are requested."""
+    if positions is None:
+        if windows is not None:
+            raise RequestError("`position_windows` goes with `positions`")
+        return None
+    length, count = as_whole("positions", positions), None if windows is None else as_whole("position_windows", windows)
+    for name, value, minimum in (("positions", length, 2), ("position_windows", count, 1)):
+        if value is not None and value < minimum:
+            raise RequestError(f"`{name}` must be at least {minimum}", found=value)
+    if not against:
+        raise RequestError("divergence by position is from a reference, and none is given")
+    return length, count
+
+
+def _by_position(
+    models: Sequence[Model], text: Text, requested: tuple[int, int | None] | None, hidden: Hidden, group: ProcessGroup,
+    progress: Progress,
+) -> tuple[list[dict[str, list[PositionDivergence]]], list[str]]:  # fmt: skip
+    """The divergence by position of each model, none of the reference, which is the first; and notes."""
+    if requested is None:
+        return [{} for _ in models], []
+    reference, *others = (model.checkpoint for model in models)
+    tokenizer, (length, count) = models[0].tokenizer, requested
+    context = min(model.checkpoint.config.max_positions for model in models)
+    ids = token_ids(tokenizer, text.raw)
+    windows = position_windows(ids, tokenizer.bos_id, length, context, count)
+    report = in_phase(progress, f"{text.name}: divergence by position")
+    found = divergence_by_position(reference, others, windows, reference_hidden=hidden, group=group, progress=report)
+    notes = [] if windows.shape[1] == length else [cut_short(text.name, windows.shape[1], length, context)]
+    if count is not None and len(windows) < count:
+        notes.append(f"'{text.name}' has {len(windows)} of the {count} windows that were requested by position")
+    return [{}, *found], notes

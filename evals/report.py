@@ -8,12 +8,12 @@ from pathlib import Path
 
 import jinja2
 
-from quantkit.evals.positions import position_columns, position_tables, windows_by_position
 from quantkit.evals.results import Evaluation, Row
 from quantkit.evals.table import NONE, Table, render
 from quantkit.evals.timing import NEW_TOKENS, PROMPT, RUNS
 from quantkit.quality.figures import Estimate, significant
 from quantkit.quality.measures import Divergence
+from quantkit.quality.positions import CACHES, FLOAT, rise
 
 _Column = tuple[str, Callable[[Row], str]]
 _DIGITS = 4
@@ -84,7 +84,7 @@ def _all_columns(found: Evaluation, text: str | None) -> list[_Column]:
     if text is not None:
         divergence = [] if found.reference is None else _divergence_columns(found, text, share=1)
         columns[len(_SIZE) : len(_SIZE)] = [*_text_columns(text), *divergence]
-        columns = [columns[0], ("text", lambda row: text), *columns[1:], *position_columns(found, text)]
+        columns = [columns[0], ("text", lambda row: text), *columns[1:], *_position_columns(found, text)]
     return [(_KEYS.get(head, head), cell) for head, cell in columns]
 
 
@@ -186,8 +186,63 @@ def method(evaluation: Evaluation) -> list[str]:
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(Path(__file__).with_name("method.jinja").read_text(encoding="utf-8"))
     text = template.render(
-        evaluation=evaluation, each=each, windows_by_position=windows_by_position(evaluation), runs=RUNS,
+        evaluation=evaluation, each=each, windows_by_position=_windows_by_position(evaluation), runs=RUNS,
         device={"cpu": "the CPU", "cuda": "a GPU"}.get(evaluation.device, evaluation.device),
         new_tokens=NEW_TOKENS, prompt_tokens=PROMPT,
     )  # fmt: skip
     return [line for line in text.split("\n") if line]
+
+
+def position_tables(found: Evaluation) -> dict[str, Table]:
+    """A table by text: a row per model and bucket, and one that says how divergence changes with the position."""
+    return {text: _position_table(found, text, *extent) for text, extent in _windows_by_position(found).items()}
+
+
+def _position_table(found: Evaluation, text: str, length: int, windows: int) -> Table:
+    rows = []
+    for row in found.rows:
+        if caches := row.texts[text].positions:
+            for buckets in zip(*(caches[cache] for cache in CACHES), strict=True):
+                cells = [cell for one in buckets for cell in (str(one.estimate), f"{100 * one.top1_agreement:.1f}")]
+                rows.append((row.name, buckets[0].name, str(buckets[0].tokens), *cells))
+            rises = [NONE if (ratio := rise(caches[cache])) is None else str(ratio) for cache in CACHES]
+            rows.append((row.name, "last / first", NONE, rises[0], NONE, rises[1], NONE))
+    title = (
+        f"By position, against {found.reference}, on {text} ({windows} x {length} tokens):"
+        f" KL({found.reference} || model) in nats/token, and tokens whose likeliest is the same, with keys and values"
+        f" in a float and in an int8 cache ({found.reference}'s are floats). last / first is the KL of the last"
+        " positions over that of the first: above 1, divergence rises with the position."
+    )
+    heads = [head for cache in CACHES for head in (f"KL, {cache} cache", "top-1, %")]
+    return Table(title, ("model", "positions", "tokens", *heads), rows)
+
+
+def _position_columns(found: Evaluation, text: str) -> list[_Column]:
+    """For programs, columns for each bucket and cache of all texts; cells of a text without the bucket are empty."""
+    buckets = {
+        (one.start, one.stop): one.name
+        for row in found.rows
+        for measures in row.texts.values()
+        for one in measures.positions.get(FLOAT, [])
+    }
+
+    def cell(cache: str, name: str, field: str, row: Row) -> str:
+        own = row.texts[text].positions.get(cache, [])
+        return next((str(getattr(one, field)) for one in own if one.name == name), NONE)
+
+    return [
+        (f"{head} {name} {cache}", partial(cell, cache, name, field))
+        for _, name in sorted(buckets.items())
+        for cache in CACHES
+        for head, field in (("KL", "estimate"), ("top1", "top1_agreement"))
+    ]
+
+
+def _windows_by_position(found: Evaluation) -> dict[str, tuple[int, int]]:
+    """The windows' length and number, for each text measured by position."""
+    found_windows = {}
+    for text in found.texts:
+        for row in found.rows:
+            if buckets := row.texts[text].positions.get(FLOAT):
+                found_windows[text] = buckets[-1].stop, buckets[0].tokens // buckets[0].stop
+    return found_windows

@@ -10,12 +10,10 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from quantkit.evals.html.charts import cost_chart, model_color, position_chart, position_lines
-from quantkit.evals.html.drawing import HEIGHT, Chart
+from quantkit.evals.html.charts import HEIGHT, Chart, cost_chart, model_color, position_chart, position_lines
 from quantkit.evals.html.heatmap import heat_maps, share_scale
 from quantkit.evals.html.tokens import in_text, script_data, token_scale, worst_tokens
-from quantkit.evals.positions import position_tables
-from quantkit.evals.report import method, side_by_side
+from quantkit.evals.report import method, position_tables, side_by_side
 from quantkit.evals.results import Evaluation, Row
 from quantkit.evals.table import columns_to_right
 from quantkit.quality.figures import Estimate, significant

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.names import CANONICAL, EMBEDDING
-from quantkit.bit_allocation.allocation import Allocation, SizeTarget
+from quantkit.bit_allocation.allocation import Allocation, SizeTarget, Unit, units
 from quantkit.bit_allocation.knapsack import Option, choose
 from quantkit.bit_allocation.losses import estimate_losses
-from quantkit.bit_allocation.units import Unit, units
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
@@ -147,7 +146,7 @@ class Fit:
             self.source, samples, self.units, schemes, device=device, memory_bytes=memory_bytes,
             scale_dtype=self._scale_dtype.torch, group=group, progress=progress,
         )  # fmt: skip
-        return group.broadcast_from_rank0(self.allocation(losses.of_units))
+        return group.broadcast_from_rank0(self.allocation(losses))
 
     def allocation(self, losses: Sequence[Mapping[QuantScheme, float]]) -> Allocation:
         """The choice, given the loss of each scheme of each unit."""

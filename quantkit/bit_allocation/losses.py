@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, layer_kinds
+from quantkit.bit_allocation.allocation import Unit
 from quantkit.bit_allocation.output_errors import RowErrors, row_errors, rows_tried
-from quantkit.bit_allocation.units import Unit
 from quantkit.calibration.effort import batch_samples
 from quantkit.calibration.estimate import every_group, forward_flops, groups_of, largest_block
 from quantkit.distributed.group import ProcessGroup
@@ -48,19 +47,6 @@ _GRADIENT_TOKENS = 8192
 _TOKENS_PER_INPUT = 2  # for the Hessian of the widest linear
 _STATE_BYTES = 2  # of an element of a block's inputs, kept as bfloat16
 _GRADIENT_PASSES = 3  # forward passes that cost as much as the backward one: blocks again, their gradients, the head's
-
-
-@dataclass(frozen=True)
-class Losses:
-    """The estimate.
-
-    Attributes:
-        of_units: losses by scheme, in the order of the units.
-        tokens: the number of tokens for the Hessians and for the gradients.
-    """
-
-    of_units: list[dict[QuantScheme, float]]
-    tokens: tuple[int, int]
 
 
 def sample_counts(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> tuple[int, int]:
@@ -97,8 +83,8 @@ def estimate_losses(
     source: Checkpoint, samples: Tensor, units: Sequence[Unit], schemes: Mapping[Unit, Sequence[QuantScheme]], *,
     device: torch.device, memory_bytes: int, scale_dtype: torch.dtype, group: ProcessGroup,
     progress: Progress = silent,
-) -> Losses:  # fmt: skip
-    """The KL that each unit would cost in each of its schemes, alone.
+) -> list[dict[QuantScheme, float]]:  # fmt: skip
+    """The KL that each unit would cost in each of its schemes, alone, in the order of the units.
 
     Args:
         samples: tokens [N, T], of which the first ones are used; each of several processes runs its share of these.
@@ -112,7 +98,6 @@ def estimate_losses(
     counts = sample_counts(config, samples.shape, memory_bytes)
     own = [samples[:count][group.share(count)] for count in counts]
     passes = _Passes(source, own[0], len(own[1]), device)
-    tokens = [count * samples.shape[1] for count in counts]
     errors: dict[str, RowErrors] = {}
     layers = config.num_layers
     for layer in range(layers):
@@ -129,14 +114,13 @@ def estimate_losses(
         progress("choose schemes", 2 * layers - layer - 1, 2 * layers, "layers")
         for module, squares in passes.backward(layer).items():
             group.sum_(squares)
-            gradients[module] = squares.cpu() / tokens[1]
+            gradients[module] = squares.cpu() / (counts[1] * samples.shape[1])
         malloc_trim()
     progress("choose schemes", 2 * layers, 2 * layers, "layers")
-    found = [
+    return [
         {scheme: sum(errors[m].loss(gradients[m], scheme) for m in unit.modules) for scheme in schemes[unit]}
         for unit in units
     ]
-    return Losses(found, (tokens[0], tokens[1]))
 
 
 class _Passes:

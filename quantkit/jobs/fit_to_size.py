@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from quantkit.architectures.topology import linear_columns
-from quantkit.bit_allocation.allocation import Allocation
+from quantkit.bit_allocation.allocation import Allocation, units
 from quantkit.bit_allocation.fit import Fit
-from quantkit.bit_allocation.units import units
 from quantkit.calibration.data import Calibration
 from quantkit.distributed.group import ProcessGroup
 from quantkit.formats.output.staging import interrupted_fingerprint

@@ -30,7 +30,7 @@ from quantkit.quality.figures import Estimate
 from quantkit.quality.manifest_check import FolderReport, failed_certificate, neither_true_nor_false, verify_model
 from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.records import manifest_or_empty, module_records
-from quantkit.quality.tensor_difference import TensorDifference, tensor_difference
+from quantkit.quality.transcoded import TensorDifference, tensor_difference
 from quantkit.quality.weights_only import COMPARED, error_problem, recorded_errors, summary_problems
 from quantkit.quality.windows import measured_windows
 from quantkit.runtime.generation_config import end_tokens

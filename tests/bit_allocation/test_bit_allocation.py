@@ -18,12 +18,12 @@ import quantkit
 from quantkit.architectures.families import families
 from quantkit.architectures.topology import fused_modules
 from quantkit.bit_allocation import losses
+from quantkit.bit_allocation.allocation import units
 from quantkit.bit_allocation.fit import CANDIDATES
 from quantkit.bit_allocation.knapsack import Option, choose
 from quantkit.bit_allocation.losses import _Passes, estimate_losses
 from quantkit.bit_allocation.output_errors import row_errors
 from quantkit.bit_allocation.picture import picture
-from quantkit.bit_allocation.units import units
 from quantkit.data.files import EXCERPT
 from quantkit.distributed.group import SINGLE
 from quantkit.errors import RequestError, UnsupportedError
@@ -142,7 +142,7 @@ def test_experts_are_estimated_on_the_tokens_sent_to_them(tmp_path: Path) -> Non
         scale_dtype=torch.float32, group=SINGLE,
     )  # fmt: skip
     assert {unit.name for unit in every} == {"q k v", "o", "experts", "shared gate up", "shared down"}
-    assert all(0 < one[INT8] < one[G32] for one in found.of_units)
+    assert all(0 < one[INT8] < one[G32] for one in found)
 
 
 def test_the_size_is_what_was_asked_for(made: quantkit.QuantizeResult) -> None:

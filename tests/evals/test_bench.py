@@ -20,7 +20,7 @@ import quantkit
 from quantkit.errors import RequestError
 from quantkit.evals import bench_report, timing
 from quantkit.evals.bench import Bench, BenchModel, BenchOptions, _measure, bench, require_room
-from quantkit.evals.bench_plot import picture
+from quantkit.evals.bench_report import picture
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import render
 from quantkit.evals.timing import OtherProcesses, Rate, rate

@@ -17,13 +17,12 @@ from torch import Tensor
 
 import quantkit
 from quantkit.errors import RequestError
-from quantkit.evals import bench_report, contexts
+from quantkit.evals import bench_report, timing
 from quantkit.evals.bench import Bench, BenchModel, BenchOptions, _measure, bench
-from quantkit.evals.bench_plot import picture
-from quantkit.evals.contexts import NEW, AtContext
+from quantkit.evals.bench_report import picture
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import render
-from quantkit.evals.timing import PROMPT, Decoding, Rate
+from quantkit.evals.timing import CONTEXT_NEW, PROMPT, AtContext, Decoding, Rate
 from quantkit.memory import peak_bytes, reset_peak
 from quantkit.model.cache import KVCache, cache_bytes
 from quantkit.model.load import load_model
@@ -108,7 +107,7 @@ def test_the_last_tokens_of_a_context_are_decoded_after_its_prompt(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_model(demo_model, dtype=torch.float32)
-    decoding = Decoding(model, 3, NEW, False, prompt=300 - NEW)
+    decoding = Decoding(model, 3, CONTEXT_NEW, False, prompt=300 - CONTEXT_NEW)
     decoding.fill()
     prompts, steps = decoding._prompts, []
     assert torch.equal(prompts[0, :-PROMPT], prompts[2, :-PROMPT])
@@ -127,10 +126,10 @@ def test_the_last_tokens_of_a_context_are_decoded_after_its_prompt(
     for _ in range(2):  # repeatedly, with the same tokens
         steps.clear()
         decoding.run()
-        assert [one[1:4] for one in steps] == [([0, 1, 2], [at] * 3, [0, 1, 2]) for at in range(300 - NEW, 300)]
+        assert [one[1:4] for one in steps] == [([0, 1, 2], [at] * 3, [0, 1, 2]) for at in range(300 - CONTEXT_NEW, 300)]
         tokens = torch.cat([prompts, torch.stack([one[0] for one in steps], 1)], 1)
         logits = model(tokens, torch.arange(300))
-        assert torch.equal(tokens[:, -NEW:], logits[:, -NEW - 1 : -1].argmax(-1))
+        assert torch.equal(tokens[:, -CONTEXT_NEW:], logits[:, -CONTEXT_NEW - 1 : -1].argmax(-1))
         torch.testing.assert_close(steps[-1][-1], logits[:, -1], rtol=1e-3, atol=1e-3)
 
 
@@ -148,14 +147,14 @@ def test_the_peak_of_memory_begins_again() -> None:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_what_does_not_fit_in_memory_is_left_out(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    enough = cache_bytes(load_model(demo_model).config, 2, 64, torch.bfloat16) + contexts._SPARE_BYTES
-    monkeypatch.setattr(contexts, "free_bytes", lambda _: enough)
+    enough = cache_bytes(load_model(demo_model).config, 2, 64, torch.bfloat16) + timing._SPARE_BYTES
+    monkeypatch.setattr(timing, "free_bytes", lambda _: enough)
     (found,) = _bench(demo_model, contexts=(64, 128), batches=(1, 2))
     assert [(one.context, one.batch) for one in found.at_contexts] == [(64, 1), (64, 2), (128, 1)]
     (line,) = found.left_out
     assert line == "context 128 of 2 sequences: keys and values take 262 kB, and 256 MB of memory are free"
     assert bench_report.notes([found])[-1] == f"mini-en is not measured at {line}"
-    monkeypatch.setattr(contexts, "free_bytes", lambda _: 0)
+    monkeypatch.setattr(timing, "free_bytes", lambda _: 0)
     with pytest.raises(RequestError, match="no context could be measured: context 64 of 1 sequence: keys and values"):
         _bench(demo_model, contexts=(64,))
 

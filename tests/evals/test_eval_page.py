@@ -20,8 +20,7 @@ import quantkit
 from quantkit.cli.files import Outputs
 from quantkit.data.files import excerpt
 from quantkit.errors import RequestError
-from quantkit.evals.html.charts import Line, position_chart
-from quantkit.evals.html.drawing import Axis, axis_range, tick_label
+from quantkit.evals.html.charts import Axis, Line, axis_range, position_chart, tick_label
 from quantkit.evals.html.heatmap import STEPS, error_scale, heat_maps, log_scale
 from quantkit.evals.html.page import headline
 from quantkit.evals.html.tokens import in_list, in_text
