@@ -16,6 +16,7 @@ from quantkit.cli.output import columns, mention, note
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
+from quantkit.jobs.convert_options import ConvertOptions
 
 if TYPE_CHECKING:
     from quantkit.formats.detect import WeightKind
@@ -69,28 +70,17 @@ def inspect(path: Path, weights: WeightKind | None, tensors_only: bool, data: st
     outputs.write(found.to_json(), show=lambda: outputs.say(found.lines()))
 
 
+_CONVERT = {
+    "to": options.target("hf for floats, SRC's own format for quantized models"),
+    "mp": click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards."),
+}
+
+
 @click.command(cls=Command)
 @options.src
 @options.dst
-@section(
-    "Target",
-    options.target("hf for floats, SRC's own format for quantized models"),
-    options.dtype,
-    click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards."),
-    options.split_max_size,
-    options.template,
-)
-@section(
-    "Quantized models",
-    click.option("--dequantize", is_flag=True, help="Write the floats that the codes of a quantized model mean."),
-    click.option(
-        "--requantize", is_flag=True, help="Cast scales, or round again, what the target cannot hold exactly."
-    ),
-)
-@section("Checks", options.source_check, options.allow_nonfinite)
-@section("Output", options.resume, options.data)
-@options.weights
-@options.tensors_only
+@options.of_job(ConvertOptions, _CONVERT)
+@section("Output", options.data)
 def convert(data: str | None, **given: Any) -> None:
     """Write a model in another format, sharding or float type.
 

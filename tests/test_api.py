@@ -22,9 +22,8 @@ from quantkit import errors
 from quantkit.distributed.group import SINGLE
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.formats.detect import WeightKind
-from quantkit.formats.registry import CONTAINERS, targets
+from quantkit.formats.registry import CONTAINERS, TargetName, targets
 from quantkit.jobs.quantize_options import Method
-from quantkit.jobs.target import TargetName
 from quantkit.kernels.dispatch import BACKENDS
 from quantkit.kernels.registry import BackendName
 from quantkit.tensors.dtypes import FLOAT_NAMES, FloatName, float_name

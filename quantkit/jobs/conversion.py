@@ -23,9 +23,9 @@ from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, GGUF, Target
 from quantkit.jobs.carried_codes import Changes, common_scale_dtype, needed_changes, require_representable, widened
+from quantkit.jobs.convert_options import ConvertOptions
 from quantkit.jobs.kv_cache import kept_kv_cache
 from quantkit.jobs.labels import model_name
-from quantkit.jobs.options import ConvertOptions
 from quantkit.jobs.output import SHARD_BYTES, Work
 from quantkit.jobs.target import requested_target, shard_bytes, target_of
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -59,9 +59,7 @@ class Conversion:
     kv_cache: KvCache | None = None
 
 
-def plan_conversion(
-    src: str | Path, dst: str | Path, options: ConvertOptions, *, headers_only: bool = False
-) -> Conversion:
+def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> Conversion:
     """Open the source, and decide what happens to each tensor.
 
     Args:
@@ -70,10 +68,11 @@ def plan_conversion(
     Raises:
         QuantkitError: as `convert` does before it writes.
     """
-    dst, cast, dequantize, requantize = as_path("dst", dst), options.float_type, options.dequantize, options.requantize
+    dst, cast = as_path("dst", options.dst), options.float_type
+    dequantize, requantize = options.dequantize, options.requantize
     requested = requested_target(options.to, dst, dequantize=dequantize, requantize=requantize)
     require_name(dst)
-    src = as_path("src", src)
+    src = as_path("src", options.src)
     source = precise = _open(src, options, cast)
     target = requested or target_of(source, dequantize=dequantize)
     container = target.container

@@ -4,76 +4,48 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.container import StoredCheckpoint, weight_size
-from quantkit.formats.detect import WeightKind
-from quantkit.formats.registry import TargetName
 from quantkit.jobs.carried_codes import cast, rounded, with_scales
 from quantkit.jobs.conversion import Conversion, plan_conversion, source_name, suggest_requantize
-from quantkit.jobs.options import ConvertOptions
+from quantkit.jobs.convert_options import ConvertOptions
+from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.output import Writer, model_summary, writing
 from quantkit.jobs.result import ConvertResult
 from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.transcoded import Exact, require_exact, require_same_kv_cache
 from quantkit.quality.weights_only import carried_tensors
-from quantkit.tensors.dtypes import FloatName
 from quantkit.tensors.finite import checked_cast, checked_codes
 from quantkit.tensors.qtensor import CARRIED, QuantTensor, row_chunks
 from quantkit.tensors.spec import TensorSpec
 
 
-def convert(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    to: TargetName | None = None,
-    mp: int = 1,
-    dtype: FloatName | torch.dtype | None = None,
-    dequantize: bool = False,
-    requantize: bool = False,
-    split_max_size: int | None = None,
-    template: str | None = None,
-    weights: WeightKind | None = None,
-    resume: bool = False,
-    allow_nonfinite: bool = False,
-    source_check: bool = True,
-    tensors_only: bool = False,
-    progress: Progress | None = None,
-) -> ConvertResult:
+@dataclass(frozen=True)
+class ConvertArguments(ConvertOptions):
+    """The arguments of `convert`: the options, and where progress is reported.
+
+    Attributes:
+        progress: called for each layer; None reports nothing.
+    """
+
+    _: KW_ONLY
+    progress: Progress | None = None
+
+
+@called_with(ConvertArguments)
+def convert(options: ConvertArguments) -> ConvertResult:
     """Write the model in `src` to the new folder, or GGUF file, `dst`.
 
     The codes, scales and zero points of a quantized model stay as they are; otherwise the conversion is refused. The
     result is read back and compared with the source, tensor by tensor.
 
     Args:
-        src: a model in any format that quantkit reads.
-        dst: the folder to create, or a file ``*.gguf``; it must not exist.
-        to: ``compressed-tensors``, ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf`` for quantized models;
-            ``hf``, ``meta`` or ``gguf`` for floats. By default floats become ``hf``. A quantized model keeps its
-            format if quantkit writes it, and else becomes ``compressed-tensors``.
-        mp: number of Meta model-parallel shards.
-        dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own. A quantized model takes it with
-            GGUF, for its float tensors, or with `dequantize`.
-        dequantize: write the floats that the codes of a quantized model mean, each rounded once to the model's type.
-        requantize: change what `to` cannot hold exactly, as little as needed: cast scales to a type that it holds and
-            keep codes and zero points, or else round the weight anew. The result is compared with the source, and
-            refused if it differs too much.
-        split_max_size: bytes of the largest file of weights; by default 2 GiB, and one file for GGUF.
-        template: a chat template for an instruct model without one: ``llama2`` or ``llama3``, as in Meta's code, or a
-            file ``*.jinja``; None keeps the templates of `src`.
-        weights: picks one of several sets of weights in `src`: ``meta``, ``safetensors``, ``bin``, ``gpt-fast`` or
-            ``gpt-fast-int8``.
-        resume: continue an interrupted run, if there is one.
-        allow_nonfinite: write NaN and Inf, and values that overflow `dtype`, as they are.
-        source_check: first check that the source predicts a sample text, if it has a tokenizer.
-        tensors_only: copy the tensors as they are, whatever the architecture.
-        progress: called for each layer; None reports nothing.
 
     Returns:
         What was written: path, size, bits per weight, which tensors are proven equal, notes.
@@ -86,13 +58,11 @@ def convert(
         >>> quantkit.convert("Llama-3.2-1B-int4", "llama-3.2-1b.gguf").exact.line()
     """
     started = time.monotonic()
-    options = ConvertOptions(
-        to, mp, dtype, dequantize, requantize, split_max_size, template, weights, resume, allow_nonfinite,
-        source_check, tensors_only,
-    )  # fmt: skip
-    progress = deduplicated(progress)
-    plan = plan_conversion(src, dst, options)
-    with writing(plan.work, plan.dst, resume=resume, source_check=source_check, progress=progress) as writer:
+    progress = deduplicated(options.progress)
+    plan = plan_conversion(options)
+    with writing(
+        plan.work, plan.dst, resume=options.resume, source_check=options.source_check, progress=progress
+    ) as writer:
         _write(plan, writer)
         result = writer.seal()
         exact, gate = _compare(plan, writer, result, progress)

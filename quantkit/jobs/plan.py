@@ -16,14 +16,13 @@ import torch
 from quantkit.arguments import as_path, as_text, as_whole
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.container import Encoder
-from quantkit.formats.detect import WeightKind, open_checkpoint
+from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.staging import require_space
-from quantkit.formats.registry import TargetName
 from quantkit.jobs.conversion import plan_conversion
+from quantkit.jobs.convert_options import ConvertOptions
 from quantkit.jobs.estimate import Estimate, estimate_conversion, estimate_quantization, require_buildable
 from quantkit.jobs.fit_to_size import size_fit
 from quantkit.jobs.option_fields import called_with
-from quantkit.jobs.options import ConvertOptions
 from quantkit.jobs.prepare import prepare
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.model.device import float_type
@@ -36,23 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["Estimate", "convert", "generate", "quantize"]
 
 
-def convert(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    to: TargetName | None = None,
-    mp: int = 1,
-    dtype: FloatName | torch.dtype | None = None,
-    dequantize: bool = False,
-    requantize: bool = False,
-    split_max_size: int | None = None,
-    template: str | None = None,
-    weights: WeightKind | None = None,
-    resume: bool = False,
-    allow_nonfinite: bool = False,
-    source_check: bool = True,
-    tensors_only: bool = False,
-) -> Estimate:
+@called_with(ConvertOptions)
+def convert(options: ConvertOptions) -> Estimate:
     """What `quantkit.convert` with the same arguments would take.
 
     Returns:
@@ -61,13 +45,9 @@ def convert(
     Raises:
         QuantkitError: as `quantkit.convert` does for what can be told without reading weights.
     """
-    options = ConvertOptions(
-        to, mp, dtype, dequantize, requantize, split_max_size, template, weights, resume, allow_nonfinite,
-        source_check, tensors_only,
-    )  # fmt: skip
-    planned = plan_conversion(src, dst, options, headers_only=True)
-    estimate = estimate_conversion(planned, source_check=source_check)
-    _require_room(planned.dst, planned.work.encoder, estimate, resume=resume)
+    planned = plan_conversion(options, headers_only=True)
+    estimate = estimate_conversion(planned, source_check=options.source_check)
+    _require_room(planned.dst, planned.work.encoder, estimate, resume=options.resume)
     return estimate
 
 

@@ -1,0 +1,104 @@
+"""The options of `convert`: the command, the Python call, the plan and the manifest read them here."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantkit.arguments import as_whole, require_flags
+from quantkit.formats.detect import WeightKind
+from quantkit.formats.registry import TargetName
+from quantkit.jobs.option_fields import OTHER, option
+from quantkit.tensors.dtypes import SHORT_NAMES, DType, FloatName, float_name
+
+if TYPE_CHECKING:
+    import torch
+
+_SHORT = {dtype: name for name, dtype in SHORT_NAMES.items()}
+_TARGET = "Target"
+_QUANTIZED = "Quantized models"
+_CHECKS = "Checks"
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What `convert` is to do; None and False where nothing was requested.
+
+    Attributes:
+        src: a model in any format that quantkit reads.
+        dst: the folder to create, or a file ``*.gguf``; it must not exist.
+        to: ``compressed-tensors``, ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf`` for quantized models;
+            ``hf``, ``meta`` or ``gguf`` for floats. By default floats become ``hf``. A quantized model keeps its
+            format if quantkit writes it, and else becomes ``compressed-tensors``.
+        mp: number of Meta model-parallel shards.
+        dtype: ``bf16``, ``fp16``, ``fp32``, or torch's; None keeps each tensor's own. A quantized model takes it with
+            GGUF, for its float tensors, or with `dequantize`.
+        dequantize: write the floats that the codes of a quantized model mean, each rounded once to the model's type.
+        requantize: change what `to` cannot hold exactly, as little as needed: cast scales to a type that it holds and
+            keep codes and zero points, or else round the weight anew. The result is compared with the source, and
+            refused if it differs too much.
+        split_max_size: bytes of the largest file of weights; by default 2 GiB, and one file for GGUF.
+        template: a chat template for an instruct model without one: ``llama2`` or ``llama3``, as in Meta's code, or a
+            file ``*.jinja``; None keeps the templates of `src`.
+        weights: picks one of several sets of weights in `src`: ``meta``, ``safetensors``, ``bin``, ``gpt-fast`` or
+            ``gpt-fast-int8``.
+        resume: continue an interrupted run, if there is one.
+        allow_nonfinite: write NaN and Inf, and values that overflow `dtype`, as they are.
+        source_check: first check that the source predicts a sample text, if it has a tokenizer.
+        tensors_only: copy the tensors as they are, whatever the architecture.
+    """
+
+    src: str | Path
+    dst: str | Path
+    _: KW_ONLY
+    to: TargetName | None = option(_TARGET)
+    dtype: FloatName | torch.dtype | None = option(_TARGET)
+    mp: int = option(_TARGET, default=1)
+    split_max_size: int | None = option(_TARGET)
+    template: str | None = option(_TARGET)
+    dequantize: bool = option(
+        _QUANTIZED, "Write the floats that the codes of a quantized model mean.", bool, default=False
+    )
+    requantize: bool = option(
+        _QUANTIZED, "Cast scales, or round again, what the target cannot hold exactly.", bool, default=False
+    )
+    source_check: bool = option(_CHECKS, default=True)
+    allow_nonfinite: bool = option(_CHECKS, default=False)
+    resume: bool = option("Output", default=False)
+    weights: WeightKind | None = option(OTHER)
+    tensors_only: bool = option(OTHER, default=False)
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            RequestError: for a value of the wrong type, or an unknown float type.
+        """
+        require_flags(
+            resume=self.resume, allow_nonfinite=self.allow_nonfinite, source_check=self.source_check,
+            tensors_only=self.tensors_only, dequantize=self.dequantize, requantize=self.requantize,
+        )  # fmt: skip
+        float_name(self.dtype)
+        object.__setattr__(self, "mp", as_whole("mp", self.mp))
+
+    @property
+    def float_type(self) -> DType | None:
+        """The float type of the output; None keeps each tensor's own."""
+        return float_name(self.dtype)
+
+    def recorded(self, target: str, *, tensors_only: bool) -> dict[str, object]:
+        """What the manifest and the resume fingerprint record: all options that determine the bytes of the weights.
+
+        Args:
+            target: the name of the target format.
+            tensors_only: whether the source is known by its tensors only.
+        """
+        options: dict[str, object] = {
+            "to": target, "mp": self.mp, "dtype": self.float_type and _SHORT[self.float_type],
+            "allow_nonfinite": self.allow_nonfinite,
+        }  # fmt: skip
+        optional = {
+            "dequantize": self.dequantize, "requantize": self.requantize, "split_max_size": self.split_max_size,
+            "template": self.template and Path(self.template).name, "tensors_only": tensors_only,
+        }  # fmt: skip
+        return options | {name: value for name, value in optional.items() if value}
