@@ -73,7 +73,7 @@ EXCEPTIONS = {
     },
     "asked": {"docs/errors.md": "a key of the manifest"},
     "(a|one|each|no) text": dict.fromkeys(
-        ("evals/", "tests/evals/", "docs/", "cli/measure.py"), "a piece of running text"
+        ("evals/", "quantkit/quality/", "tests/evals/", "docs/", "cli/measure.py"), "a piece of running text"
     ),
 }  # fmt: skip
 """Names, or patterns with the paths in which they may stand, each with the reason."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from quantkit.evals.html.heatmap import round_up
 from quantkit.evals.names import Box, place_label
 from quantkit.evals.results import Evaluation
 from quantkit.quality.figures import Estimate
@@ -47,7 +48,7 @@ class Axis:
     def ticks(self) -> list[float]:
         """A few round values."""
         if not self.log:
-            step = _round_step((self.high - self.low) / _MAX_TICKS)
+            step = round_up((self.high - self.low) / _MAX_TICKS, (1, 2, 2.5, 5, 10))
             first = math.ceil(self.low / step - 1e-9)
             return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
@@ -185,11 +186,6 @@ def _relative_width(character: str) -> float:
 
 def _rounded(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
-
-
-def _round_step(minimum: float) -> float:
-    power = 10.0 ** math.floor(math.log10(minimum))
-    return power * next(step for step in (1, 2, 2.5, 5, 10) if step * power >= minimum * (1 - 1e-9))
 
 
 _TEXT_MARKS = ("●", "■", "▲", "◆", "▼", "✚")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,15 +53,15 @@ def error_scale(values: Iterable[float]) -> ColorScale:
     if high < _MIN_RATIO * low:
         middle = math.sqrt(low * high)
         low, high = middle / math.sqrt(_MIN_RATIO), middle * math.sqrt(_MIN_RATIO)
-    width = _round_up((high - low) / STEPS)
+    width = round_up((high - low) / STEPS, (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10))
     first = math.floor(low / width)
     return ColorScale(tuple(width * (first + index) for index in range(STEPS)))
 
 
-def _round_up(value: float) -> float:
-    """The next of 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8 in its decade."""
+def round_up(value: float, steps: Sequence[float]) -> float:
+    """The next larger step in the value's decade; the last step is 10."""
     power = 10.0 ** math.floor(math.log10(value))
-    return power * next(step for step in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if step * power >= value * (1 - 1e-9))
+    return power * next(step for step in steps if step * power >= value * (1 - 1e-9))
 
 
 _GROUPS = {"attention": "", "mlp": "", "expert": "expert", "shared_expert": "shared"}

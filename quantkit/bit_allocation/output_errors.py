@@ -79,20 +79,11 @@ def row_errors(
         half = scheme.levels // 2  # schemes are symmetric
         residual = (grouped / step).round_().clamp_(-half, half - 1).mul_(step).sub_(grouped).view_as(columns)
         errors[scheme] = torch.split((variances @ residual.square_()).cpu(), counts)
-    return {
-        module: RowErrors(
-            chosen[module].cpu(), {scheme: own[number] for scheme, own in errors.items()},
-            _energy(weights[module], variances).cpu(),
-        )
-        for number, module in enumerate(weights)
-    }  # fmt: skip
-
-
-def _energy(weight: Tensor, variances: Tensor) -> Tensor:
-    """The squared weights of each row, weighted as their errors are; [O]."""
-    found = torch.empty(len(weight), device=weight.device)
-    for start, stop in row_chunks(*weight.shape):
-        found[start:stop] = weight[start:stop].square() @ variances
+    found = {}
+    for number, (module, weight) in enumerate(weights.items()):
+        parts = [weight[start:stop].square() @ variances for start, stop in row_chunks(*weight.shape)]
+        own = {scheme: of_scheme[number] for scheme, of_scheme in errors.items()}
+        found[module] = RowErrors(chosen[module].cpu(), own, torch.cat(parts).cpu())
     return found
 
 

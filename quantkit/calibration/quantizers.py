@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -79,13 +79,14 @@ class Quantizer(Protocol):
         ...
 
 
+@dataclass
 class RtnQuantizer:
     """Rounds to nearest, one tensor at a time."""
 
-    def __init__(self, source: Checkpoint, *, allow_nonfinite: bool) -> None:
-        self._source = source
-        self._allow_nonfinite = allow_nonfinite
-        self._done: frozenset[str] = frozenset()
+    source: Checkpoint
+    _: KW_ONLY
+    allow_nonfinite: bool
+    _done: frozenset[str] = frozenset()
 
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> AbstractContextManager[None]:
         self._done = written.names
@@ -93,69 +94,65 @@ class RtnQuantizer:
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
         missing = (spec for spec in block.tensors if spec.name not in self._done)
-        return (_rounded(self._source, spec, self._allow_nonfinite) for spec in missing)
+        return (_rounded(self.source, spec, self.allow_nonfinite) for spec in missing)
 
 
+@dataclass
 class GptqQuantizer:
     """GPTQ for the linears of decoder blocks, on the inputs that the quantized model passes to them; rounding for
     other tensors.
 
-    With several processes each takes a share of the samples and of the rows; all of them solve the same blocks.
+    With several processes each has a share of the samples and of the rows; all of them solve the same blocks.
+
+    Attributes:
+        schemes: by module.
+        device: computes the blocks.
+        memory_bytes: activations held in memory; more go to disk.
+        effort: how many batches the float stream has.
+        group: the processes that share the work.
+        progress: called with the number of linears that the samples have passed.
     """
 
-    def __init__(
-        self, source: Checkpoint, calibration: Calibration, schemes: Mapping[str, QuantScheme], *,
-        device: torch.device, memory_bytes: int, effort: Effort, allow_nonfinite: bool, group: ProcessGroup,
-        progress: Progress = silent,
-    ) -> None:  # fmt: skip
-        """
-        Args:
-            schemes: by module.
-            device: computes the blocks.
-            memory_bytes: activations held in memory; more go to disk.
-            effort: how many batches the float stream has.
-            group: the processes that share the work.
-            progress: called with the number of linears that the samples have passed.
-        """
-        self._source = source
-        self._calibration = calibration
-        self._schemes = schemes
-        self._device = device
-        self._memory_bytes = memory_bytes
-        self._effort = effort
-        self._allow_nonfinite = allow_nonfinite
-        self._group = group
-        self._progress = progress
-        self._linears = [
-            sum(len(group.modules) for group in input_groups(source.config, layer))
-            for layer in range(source.config.num_layers)
-        ]  # fmt: skip
-        self._streams: Streams | None = None
+    source: Checkpoint
+    calibration: Calibration
+    schemes: Mapping[str, QuantScheme]
+    _: KW_ONLY
+    device: torch.device
+    memory_bytes: int
+    effort: Effort
+    allow_nonfinite: bool
+    group: ProcessGroup
+    progress: Progress = silent
+    _streams: Streams | None = field(default=None, init=False)
 
     @contextmanager
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
         set_mmap_threshold(_MMAP_THRESHOLD)
-        self._written = written = replace(written, count=self._group.broadcast_from_rank0(written.count))
+        self._written = written = replace(written, count=self.group.broadcast_from_rank0(written.count))
         unsolved = [block.layer for block in blocks if block.layer is not None and not block.is_quantized_in(written)]
         self._stop = 1 + max(unsolved, default=-1)
         self._first_unsolved = min(unsolved, default=0)
         self._done = 0
-        tokens, config = self._calibration.tokens, self._source.config
-        room = gpu_activation_bytes(config, tokens.shape, self._device) // self._group.size  # all may share one GPU
-        store = ActivationStore(written.folder / f"{SCRATCH}-{self._group.rank}", self._memory_bytes, room)
+        self._linears = [
+            sum(len(group.modules) for group in input_groups(self.source.config, layer))
+            for layer in range(self.source.config.num_layers)
+        ]  # fmt: skip
+        tokens, config = self.calibration.tokens, self.source.config
+        room = gpu_activation_bytes(config, tokens.shape, self.device) // self.group.size  # all may share one GPU
+        store = ActivationStore(written.folder / f"{SCRATCH}-{self.group.rank}", self.memory_bytes, room)
         try:
             with exact_float32():
                 if self._stop:
-                    kernels = column_kernels(self._device)
-                    self._solver = GroupSolver(self._schemes, DType(config.dtype).torch, self._group, kernels)
-                    own = tokens[self._group.share(len(tokens))]
-                    self._streams = Streams(self._source, own, store, self._device, self._effort)
+                    kernels = column_kernels(self.device)
+                    self._solver = GroupSolver(self.schemes, DType(config.dtype).torch, self.group, kernels)
+                    own = tokens[self.group.share(len(tokens))]
+                    self._streams = Streams(self.source, own, store, self.device, self.effort)
                 yield
         finally:
             store.close()
             self._streams = None
             malloc_trim()
-        self._group.wait()  # until no process has anything left on disk
+        self.group.wait()  # until no process has anything left on disk
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
         results = {} if block.layer is None or block.layer >= self._stop else self._quantize(block, block.layer)
@@ -167,9 +164,9 @@ class GptqQuantizer:
             if spec.name in self._written.names:
                 continue
             if result is None:
-                yield _rounded(self._source, spec, self._allow_nonfinite)
+                yield _rounded(self.source, spec, self.allow_nonfinite)
             else:
-                yield _checked(self._source, spec, result)
+                yield _checked(self.source, spec, result)
 
     def _quantize(self, block: TensorBlock, layer: int) -> dict[str, Result]:
         """The results of a block, by name of the linear; none if an earlier run has written them all."""
@@ -179,16 +176,16 @@ class GptqQuantizer:
         self._report(layer, 0)
         try:
             with torch.inference_mode():
-                pair = BlockPair.of(self._source, layer, self._solver, self._device, stored)
+                pair = BlockPair.of(self.source, layer, self._solver, self.device, stored)
                 for count, found in quantize_block(pair, self._streams):
                     results |= found
                     self._report(layer, count)
         except NonFiniteError as error:
             for spec in block.tensors:  # the first that is not finite explains the others
-                value = self._source.load(spec.name)
+                value = self.source.load(spec.name)
                 assert isinstance(value, Tensor)
-                checked_cast(value, value.dtype, spec.name, self._source.path, allow_nonfinite=False)
-            raise NonFiniteError(error.problem, path=self._source.path, hint=error.hint) from error
+                checked_cast(value, value.dtype, spec.name, self.source.path, allow_nonfinite=False)
+            raise NonFiniteError(error.problem, path=self.source.path, hint=error.hint) from error
         return results
 
     def _report(self, layer: int, count: int) -> None:
@@ -196,7 +193,7 @@ class GptqQuantizer:
         resumed = layer < self._first_unsolved
         total = sum(self._linears[: self._first_unsolved] if resumed else self._linears)
         self._done += count
-        self._progress("calibrate" if resumed else "quantize", self._done, total, "linears")
+        self.progress("calibrate" if resumed else "quantize", self._done, total, "linears")
 
 
 def _rounded(source: Checkpoint, spec: TensorSpec, allow_nonfinite: bool) -> Solved:

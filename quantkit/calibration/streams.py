@@ -183,19 +183,16 @@ class _Routes:
 
 
 class ExpertStreams:
-    """The states of all batches before a branch with experts, and the sum of the experts' outputs so far."""
+    """The states of all batches before a branch with experts, and the sum of the experts' outputs so far.
+
+    Args:
+        store: holds the states.
+        block: with its norms and router.
+    """
 
     def __init__(self, store: ActivationStore, device: torch.device, block: Block) -> None:
-        """
-        Args:
-            store: holds the states.
-            block: with its norms and router.
-        """
         assert isinstance(block.mlp, Experts)
-        self._store = store
-        self._device = device
-        self._block = block
-        self._experts = block.mlp
+        self._store, self._device, self._block, self._experts = store, device, block, block.mlp
         self._routes: dict[str, dict[int, _Routes]] = {QUANTIZED: {}, FLOAT: {}}
 
     def enter(self, stream: str, index: int, states: Tensor) -> None:

@@ -28,7 +28,7 @@ from quantkit.quality.windows import measured_windows
 from quantkit.text.chat_template import template_paths
 
 _WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}
-_MODEL_CARD = "README.md"
+_README = "README.md"
 """Users may edit it; it is not loaded."""
 
 
@@ -182,13 +182,13 @@ def require_as_written(model: Path, *, progress: Progress = silent) -> tuple[dic
         progress("sha256", index, len(listed), "files")
         path = manifest_path(model).parent / name
         if Path(name).name != name or not path.is_file():
-            if name == _MODEL_CARD:
+            if name == _README:
                 edited[name] = "removed since"
                 continue
             raise CheckpointError("a file of the manifest is missing", path=path)
         found = manifest.file_sha256(path)
         if found != expected:
-            if name == _MODEL_CARD:
+            if name == _README:
                 edited[name] = "edited since (not checked)"
                 continue
             raise CheckpointError(

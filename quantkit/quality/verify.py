@@ -44,7 +44,7 @@ _RANDOM_TOKENS = 64
 
 
 class _NotGiven(Enum):
-    """Stands for an omitted argument, since None may be passed by mistake."""
+    """Stands for an omitted argument, since None is refused."""
 
     NOT_GIVEN = "not given"
 
@@ -290,12 +290,12 @@ def _format(checkpoint: StoredCheckpoint) -> str:
 def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
     """Where the two would tokenize a text or a conversation differently, or end a generation at other tokens."""
     problems = []
-    stated = all(CONTAINERS[one.format].states_tokens for one in (a, b))
+    states_tokens = [CONTAINERS[one.format].states_tokens for one in (a, b)]  # a Meta folder does not
     begin = [{token for token in (one.config.bos_token_id,) if token is not None} for one in (a, b)]
-    # A Meta folder states no end tokens: they are those of its tokenizer, which may be more or fewer than a model uses.
+    # Of a Meta folder the end tokens are those of its tokenizer, which may be more or fewer than a model uses.
     end = [set(end_tokens(one.path, one.config)) for one in (a, b)]
     for what, (own, others) in (("begin", begin), ("end", end)):
-        if not (own == others if stated else own <= others or others <= own):
+        if not (own == others if all(states_tokens) else own <= others or others <= own):
             first, second = (", ".join(map(str, sorted(one))) or "none" for one in (own, others))
             problems.append(f"the tokens that {what} a text differ: {first} against {second}")
     one, other = checked_tokenizer(a)[0], checked_tokenizer(b)[0]
@@ -306,31 +306,19 @@ def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
         difference = first_difference(one, other, gate_texts().values())
         if difference is not None:
             problems.append(f"tokenizers differ on {difference}")
-        problems += _tokenizer_config_problems(a, b)
-    return problems + _template_problems(a, b)
-
-
-def _tokenizer_config_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """Where only tokenizer_config.json differs, which some readers of tokenizer.json ignore."""
-    if not all((one.path / "tokenizer.json").is_file() for one in (a, b)):
-        return []
-    own, others = tokens_of_config_alone(a.path), tokens_of_config_alone(b.path)
-    differing = sorted(key for key in {*own, *others} if own.get(key) != others.get(key))
-    if not differing:
-        return []
-    key = differing[0]
-    return [f"tokenizer_config.json differs: {key} {shown(own.get(key))} against {shown(others.get(key))}"]
-
-
-def _template_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """Where the chat templates differ; a Meta folder need not have one."""
-    own, others = ChatTemplates(a.path).sources, ChatTemplates(b.path).sources
-    for one, templates in ((a, own), (b, others)):
-        if not templates and (own or others):
-            stated = CONTAINERS[one.format].states_tokens
-            return [f"{one.path} has no chat template, the other has"] if stated else []
-    differing = [name for name in sorted({*own, *others}) if own.get(name) != others.get(name)]
-    return [f"the chat templates differ: {', '.join(differing)}"] if differing else []
+        if all((folder.path / "tokenizer.json").is_file() for folder in (a, b)):
+            # Some readers of tokenizer.json ignore tokenizer_config.json.
+            stated, by_other = tokens_of_config_alone(a.path), tokens_of_config_alone(b.path)
+            if keys := sorted(key for key in {*stated, *by_other} if stated.get(key) != by_other.get(key)):
+                values = f"{shown(stated.get(keys[0]))} against {shown(by_other.get(keys[0]))}"
+                problems.append(f"tokenizer_config.json differs: {keys[0]} {values}")
+    templates = [ChatTemplates(one.path).sources for one in (a, b)]
+    for folder, stated_here, own_templates in zip((a, b), states_tokens, templates, strict=True):
+        if not own_templates and any(templates):
+            return [*problems, f"{folder.path} has no chat template, the other has"] if stated_here else problems
+    names = sorted({*templates[0], *templates[1]})
+    differing = [name for name in names if templates[0].get(name) != templates[1].get(name)]
+    return [*problems, f"the chat templates differ: {', '.join(differing)}"] if differing else problems
 
 
 def _load(checkpoint: Checkpoint, name: str) -> Tensor | QuantTensor:
