@@ -1,4 +1,4 @@
-"""How fast models run: prefill, decoding, loading, and the memory that they take."""
+"""Measure the speed of models: prefill, decoding, loading; and their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure models side by side: perplexity, distance from a reference, tasks, speed."""
+"""Measure models side by side: perplexity, divergence from a reference, tasks, speed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def evaluate(
     group: ProcessGroup = SINGLE,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Measure checkpoints, each by itself and, given a reference, by the distance from it.
+    """Measure checkpoints, each by itself and, if there is a reference, by the divergence from it.
 
     All but `speed` runs in float32, and perplexity and divergence on the CPU. With neither texts nor tasks, the
     excerpt that ships with quantkit is the text.
@@ -83,8 +83,7 @@ def evaluate(
         The figures of each model, in the order of `paths` and after the reference's; `to_json()` has all of them.
 
     Raises:
-        QuantkitError: of the kind that says what is wrong, before a model runs where
-            that can be known.
+        QuantkitError: for invalid arguments or models, before a model runs where possible.
 
     Example:
         >>> found = quantkit.evaluate("model-int4", against="model", texts="wiki.txt")
@@ -140,7 +139,14 @@ def evaluate(
                 measured[text.name] = TextMeasures(
                     stream.tokens, documents, perplexity.value, divergence, perplexity.error, ratio_error, own
                 )
-        answers = [_answers(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
+        answers: list[tuple[dict[str, TaskScore], list[str]]] = [({}, []) for _ in models]
+        for index, model in enumerate(models if tasks else []):
+            report = in_phase(progress, f"{model.name}: tasks")
+            report("tasks", 0, len(questions), "tasks")
+            lm = as_lm(
+                model.checkpoint, model.tokenizer, model.rolling_window, device=where, group=group, progress=report
+            )
+            answers[index] = run_tasks(questions, lm), lm.backends
     paces: list[Speed | None] = [None for _ in models]
     for index, model in enumerate(models if speed else []):
         progress("speed", index, len(models), "models")
@@ -217,22 +223,10 @@ def _over_fixed_windows(
     ]
 
 
-_Answers = tuple[dict[str, TaskScore], list[str]]
-
-
-def _answers(
-    model: Model, questions: Sequence[Any], device: torch.device, group: ProcessGroup, progress: Progress
-) -> _Answers:
-    """A model's scores in the tasks, and the backends of its quantized layers there."""
-    report = in_phase(progress, f"{model.name}: tasks")
-    report("tasks", 0, len(questions), "tasks")
-    lm = as_lm(model.checkpoint, model.tokenizer, model.rolling_window, device=device, group=group, progress=report)
-    return run_tasks(questions, lm), lm.backends
-
-
 def _row(
-    model: Model, texts: dict[str, TextMeasures], answers: _Answers, speed: Speed | None, errors: dict[str, float]
-) -> Row:
+    model: Model, texts: dict[str, TextMeasures], answers: tuple[dict[str, TaskScore], list[str]], speed: Speed | None,
+    errors: dict[str, float],
+) -> Row:  # fmt: skip
     found = inspect(model.checkpoint.path)
     return Row(
         name=model.name,

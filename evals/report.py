@@ -1,4 +1,4 @@
-"""An evaluation as tables, and as a report that says what was measured and how."""
+"""An evaluation as tables, and as a report on the method and the figures."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def method(evaluation: Evaluation) -> list[str]:
 
 
 def position_tables(found: Evaluation) -> dict[str, Table]:
-    """A table by text: a row per model and bucket, and one that says how divergence changes with the position."""
+    """A table by text: a row per model and bucket, and one with the change of divergence with the position."""
     return {text: _position_table(found, text, *extent) for text, extent in _windows_by_position(found).items()}
 
 

@@ -23,7 +23,7 @@ _MIN_TEXTS = 3
 
 @dataclass(frozen=True)
 class TextFacts:
-    """A text that was measured on; `kind` says how it was read, and counts are those of the raw text."""
+    """A text that was measured on: `kind` is how it was read, and counts are those of the raw text."""
 
     sha256: str
     kind: str
@@ -82,7 +82,7 @@ class Row:
         task_backends: backends of the quantized layers in the tasks; empty without quantized layers.
         layer_errors: relative errors of its quantized layers by name, worst first, from its manifest; of their outputs,
             if all manifests with errors have those.
-        method: how it was quantized, ``rtn`` or ``gptq``; empty if its manifest does not say.
+        method: how it was quantized, ``rtn`` or ``gptq``; empty if its manifest does not state it.
     """
 
     name: str

@@ -27,7 +27,8 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-# Hidden, feed-forward, layers, heads, KV heads, vocabulary, context.
+# Hidden, feed-forward, layers, heads, KV heads, vocabulary, context; for a mixture of experts, whose feed-forward is
+# that of one expert, also head size, experts and experts per token.
 _SHAPES = {
     "llama-160m": (768, 3072, 12, 12, 12, 32000, 2048),
     "tinyllama-1.1b": (2048, 5632, 22, 32, 4, 32000, 2048),
@@ -37,19 +38,16 @@ _SHAPES = {
     "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256, 8192),
     "llama-2-13b": (5120, 13824, 40, 40, 40, 32000, 4096),
     "llama-2-70b": (8192, 28672, 80, 64, 8, 32000, 4096),
-}
-# Mixtures of experts, whose feed-forward is that of one; at the end head size, experts, how many of them take a token.
-_MIXTURES = {
     "qwen3-moe-2.7b": (2048, 384, 16, 16, 4, 30000, 2048, 128, 64, 8),
 }
-_MIN_CONTEXT = 4096  # so that all shapes can be timed there, which random weights do as well as in their own
+_MIN_CONTEXT = 4096  # so that all shapes can be timed there
 _SPREAD = 0.02  # of the weights
 _HEAD = QuantScheme(8, None)
 
 
 @dataclass
 class SyntheticCheckpoint:
-    """Random weights, made when they are loaded; the same ones each time.
+    """Random weights, generated when they are loaded, the same each time.
 
     Attributes:
         path: the shape's name.
@@ -75,11 +73,11 @@ class SyntheticCheckpoint:
         return TensorSpec(name, parameter.shape, DType.BFLOAT16, self._scheme(parameter))
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
-        whole = self._whole(name)
-        return whole if part is None else part.of_weight(whole)
+        weight = self._weight(self._entries[name])
+        return weight if part is None else part.of_weight(weight)
 
-    def _whole(self, name: str) -> Tensor | QuantTensor:
-        parameter, generator = self._entries[name], torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    def _weight(self, parameter: Parameter) -> Tensor | QuantTensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(parameter.name.encode()))
         scheme = self._scheme(parameter)
         if len(parameter.shape) == 1:
             return torch.ones(parameter.shape, dtype=torch.bfloat16)
@@ -109,9 +107,9 @@ def synthetic(shape: str, scheme: str | None, head: str | None = None) -> Synthe
     Raises:
         RequestError: for an unknown shape or scheme.
     """
-    if shape not in _SHAPES | _MIXTURES:
-        raise RequestError("unknown shape", found=shape, expected=", ".join(_SHAPES | _MIXTURES))
-    hidden, inner, layers, heads, shared, vocabulary, context, *mixture = (_SHAPES | _MIXTURES)[shape]
+    if shape not in _SHAPES:
+        raise RequestError("unknown shape", found=shape, expected=", ".join(_SHAPES))
+    hidden, inner, layers, heads, shared, vocabulary, context, *mixture = _SHAPES[shape]
     raw = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
         "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
@@ -135,14 +133,14 @@ def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
     """A checkpoint for its shapes: a folder, a folder with only a ``config.json``, or a named shape.
 
     Args:
-        scheme: of the linears where there are no weights; see `synthetic`. None is what the config says.
+        scheme: of the linears where there are no weights; see `synthetic`. None is that of the config.
 
     Raises:
         RequestError: if there are weights, which have their schemes, or for an unknown shape or scheme.
         QuantkitError: as opening a folder does.
     """
     folder = Path(source)
-    if not folder.exists() and str(source) in _SHAPES | _MIXTURES:
+    if not folder.exists() and str(source) in _SHAPES:
         return synthetic(str(source), scheme)
     path = folder / "config.json"
     if HF.present(folder) or not path.is_file():

@@ -35,7 +35,7 @@ _HUB = "https://huggingface.co"
 _HUB_SECONDS = 5
 _NO_POOL = "DISABLE_MULTIPROC"  # read by the harness
 _RESAMPLES = 1000
-"""Of the errors that have no formula; means have one, and the harness takes it."""
+"""Bootstrap samples for errors without a formula; the harness has one for means."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TaskScore:
         metrics: all of them, under the harness's names (``acc,none``).
         shots: examples shown before each question; None in a group where they differ.
         documents: questions answered; None for a group.
-        error: the value's standard error, as the harness gives it; None where it gives none.
+        error: the value's standard error by the harness; None if there is none.
         errors: those of all metrics that have one, under the metrics' names.
     """
 

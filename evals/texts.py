@@ -6,7 +6,7 @@ import math
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -73,7 +73,7 @@ class Text:
         """A note on figures per word for texts with few spaces, as in Chinese or Thai."""
         if self.bytes <= _LONG_WORDS * self.words:
             return None
-        return f"the text '{self.name}' has few spaces, so that word ppl says little of it; see bits/byte"
+        return f"the text '{self.name}' has few spaces, so word ppl is not meaningful for it; see bits/byte"
 
 
 def read_text(path: Path) -> Text:
@@ -134,7 +134,7 @@ def measuring_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids as transformers gives them: BOS first where the model expects it, spelled special tokens taken for such."""
+    """Ids as in transformers: BOS first where the model expects it, and special tokens for strings that spell them."""
     return tokenizer.encode(text, specials=True)
 
 
@@ -152,7 +152,7 @@ def prefix_token(tokenizer: Tokenizer, checkpoint: Checkpoint) -> int:
 
 @dataclass(frozen=True)
 class DocumentScore:
-    """How well a model predicts a text's documents, whatever its tokenizer."""
+    """A model's perplexity on a text's documents, independent of its tokenizer."""
 
     word_perplexity: float
     byte_perplexity: float
@@ -171,7 +171,11 @@ def score_documents(
     """
     prefix = prefix_token(tokenizer, checkpoint)
     pairs = (pair for one in text.readings for pair in rolling(token_ids(tokenizer, one), prefix, window))
-    loss = log_loss(checkpoint, grouped(pairs), group=group, progress=progress)
+    by_length: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)  # each length is a batch
+    for pair in pairs:
+        by_length[len(pair[0])].append(pair)
+    windows = [Windows(*(torch.tensor(part) for part in zip(*own, strict=True))) for own in by_length.values()]
+    loss = log_loss(checkpoint, windows, group=group, progress=progress)
     return DocumentScore(perplexity(loss, text.words), perplexity(loss, text.bytes), loss / text.bytes / math.log(2))
 
 
@@ -192,14 +196,3 @@ def rolling(ids: Sequence[int], prefix: int, length: int) -> list[tuple[list[int
         pairs.append((source[begin:end], targets))
         done = end
     return pairs
-
-
-def grouped(pairs: Iterable[tuple[list[int], list[int]]]) -> list[Windows]:
-    """Windows grouped by length, so that they run as batches."""
-    by_length: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
-    for pair in pairs:
-        by_length[len(pair[0])].append(pair)
-    return [
-        Windows(torch.tensor([ids for ids, _ in group]), torch.tensor([targets for _, targets in group]))
-        for group in by_length.values()
-    ]

@@ -157,7 +157,7 @@ class Decoding:
         self._first: torch.Tensor | None = None
 
     def fill(self) -> float:
-        """Read all prompts into their slots; the seconds that the first one takes.
+        """Read all prompts into their slots; returns the seconds of the first one.
 
         Raises:
             NonFiniteError: if the model's logits are NaN or Inf.
@@ -233,7 +233,7 @@ class Speed:
         tokens_per_second: the median of `RUNS` runs, the prompt and the first token left out.
         dtype: of activations, as the checkpoint's own.
         backends: of quantized layers; none where there are no such.
-        device, threads: what it ran on.
+        device, threads: used for the measurement.
     """
 
     tokens_per_second: float

@@ -14,7 +14,7 @@ from quantkit.quality.figures import significant
 
 STEPS = 8
 _LOG_RATIO = 20  # of the largest to the smallest value: beyond it steps are logarithmic
-_MIN_RATIO = 2  # closer values take colors from the middle of the scale
+_MIN_RATIO = 2  # closer values have colors from the middle of the scale
 _DECADE = (1, 2, 5)
 
 

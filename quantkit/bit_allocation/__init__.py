@@ -1,1 +1,1 @@
-"""Which layer gets how many bits: the schemes that lose least for a size, found from calibration samples."""
+"""Choose each layer's scheme: the smallest loss for a size, estimated on calibration samples."""

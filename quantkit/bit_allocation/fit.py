@@ -155,7 +155,7 @@ class Fit:
             [Option(self._unit_bytes(unit, one), 0.0 if one is None else lost[one]) for one in own]
             for unit, own, lost in zip(self.units, every, losses, strict=True)
         ]
-        room = self._room_of_bits
+        room, best = self._room_of_bits, self._uniform(last=False)
         if self.target.bits is None:
             floats = sum(own[-1].size for own in items)
             room = (self.target.bytes or 0) - self.total_bytes(self._schemes(self._uniform(last=True))) + floats
@@ -166,13 +166,12 @@ class Fit:
             chosen = [own[number] for own, number in zip(every, numbers, strict=True)]
             over = self._measured(chosen) - (self.target.bits or self.target.bytes or 0)
             if over <= 0 and any(chosen):
-                found = Allocation.of(self.target, self.units, losses, chosen)
-                return found.sized(self._bits(chosen), self.total_bytes(self._schemes(chosen)))
+                best = chosen
+                break
             taken = sum(own[number].size for own, number in zip(items, numbers, strict=True))
             room = min(room, taken) - max(1, math.ceil(over) if self.target.bytes else 1)
-        chosen = self._uniform(last=False)
-        found = Allocation.of(self.target, self.units, losses, chosen)
-        return found.sized(self._bits(chosen), self.total_bytes(self._schemes(chosen)))
+        found = Allocation.of(self.target, self.units, losses, best)
+        return found.sized(self._bits(best), self.total_bytes(self._schemes(best)))
 
     @property
     def _room_of_bits(self) -> int:

@@ -1,7 +1,7 @@
 """Quantize one decoder block, each linear for the inputs that the quantized model passes to it.
 
-The topology says which linears share an input, and the block itself is run up to there: nothing here knows what a
-block computes. Only the linears in use are in memory, in float32; the samples are in an `ActivationStore`.
+The topology lists the linears that share an input, and the block itself is run up to there: nothing here depends on
+what a block computes. Only the linears in use are in memory, in float32; the samples are in an `ActivationStore`.
 
 The experts of a mixture are quantized one after the other, each on the tokens that are sent to it. If an expert gets
 few tokens for a linear's inputs, that linear's Hessian is singular, or close to it, and its errors may grow on other

@@ -99,7 +99,7 @@ def hub_text(dataset: HubId, limit: int) -> str:
 
     Raises:
         UnreachableError: if the hub does not answer in 8 seconds.
-        RequestError: if it does not know the dataset, or the split cannot be read or has no ``text``.
+        RequestError: if there is no such dataset, or the split cannot be read or has no ``text``.
         CheckpointError: if the hub's answer names no commit, or a file of it leads out of the hub's cache.
     """
     path = str(dataset)

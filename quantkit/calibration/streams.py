@@ -48,7 +48,7 @@ class Streams:
             samples: tokens [N, T]; there may be none.
             store: holds the states.
             device: where blocks are run.
-            effort: says which batches the float stream has.
+            effort: determines the batches of the float stream.
         """
         config, length = source.config, samples.shape[1]
         self._store = store

@@ -290,16 +290,16 @@ def rtn_baseline(
 
 
 class RtnCheckpoint:
-    """A float checkpoint as it would be with some layers rounded to nearest, computed as it is read."""
+    """A float checkpoint with some layers rounded to nearest, computed when they are loaded.
+
+    Args:
+        assigned: the scheme of each module to round.
+        scale_dtype: of its scales; None is the source's.
+    """
 
     def __init__(
         self, source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None
     ) -> None:
-        """
-        Args:
-            assigned: the scheme of each module to round.
-            scale_dtype: of its scales; None is the source's.
-        """
         self._source = source
         self._assigned = assigned
         self._scale_dtype = scale_dtype or DType(source.config.dtype)

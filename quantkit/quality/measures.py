@@ -91,7 +91,7 @@ class Windows:
 
 
 class Hidden(Protocol):
-    """Final hidden states [B, T, D] of every batch, as `layerwise_hidden` gives them."""
+    """Returns final hidden states [B, T, D] of every batch, as `layerwise_hidden` does."""
 
     def __call__(
         self, checkpoint: Checkpoint, batches: Sequence[Batch], *, group: ProcessGroup = SINGLE,

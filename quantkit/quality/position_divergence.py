@@ -28,7 +28,7 @@ def position_windows(
     """The first windows [W, T] of a text, each with BOS in front if there is one.
 
     Args:
-        length: maximal number of tokens of a window; a shorter text, or context, gives shorter ones.
+        length: the most tokens of a window; windows are shorter if the text or the context is.
         count: maximal number of windows; None is as many as hold `TOKENS`, but at least one.
 
     Raises:
@@ -51,7 +51,7 @@ def divergence_by_position(
     and of the model with either cache, and a block's temporaries for one of them.
 
     Args:
-        reference_hidden: gives the reference's hidden states, for instance from a cache.
+        reference_hidden: returns the reference's hidden states, for instance from a cache.
         group: the processes that share each model.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Dataclasses in a manifest: read back from the JSON form that `dataclasses.asdict` gives."""
+"""Dataclasses in a manifest: read back from the JSON form of `dataclasses.asdict`."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def _decoded(kind: Any, value: Any) -> Any:
     """A value of a type: a dataclass, a list, tuple or dict, an optional value, or a string or number."""
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
-        given = {
+        values = {
             field.name: _decoded(hints[field.name], value[field.name])
             for field in fields(kind)
             if (field.default is MISSING and field.default_factory is MISSING) or value.get(field.name) is not None
         }
-        return kind(**given)
+        return kind(**values)
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is list:
         return [_decoded(arguments[0], one) for one in value]

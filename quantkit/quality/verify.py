@@ -265,13 +265,13 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
                 problems += [] if found is None else [found]
         differing.sort(key=lambda difference: -difference.excess)
         probes = _probed(reference, other, bound, progress) if runnable else {}
-    if problems or not all(one.within for one in differing) or not all(one.within for one in probes.values()):
+    verdict = Verdict.WITHIN_BOUND
+    if not problems and not differing and not any(one.divergence.largest_logit_difference for one in probes.values()):
+        verdict = Verdict.SAME
+    elif problems or not all(one.within for one in differing) or not all(one.within for one in probes.values()):
         verdict = Verdict.DIFFERENT
-    elif not_certified:
+    if not_certified and verdict is not Verdict.DIFFERENT:
         verdict = Verdict.BEYOND_CERTIFICATE
-    else:
-        logits_equal = all(probe.divergence.largest_logit_difference == 0 for probe in probes.values())
-        verdict = Verdict.SAME if logits_equal and not differing else Verdict.WITHIN_BOUND
     tensors = len(names) if comparable else 0
     return VerifyReport(
         verdict, problems, formats, tensors, on_codes, differing, probes, bound, not runnable, not_certified, kv_cache
@@ -279,7 +279,7 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
 
 
 def _format(checkpoint: StoredCheckpoint) -> str:
-    """What a model is written as, for people."""
+    """The format of a model, as text."""
     counted = Counter(map(str, schemes(checkpoint).values())).most_common()
     counted += Counter(read_as_floats(checkpoint).values()).most_common()
     if not counted:

@@ -1,1 +1,1 @@
-"""Solvers: tensors in, codes and scales out; they know no model."""
+"""Solvers: tensors in, codes and scales out, independent of models."""
