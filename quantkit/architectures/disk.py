@@ -107,7 +107,7 @@ def disk_tensors(
         joins_experts: whether all experts of a layer are one module for each role instead, as in mlx-lm.
     """
     if config.tensors is not None:
-        return _as_they_are(config)
+        return _opaque_tensors(config)
     if joins_experts:
         family = families()[config.architecture]
         gate = family.names.get("expert.gate", CANONICAL["expert.gate"])
@@ -138,7 +138,7 @@ def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], pa
         CheckpointError: if a layer has its experts in two forms, or more than the config says.
     """
     if config.tensors is not None:
-        return _as_they_are(config)
+        return _opaque_tensors(config)
     if config.experts is None:
         return _tensors(config, {})
     family = families()[config.architecture]
@@ -263,8 +263,8 @@ def _require_no_more_experts(names: Collection[str], forms: Sequence[ExpertForm]
             )  # fmt: skip
 
 
-def _as_they_are(config: ModelConfig) -> list[DiskTensor]:
-    """The tensors of a model that is known by them only: their names on disk are canonical."""
+def _opaque_tensors(config: ModelConfig) -> list[DiskTensor]:
+    """The tensors of a model of unknown architecture: their names on disk are canonical."""
     return [DiskTensor(p.name, p.shape, (Place(p.name, p.shape),), linear=p.linear) for p in parameters(config)]
 
 
@@ -274,8 +274,14 @@ def _as_oriented(tensors: Sequence[DiskTensor], shapes: Mapping[str, tuple[int, 
     Shapes show which axis comes first; a square tensor follows the other one of its layer. Encoded ones, which have
     no tensor under their own name, have outputs first.
     """
-    turned = {tensor.name: _turned(tensor) for tensor in tensors if tensor.stacked and len(tensor.shape) == 3}
-    others = {_layer(name) for name, other in turned.items() if _is_oblong(other) and shapes.get(name) == other.shape}
+    turned = {}
+    for tensor in tensors:
+        if tensor.stacked is not None and len(tensor.shape) == 3:
+            experts, rows, columns = tensor.shape
+            stacked = replace(tensor.stacked, transposed=not tensor.stacked.transposed)
+            turned[tensor.name] = replace(tensor, shape=(experts, columns, rows), stacked=stacked)
+    oblong = {name: other for name, other in turned.items() if other.shape[-1] != other.shape[-2]}
+    others = {_layer(name) for name, other in oblong.items() if shapes.get(name) == other.shape}
     found = []
     for tensor in tensors:
         other, shape = turned.get(tensor.name, tensor), shapes.get(tensor.name)
@@ -284,20 +290,9 @@ def _as_oriented(tensors: Sequence[DiskTensor], shapes: Mapping[str, tuple[int, 
     return found
 
 
-def _turned(tensor: DiskTensor) -> DiskTensor:
-    assert tensor.stacked is not None
-    experts, rows, columns = tensor.shape
-    stacked = replace(tensor.stacked, transposed=not tensor.stacked.transposed)
-    return replace(tensor, shape=(experts, columns, rows), stacked=stacked)
-
-
 def _layer(name: str) -> str:
     """The common prefix of a layer's stacked tensors."""
     return name.rpartition(".")[0]
-
-
-def _is_oblong(tensor: DiskTensor) -> bool:
-    return tensor.shape[-1] != tensor.shape[-2]
 
 
 def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Collection[int] = ()) -> list[DiskTensor]:
@@ -312,7 +307,9 @@ def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Coll
     groups: dict[str, tuple[StackedExperts | None, list[Parameter]]] = {}
     for parameter in parameters(config):
         form = None if parameter.layer is None else forms.get(parameter.layer)
-        stacked = _stacked_in(form, parameter)
+        stacked = None
+        if form is not None and parameter.expert is not None:
+            stacked = next((one for one in form.stacked if parameter.role in one.roles), None)
         if stacked is not None:
             template = stacked.name if parameter.leaf == "weight" else stacked.bias or stacked.name + "_bias"
             name = template.format(layer=parameter.layer)
@@ -325,12 +322,6 @@ def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Coll
         disk_tensor(name, stacked, parts, None if parts[0].layer is None else orders[parts[0].layer])
         for name, (stacked, parts) in groups.items()
     ]
-
-
-def _stacked_in(form: ExpertForm | None, parameter: Parameter) -> StackedExperts | None:
-    if form is None or parameter.expert is None:
-        return None
-    return next((stacked for stacked in form.stacked if parameter.role in stacked.roles), None)
 
 
 def _name(family: Family, form: ExpertForm | None, parameter: Parameter) -> str:
@@ -359,7 +350,8 @@ def disk_tensor(
     if stacked is None:
         rows, places = 0, []
         for part in parts:
-            places.append(Place(part.name, part.shape, rows, head_order=order if _is_rotary(part) else None))
+            rotary = part.rotary or part.role in ("attention.q_norm", "attention.k_norm")
+            places.append(Place(part.name, part.shape, rows, head_order=order if rotary else None))
             rows += part.shape[0]
         shape = parts[0].shape if len(parts) == 1 else (rows, *parts[0].shape[1:])
         return DiskTensor(name, shape, tuple(places), linear=parts[0].linear if parts[0].is_linear_weight else None)
@@ -375,8 +367,3 @@ def disk_tensor(
     if len(matrix) == 1:
         return DiskTensor(name, (experts, rows), found, replace(stacked, transposed=False))
     return DiskTensor(name, (experts, *(matrix[::-1] if stacked.transposed else matrix)), found, stacked)
-
-
-def _is_rotary(parameter: Parameter) -> bool:
-    """Whether a tensor has rotary rows: queries, keys and their norms."""
-    return parameter.rotary or parameter.role in ("attention.q_norm", "attention.k_norm")

@@ -44,7 +44,7 @@ NAMES = {
 """Modules by role."""
 
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-"""Factors by which each rotary pair is slowed down: always, beyond the original context, within it."""
+"""Factors that divide the frequency of each rotary pair: always, beyond the original context, within it."""
 ROPE_TENSORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 
 _EXPERTS = ("expert.gate", "expert.up", "expert.down")

@@ -1,11 +1,14 @@
-"""A model's config from the metadata of a GGUF file.
+"""A model's config from the metadata of a GGUF file, and the metadata to write.
 
-A file has numbers as float32: they are read as the shortest decimals that they are, 1e-05 and not 9.99999975e-06.
+A file has numbers as float32: they are read as the shortest decimals, 1e-05 instead of 9.99999975e-06. What llama.cpp
+would compute differently is refused, and so is what would be read again as another model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import dataclasses
+import struct
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantkit.architectures.config import (
@@ -20,26 +23,24 @@ from quantkit.architectures.config import (
 )
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.families.gguf_architecture import WINDOWED_BASE, GgufArchitecture
-from quantkit.architectures.gguf import sharing_families
+from quantkit.architectures.families.keys import only_window
+from quantkit.architectures.gguf import gguf_architecture, sharing_families
 from quantkit.architectures.gguf_rope import KEYS as ROPE_KEYS
-from quantkit.architectures.gguf_rope import read_rope
+from quantkit.architectures.gguf_rope import read_rope, rope_tensors, written_rope
 from quantkit.architectures.rope import DEFAULT_THETA, FULL, MAX_THETA, MIN_THETA, SLIDING
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shortest, shown
 
 MODEL_TYPE, EOS_IDS = "quantkit.model_type", "quantkit.eos_token_ids"
-"""Keys of our own: which of an architecture's families a model is of, and all tokens that end a text."""
+"""quantkit's keys: the family of a model among those of its architecture, and all EOS tokens."""
 _KEYS = frozenset({
     "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.causal",
     "attention.layer_norm_rms_epsilon", "attention.sliding_window", "attention.sliding_window_pattern",
     "tensor_data_layout", *ROPE_KEYS,
 })  # fmt: skip
-EPS, WINDOW, PATTERN = (
-    "attention.layer_norm_rms_epsilon",
-    "attention.sliding_window",
-    "attention.sliding_window_pattern",
-)
+_EPS = "attention.layer_norm_rms_epsilon"
+_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _SOFTMAX = 1
 
 
@@ -52,17 +53,17 @@ def config_of(
     tied: bool,
     dtype: str,
 ) -> ModelConfig:
-    """The model that a file says it is.
+    """The config of a file's model.
 
     Args:
         shapes: of its tensors, by name, rows first.
-        factors: the values of those that `rope_tensors` gives.
+        factors: the values of its tensors among `rope_tensors`.
         tied: whether its head is the embedding.
         dtype: its float type.
 
     Raises:
         CheckpointError: if a key is missing, or its value of the wrong type or out of range.
-        UnsupportedError: for an architecture or a setting that is not read.
+        UnsupportedError: for an architecture or a setting that is not supported.
     """
     architecture = _architecture(metadata, path)
     keys = _own_keys(metadata, architecture, path)
@@ -84,6 +85,10 @@ def config_of(
             f"{architecture.name}.vocab_size does not fit the embedding", path=str(path),
             found=keys.values["vocab_size"], expected=embedding[0],
         )  # fmt: skip
+    general = Settings(metadata, path)
+    starts = general.ids("tokenizer.ggml.bos_token_id")
+    llama_ends = [general.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = general.ids(EOS_IDS) or tuple(dict.fromkeys(end for one in llama_ends for end in one))
     raw: dict[str, Any] = {
         "vocab_size": embedding[0],
         "hidden_size": hidden,
@@ -92,31 +97,89 @@ def config_of(
         "num_attention_heads": heads,
         "num_key_value_heads": _one(keys, "attention.head_count_kv", MAX_HEADS, heads),
         "head_dim": head_dim,
-        "rms_norm_eps": keys.number(EPS, MIN_EPS, MAX_EPS),
+        "rms_norm_eps": keys.number(_EPS, MIN_EPS, MAX_EPS),
         "max_position_embeddings": context,
         "tie_word_embeddings": tied,
         "torch_dtype": dtype,
         "sliding_window": window,
         "use_sliding_window": window is not None,
         "layer_types": [SLIDING if one else FULL for one in windowed],
-        **_token_ids(metadata, path),
+        "bos_token_id": starts[0] if starts else None,
+        "eos_token_id": list(ends) or None,
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "qkv_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
         **read_rope(keys, architecture, factors, head_dim, context),
-        **_biases(shapes),
         **_experts(keys, architecture),
-        **_attention_scale(keys, architecture, head_dim, hidden // heads),
         **architecture.read(keys, head_dim),
     }
+    if architecture.wide_scale_layers is not None:
+        raw["query_pre_attn_scalar"] = hidden // heads if architecture.wide_scale_layers == layers else head_dim
     raw["model_type"] = _family(metadata, architecture, raw)
     if WINDOWED_BASE in architecture.keys and window is not None:
         raw |= _ropes_by_layer(keys, architecture, raw)
     return config_from_hf(raw, path)
 
 
+def metadata_of(config: ModelConfig) -> dict[str, Any]:
+    """The keys of a model's config; those of its tokenizer are written elsewhere.
+
+    Raises:
+        UnsupportedError: if GGUF cannot state all of it, or llama.cpp would compute it differently.
+    """
+    architecture = gguf_architecture(config)
+    _require_computed(config, architecture)
+    own: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_context,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        _EPS: float(config.norm_eps),
+        **_written_windows(config, architecture),
+    }
+    experts = config.experts
+    if experts is not None:
+        own |= {"expert_count": experts.count, "expert_used_count": experts.per_token}
+    stated = {
+        "expert_feed_forward_length": None if experts is None else experts.size,
+        "expert_shared_feed_forward_length": None if experts is None else experts.shared_size,
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+        "attention.scale": config.attention_scale,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": 1 / config.logit_multiplier,
+    }
+    for key, value in stated.items():
+        if key in architecture.keys and value is not None:
+            own[key] = value if key.endswith("length") else float(value)
+    own |= written_rope(config, architecture)
+    found: dict[str, Any] = {"general.architecture": architecture.name, MODEL_TYPE: config.architecture}
+    found |= {f"{architecture.name}.{key}": value for key, value in own.items()}
+    if config.eos_token_ids:
+        found[EOS_IDS] = list(config.eos_token_ids)
+    _require_read_back(config, found)
+    return found
+
+
+def notes_of(config: ModelConfig) -> list[str]:
+    """What llama.cpp does differently, for the user."""
+    window = only_window(config)
+    if window is None or gguf_architecture(config).window_period is not None:
+        return []
+    return [f"llama.cpp ignores the model's windows of {window} tokens, so its results differ for longer texts"]
+
+
 def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture:
     general = Settings(metadata, path)
     kind = general.text("general.type") if general.has("general.type") else "model"
     if kind != "model":
-        raise UnsupportedError("holds no model of its own", path=str(path), found=shown(kind))
+        raise UnsupportedError("is not a complete model", path=str(path), found=shown(kind))
     name = general.text("general.architecture")
     known = sharing_families()
     if name not in known:
@@ -129,11 +192,8 @@ def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture
 
 
 def _own_keys(metadata: Mapping[str, Any], architecture: GgufArchitecture, path: object) -> Settings:
-    """The architecture's keys, without its name; one that is not known would change the arithmetic.
-
-    Raises:
-        UnsupportedError: for such a key, unless it says nothing.
-    """
+    """The architecture's keys, without its name. An unknown key is refused unless it has no effect: it could change the
+    arithmetic."""
     prefix = f"{architecture.name}."
     found = {key.removeprefix(prefix): shortest(value) for key, value in metadata.items() if key.startswith(prefix)}
     usual = {
@@ -145,66 +205,48 @@ def _own_keys(metadata: Mapping[str, Any], architecture: GgufArchitecture, path:
     unknown = [key for key, value in found.items() if key not in known and value and value != usual.get(key)]
     if unknown:
         raise UnsupportedError(
-            f"says with '{prefix}{unknown[0]}' what quantkit does not read", path=str(path),
+            f"has the key '{prefix}{unknown[0]}', which is not supported", path=str(path),
             found=shown(found[unknown[0]]),
         )  # fmt: skip
     return Settings(found, path, architecture.name)
 
 
-def _one(keys: Settings, key: str, most: int, default: int | None = None) -> int:
-    """A size that may be there for each layer, but must be the same in all."""
+def _one(keys: Settings, key: str, high: int, default: int | None = None) -> int:
+    """A size that may be listed for each layer, but must be the same for all."""
     if default is not None and not keys.has(key):
         return default
     value = keys.need(key)
     if not isinstance(value, list):
-        return keys.whole(key, 1, most)
+        return keys.whole(key, 1, high)
     if len(set(map(str, value))) != 1 or len(value) != keys.values["block_count"]:
         raise UnsupportedError(
             f"layers that differ in {keys.name}.{key} are not supported", path=keys.path, found=shown(value)
         )
-    return Settings({key: value[0]}, keys.path, keys.name).whole(key, 1, most)
-
-
-def _token_ids(metadata: Mapping[str, Any], path: object) -> dict[str, Any]:
-    settings = Settings(metadata, path)
-    starts = settings.ids("tokenizer.ggml.bos_token_id")
-    ends = [settings.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    found = settings.ids(EOS_IDS) or tuple(dict.fromkeys(end for one in ends for end in one))
-    return {"bos_token_id": starts[0] if starts else None, "eos_token_id": list(found) or None}
-
-
-def _biases(names: Collection[str]) -> dict[str, Any]:
-    attention = "blk.0.attn_q.bias" in names
-    return {"attention_bias": attention, "qkv_bias": attention, "mlp_bias": "blk.0.ffn_gate.bias" in names}
+    return Settings({key: value[0]}, keys.path, keys.name).whole(key, 1, high)
 
 
 def _windows(keys: Settings, architecture: GgufArchitecture, layers: int) -> tuple[int | None, list[bool]]:
     """The width of the windows, and which layers have one."""
-    window = keys.whole(WINDOW, 0, MAX_CONTEXT) if keys.has(WINDOW) else architecture.default_window or 0
-    stated = keys.values.get(PATTERN)
+    window = keys.whole(_WINDOW, 0, MAX_CONTEXT) if keys.has(_WINDOW) else architecture.default_window or 0
+    stated = keys.values.get(_PATTERN)
     if isinstance(stated, list):
         if len(stated) != layers or not all(one in (0, 1) for one in stated):
             raise CheckpointError(
-                f"{keys.name}.{PATTERN} does not fit the layers", path=keys.path, found=shown(stated),
-                expected=f"one of each of {layers}",
+                f"{keys.name}.{_PATTERN} does not fit the layers", path=keys.path, found=shown(stated),
+                expected=f"0 or 1 for each of {layers}",
             )  # fmt: skip
         windowed = [bool(one) for one in stated]
     else:
-        period = keys.whole(PATTERN, 0, MAX_LAYERS) if keys.has(PATTERN) else architecture.window_period
-        windowed = by_period(period, layers)
+        period = keys.whole(_PATTERN, 0, MAX_LAYERS) if keys.has(_PATTERN) else architecture.window_period
+        windowed = _by_period(period, layers)
     if window and any(windowed):
         return window, windowed
     if architecture.default_window is not None:
         raise UnsupportedError(
-            f"llama.cpp loads no {architecture.name} model without windows", path=keys.path,
-            found=f"{WINDOW} {shown(keys.values.get(WINDOW))}, {PATTERN} {shown(stated)}",
+            f"llama.cpp does not load {architecture.name} models without windows", path=keys.path,
+            found=f"{_WINDOW} {shown(keys.values.get(_WINDOW))}, {_PATTERN} {shown(stated)}",
         )  # fmt: skip
     return None, [False] * layers
-
-
-def by_period(period: int | None, layers: int) -> list[bool]:
-    """Which layers have a window: all but the last of each period, all of them without a period."""
-    return [not period or layer % period < period - 1 for layer in range(layers)]
 
 
 def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
@@ -224,18 +266,8 @@ def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
     }
 
 
-def _attention_scale(
-    keys: Settings, architecture: GgufArchitecture, head_dim: int, hidden_per_head: int
-) -> dict[str, Any]:
-    if architecture.wide_scale_layers is None:
-        return {}
-    wide = architecture.wide_scale_layers == keys.values["block_count"]
-    return {"query_pre_attn_scalar": hidden_per_head if wide else head_dim}
-
-
 def _family(metadata: Mapping[str, Any], architecture: GgufArchitecture, raw: Mapping[str, Any]) -> str:
-    """The family of a file among those that share an architecture: the one that quantkit wrote into it, or the one
-    whose features it has."""
+    """The family of a file among those of its architecture: from quantkit's key, or from the features."""
     families = sharing_families()[architecture.name]
     marked = {family.gguf_mark: family.model_type for family in families if raw.get(family.gguf_mark or "") is not None}
     stated = metadata.get(MODEL_TYPE)
@@ -258,3 +290,78 @@ def _ropes_by_layer(keys: Settings, architecture: GgufArchitecture, raw: Mapping
     full = {"rope_theta": raw["rope_theta"], **(raw["rope_scaling"] or {"rope_type": "default"})}
     kinds = {FULL: full, SLIDING: {"rope_theta": base, "rope_type": "default"}}
     return {"rope_parameters": kinds, "rope_scaling": None, "rope_theta": None}
+
+
+def _by_period(period: int | None, layers: int) -> list[bool]:
+    """Which layers have a window: all but the last of each period, all of them without a period."""
+    return [not period or layer % period < period - 1 for layer in range(layers)]
+
+
+def _written_windows(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
+    widths = {window for window in config.windows if window is not None}
+    if len(widths) > 1:
+        raise UnsupportedError("GGUF cannot hold windows of several widths", found=shown(sorted(widths)))
+    windowed, layers = [window is not None for window in config.windows], config.num_layers
+    if not widths:
+        return {}
+    found: dict[str, Any] = {_WINDOW: widths.pop()}
+    if windowed == _by_period(architecture.window_period, layers):
+        return found
+    if architecture.window_period is None:
+        return {**found, _PATTERN: windowed}
+    period = next((one for one in range(2, layers + 2) if windowed == _by_period(one, layers)), None)
+    if period is None:
+        raise UnsupportedError("llama.cpp does not support this order of layers with windows", found=shown(windowed))
+    return {**found, _PATTERN: period}
+
+
+def _require_computed(config: ModelConfig, architecture: GgufArchitecture) -> None:
+    """Refuse features that llama.cpp does not compute."""
+    biases = {"qkv": config.qkv_bias, "output": config.output_bias, "mlp": config.mlp_bias}
+    refused = [f"biases of {name}" for name, there in biases.items() if there and name not in architecture.biases]
+    if config.experts is not None and not all(layer.experts for layer in config.layers):
+        refused.append("layers without experts")
+    if architecture.tied is True and not config.tied_embeddings:
+        refused.append("a separate head")
+    if architecture.full_width and config.num_heads * config.head_dim != config.hidden_size:
+        refused.append("heads whose total width is not the hidden size")
+    if config.experts is not None and config.experts.normalized != architecture.normalized:
+        refused.append(f"shares of experts that {'do not ' if architecture.normalized else ''}add up to 1")
+    if config.clip_qkv is not None:
+        refused.append("clipped queries, keys and values")
+    refused += [description for description, is_used in architecture.refused.items() if is_used(config)]
+    if refused:
+        raise UnsupportedError(f"llama.cpp does not compute {refused[0]} of {architecture.name} models")
+
+
+def _require_read_back(config: ModelConfig, metadata: Mapping[str, Any]) -> None:
+    """Refuse a model that would be read back as another one."""
+    stored = {key: _as_stored(value) for key, value in metadata.items()}
+    names = {"attn_q": config.qkv_bias, "ffn_gate": config.mlp_bias}
+    shapes: dict[str, tuple[int, ...]] = {f"blk.0.{name}.bias": (1,) for name, there in names.items() if there}
+    shapes["token_embd.weight"] = (config.vocab_size, config.hidden_size)
+    factors = {name: tuple(map(_as_stored, values)) for name, values in rope_tensors(config).items()}
+    ids = {"tokenizer.ggml.bos_token_id": config.bos_token_id}
+    found = config_of(
+        {**stored, **ids}, shapes, factors, "GGUF", tied=config.tied_embeddings, dtype=config.dtype
+    )  # fmt: skip
+    if _rounded(found) != _rounded(config):
+        differences = found.differences(config) or ["its layers"]
+        raise UnsupportedError("GGUF cannot hold all of the model's config", found=differences[0])
+
+
+def _as_stored(value: Any) -> Any:
+    """A value as it is read back: floats are float32."""
+    return struct.unpack("<f", struct.pack("<f", value))[0] if isinstance(value, float) else value
+
+
+def _rounded(part: Any) -> Any:
+    """A config to compare in float32: with six digits of its numbers."""
+    if isinstance(part, float):
+        return f"{part:.6g}"
+    if isinstance(part, tuple):
+        return tuple(map(_rounded, part))
+    if not dataclasses.is_dataclass(part):
+        return part
+    skipped = {"bos_token_id", "eos_token_ids"}
+    return tuple(_rounded(getattr(part, one.name)) for one in dataclasses.fields(part) if one.name not in skipped)

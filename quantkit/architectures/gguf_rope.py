@@ -1,4 +1,4 @@
-"""Rotary positions as GGUF files have them: keys, and tensors of what each pair of dimensions is slowed down by."""
+"""Rotary positions in GGUF files: keys, and tensors of factors that divide the frequency of each pair."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ KEYS = (
     "rope.scaling.yarn_ext_factor",
 )  # fmt: skip
 _LLAMA3 = (1.0, 4.0, 8192)  # low and high frequency factor and original context of all that is published
-_BETAS = (32.0, 1.0)  # of YaRN, which llama.cpp takes for all but a few architectures
-_CLOSE = 1e-5  # factors are rounded to float32, and come from frequencies that were
+_BETAS = (32.0, 1.0)  # of YaRN in llama.cpp, for all but a few architectures
+_CLOSE = 1e-5  # factors, and the frequencies behind them, are rounded to float32
 
 
 def written_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
-    """The keys that say how a model's positions turn, without the architecture's name before them.
+    """The keys of a model's rotary positions, without the architecture's name.
 
     Raises:
         UnsupportedError: for what llama.cpp does not compute.
@@ -38,9 +38,14 @@ def written_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[st
     if rope.rotary_dim is not None and not architecture.partial_rotary:
         raise _not_computed(architecture, "partial rotary embedding", rope.rotary_dim)
     if rope.query_scaling_beta is not None:
-        raise _not_computed(architecture, "queries that grow with their positions", rope.query_scaling_beta)
+        raise _not_computed(architecture, "queries scaled by position", rope.query_scaling_beta)
     if any(window is not None for window in config.windows) and WINDOWED_BASE in architecture.keys:
-        found |= _windowed_base(config, architecture)
+        windowed = config.window_rope or rope
+        if windowed.type != "default":
+            raise _not_computed(architecture, "rope scaling of layers with a window", windowed.type)
+        if architecture.one_rotary_base and windowed.theta != rope.theta:
+            raise _not_computed(architecture, "another rotary base of layers with a window", windowed.theta)
+        found[WINDOWED_BASE] = float(windowed.theta)
     if rope.type == "default":
         return found
     if rope.original_context is not None:
@@ -59,7 +64,7 @@ def written_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[st
 
 
 def rope_tensors(config: ModelConfig) -> dict[str, tuple[float, ...]]:
-    """The tensors, float32, that say by what each pair of dimensions turns more slowly.
+    """The tensors, float32, of factors that divide the frequency of each pair.
 
     Raises:
         UnsupportedError: see `gguf_architecture`.
@@ -68,62 +73,53 @@ def rope_tensors(config: ModelConfig) -> dict[str, tuple[float, ...]]:
     if rope.type == "longrope" and architecture.long_rope and rope.long_factor and rope.short_factor:
         return {ROPE_LONG: rope.long_factor, ROPE_SHORT: rope.short_factor}
     if rope.type == "llama3" and rope.low_freq_factor and rope.high_freq_factor and rope.original_context:
-        of = rope.low_freq_factor, rope.high_freq_factor, rope.original_context
-        return {ROPE_FREQS: _llama3_factors(rope.theta, rope.rotary_dim or config.head_dim, rope.factor, *of)}
+        blend = rope.low_freq_factor, rope.high_freq_factor, rope.original_context
+        return {ROPE_FREQS: _llama3_factors(rope.theta, rope.rotary_dim or config.head_dim, rope.factor, *blend)}
     return {}
 
 
 def read_rope(
     keys: Settings, architecture: GgufArchitecture, factors: Mapping[str, Sequence[float]], head_dim: int, context: int
 ) -> dict[str, Any]:
-    """The keys of a config.json that say what a file says of its positions; see `written_rope`.
+    """The keys of a config.json for the rotary positions of a file; see `written_rope`.
 
     Args:
-        factors: the file's tensors of those in `rope_tensors`.
+        factors: the file's tensors among `rope_tensors`.
 
     Raises:
-        CheckpointError: for values of the wrong kind, or that do not fit together.
+        CheckpointError: for values of the wrong type, or that contradict each other.
         UnsupportedError: for what quantkit or the architecture does not compute.
     """
     theta = keys.number("rope.freq_base", MIN_THETA, MAX_THETA) if keys.has("rope.freq_base") else DEFAULT_THETA
     count_key = "rope.dimension_count"
-    turned = keys.whole(count_key, 2, MAX_HEADS) if keys.has(count_key) else head_dim
-    if turned > head_dim or (turned != head_dim and not architecture.partial_rotary):
+    rotated = keys.whole(count_key, 2, MAX_HEADS) if keys.has(count_key) else head_dim
+    if rotated > head_dim or (rotated != head_dim and not architecture.partial_rotary):
         raise CheckpointError(
-            f"{architecture.name}.{count_key} does not fit the heads", path=keys.path, found=turned, expected=head_dim
+            f"{architecture.name}.{count_key} does not fit the heads", path=keys.path, found=rotated, expected=head_dim
         )
     for name, values in factors.items():
-        if len(values) != turned // 2 or not all(SCALE[0] <= value <= SCALE[1] for value in values):
+        if len(values) != rotated // 2 or not all(SCALE[0] <= value <= SCALE[1] for value in values):
             raise CheckpointError(
                 f"tensor '{name}' does not fit the heads", path=keys.path, found=shown(list(values)),
-                expected=f"{turned // 2} factors from {SCALE[0]:g} to {SCALE[1]:g}",
+                expected=f"{rotated // 2} factors from {SCALE[0]:g} to {SCALE[1]:g}",
             )  # fmt: skip
-    original = _original_context(keys)
+    original_key = "rope.scaling.original_context_length"
+    original = keys.whole(original_key, 1, MAX_CONTEXT) if keys.has(original_key) else None
     scaling = _scaling(keys, original or context)
     if ROPE_FREQS in factors and any(value != 1 for value in factors[ROPE_FREQS]):
         _require(architecture.rope_freqs and scaling is None, architecture, ROPE_FREQS, keys)
-        scaling = _of_factors(factors[ROPE_FREQS], theta, turned, original, context)
+        scaling = _of_factors(factors[ROPE_FREQS], theta, rotated, original, context)
     if ROPE_LONG in factors or ROPE_SHORT in factors:
         _require(architecture.long_rope and scaling is None, architecture, ROPE_LONG, keys)
         scaling = _long_rope(keys, factors, original or context, context)
     elif keys.has("rope.scaling.attn_factor"):
         _require(keys.number("rope.scaling.attn_factor", *SCALE) == 1, architecture, "rope.scaling.attn_factor", keys)
     found: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
-    if turned != head_dim:
-        found["partial_rotary_factor"] = turned / head_dim
+    if rotated != head_dim:
+        found["partial_rotary_factor"] = rotated / head_dim
     if scaling is not None and scaling["rope_type"] == "longrope":
         found["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     return found
-
-
-def _windowed_base(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
-    """Layers with a window have a base of their own, and no scaling, in llama.cpp."""
-    windowed = config.window_rope or config.rope
-    if windowed.type != "default":
-        raise _not_computed(architecture, "rope scaling of layers with a window", windowed.type)
-    if architecture.one_rotary_base and windowed.theta != config.rope.theta:
-        raise _not_computed(architecture, "another rotary base of layers with a window", windowed.theta)
-    return {WINDOWED_BASE: float(windowed.theta)}
 
 
 def _require_plain_yarn(rope: RopeConfig, architecture: GgufArchitecture) -> None:
@@ -138,13 +134,8 @@ def _require_plain_yarn(rope: RopeConfig, architecture: GgufArchitecture) -> Non
             raise _not_computed(architecture, f"{name} of yarn rope scaling", value)
 
 
-def _original_context(keys: Settings) -> int | None:
-    key = "rope.scaling.original_context_length"
-    return keys.whole(key, 1, MAX_CONTEXT) if keys.has(key) else None
-
-
 def _scaling(keys: Settings, original: int) -> dict[str, Any] | None:
-    """What the keys alone say; LongRoPE is told by tensors."""
+    """The scaling that the keys state; LongRoPE is stated by tensors."""
     factor_key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
     factor = keys.number(factor_key, 0, SCALE[1]) if keys.has(factor_key) else 0.0
     kind = keys.text("rope.scaling.type") if keys.has("rope.scaling.type") else "linear"
@@ -169,7 +160,7 @@ def _long_rope(
     keys: Settings, factors: Mapping[str, Sequence[float]], original: int, context: int
 ) -> dict[str, Any]:  # fmt: skip
     if ROPE_LONG not in factors or ROPE_SHORT not in factors:
-        raise CheckpointError(f"has one of {ROPE_LONG} and {ROPE_SHORT} only", path=keys.path)
+        raise CheckpointError(f"has only one of {ROPE_LONG} and {ROPE_SHORT}", path=keys.path)
     found: dict[str, Any] = {
         "rope_type": "longrope", "short_factor": list(factors[ROPE_SHORT]), "long_factor": list(factors[ROPE_LONG]),
         "original_max_position_embeddings": original,
@@ -181,7 +172,7 @@ def _long_rope(
 
 
 def _long_scale(rope: RopeConfig) -> float:
-    """LongRoPE's temperature where nothing else is said."""
+    """LongRoPE's default attention factor."""
     if rope.factor <= 1 or rope.original_context is None or rope.original_context < 2:
         return 1.0
     return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context))
@@ -190,14 +181,13 @@ def _long_scale(rope: RopeConfig) -> float:
 def _of_factors(
     factors: Sequence[float], theta: float, dim: int, original: int | None, context: int
 ) -> dict[str, Any]:  # fmt: skip
-    """Llama 3's scaling whose factors these are, as close as float32 has them; LongRoPE's, which says each by itself,
-    where they are none."""
+    """Llama 3's scaling with these factors, up to float32; otherwise LongRoPE's, which lists each factor."""
     slowest = max(factors)
     low, high, usual = _LLAMA3
     tried = [(low, high, original or usual), (low, high, usual), *_fitted(factors, theta, dim, original)]
     for low, high, length in tried:
-        made = _llama3_factors(theta, dim, slowest, low, high, length)
-        if all(math.isclose(*pair, rel_tol=_CLOSE) for pair in zip(factors, made, strict=True)):
+        computed = _llama3_factors(theta, dim, slowest, low, high, length)
+        if all(math.isclose(*pair, rel_tol=_CLOSE) for pair in zip(factors, computed, strict=True)):
             return {
                 "rope_type": "llama3", "factor": slowest, "low_freq_factor": low, "high_freq_factor": high,
                 "original_max_position_embeddings": length,
@@ -222,7 +212,7 @@ def _llama3_factors(
 def _fitted(
     factors: Sequence[float], theta: float, dim: int, original: int | None
 ) -> list[tuple[float, float, int]]:  # fmt: skip
-    """The settings between whose frequencies factors blend as two of them do, if two do."""
+    """The settings that follow from the blend of two factors, if two are blended."""
     slowest = max(factors)
     blends = [
         (theta ** (-2 * pair / dim), (1 / factor - 1 / slowest) / (1 - 1 / slowest))
@@ -244,8 +234,7 @@ def _fitted(
 def _require(holds: bool, architecture: GgufArchitecture, what: str, keys: Settings) -> None:
     if not holds:
         raise UnsupportedError(
-            f"says of its rotary positions what {architecture.name} models are not known to do", path=keys.path,
-            found=f"'{what}'",
+            f"has a rotary setting that {architecture.name} models do not support", path=keys.path, found=f"'{what}'"
         )  # fmt: skip
 
 

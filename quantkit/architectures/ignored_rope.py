@@ -1,6 +1,6 @@
-"""Rotary settings of a config.json that transformers ignores, because another place says something else.
+"""Rotary settings of a config.json that transformers ignores, because another place states a different value.
 
-Readers differ in where they look first: what one ignores another uses.
+Readers differ in their order of precedence: what one ignores another uses.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def _spelled_twice(settings: Mapping[str, Any], name: str) -> Iterator[str]:
 
 
 def _overridden(settings: Mapping[str, Any], name: str, by: Mapping[str, Any]) -> Iterator[str]:
-    """What of some settings ``rope_scaling`` says otherwise, or not at all."""
+    """The settings that ``rope_scaling`` states differently, or not at all."""
     for key, value in settings.items():
         if value is not None and by.get(key) != value and key != "type":
-            found = f"says {shown(by[key])}" if by.get(key) is not None else "is used and does not have it"
+            found = f"states {shown(by[key])}" if by.get(key) is not None else "is used and does not have it"
             yield f"{name}.{key} {shown(value)} is ignored: {_OLD} {found}"
 
 

@@ -25,18 +25,18 @@ _KNOWN = {
     "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta", "use_scaled_rope",
     "rope_scaling_factor", "max_seq_len", "max_batch_size", "model_parallel_size",
 }  # fmt: skip
-# Llama 3.1 stretches by 8; Llama 3.2's text models (1B and 3B) by 32. Their params.json
-# says neither, and width tells them apart: 3.1 starts at 4096.
+# Llama 3.1 scales by 8; Llama 3.2's text models (1B and 3B) by 32. Their params.json
+# states neither, but the widths differ: 3.1 starts at 4096.
 _LLAMA_31_MIN_WIDTH = 4096
 _SCALED_ROPE_ORIGINAL_CONTEXT = 8192
 
 _BIASES = "attention or MLP biases"
-_UNSAYABLE = {
+_NOT_IN_META = {
     "qkv_bias": _BIASES, "output_bias": _BIASES, "mlp_bias": _BIASES, "qk_norm": "q/k norms",
     "window": "sliding-window attention", "rotary": "layers without rotary positions",
-    "norms": "norms elsewhere than before attention and feed-forward", "sinks": "attention sinks",
+    "norms": "norms other than before attention and feed-forward", "sinks": "attention sinks",
 }  # fmt: skip
-"""Features in words, where their names would not say it."""
+"""Descriptions of features whose names are not clear."""
 
 
 def config_from_meta(
@@ -50,12 +50,12 @@ def config_from_meta(
 ) -> ModelConfig:
     """Read Meta's params.json; vocabulary and feed-forward width come from the tensors.
 
-    ``vocab_size`` in the file may be -1 (Llama 2), and the feed-forward width is
-    there only as a formula, so both are taken from the shapes.
+    ``vocab_size`` in the file may be -1 (Llama 2), and the feed-forward width is only given by a formula, so both come
+    from the shapes.
 
     Raises:
         CheckpointError: if a key is missing or contradicts the tensors.
-        UnsupportedError: for keys whose meaning quantkit does not know.
+        UnsupportedError: for unknown keys.
     """
     settings = Settings(params, path)
     where = settings.path
@@ -105,14 +105,18 @@ def config_to_meta(config: ModelConfig) -> dict[str, Any]:
     """Meta's params.json for a model that the Meta format can hold.
 
     Raises:
-        UnsupportedError: if the model has features, a head size or a rope scaling that Meta's format has no words for.
+        UnsupportedError: if the model has features, a head size or a rope scaling that Meta's format cannot state.
     """
-    reasons = {_UNSAYABLE.get(feature, feature.replace("_", " ")): True for feature in sorted(config.features)}
+    blend = (config.rope.low_freq_factor, config.rope.high_freq_factor, config.rope.original_context)
+    reasons = {_NOT_IN_META.get(feature, feature.replace("_", " ")): True for feature in sorted(config.features)}
     reasons |= {
         "a head size other than dim / n_heads": config.head_dim * config.num_heads != config.hidden_size,
         "partial rotary positions": config.rope.rotary_dim is not None,
         "queries scaled by position": config.rope.query_scaling_beta is not None,
-        f"{config.rope.type} rope scaling": not _meta_can_say(config.rope),
+        f"{config.rope.type} rope scaling": (
+            config.rope.type not in ("default", "llama3")
+            or (config.rope.type == "llama3" and blend != (1.0, 4.0, _SCALED_ROPE_ORIGINAL_CONTEXT))
+        ),
     }
     if lost := [name for name, present in reasons.items() if present]:
         raise UnsupportedError(f"Meta's format cannot hold {', '.join(lost)}", hint="convert to 'hf' instead")
@@ -133,14 +137,14 @@ def config_to_meta(config: ModelConfig) -> dict[str, Any]:
         params["use_scaled_rope"] = True
         params["rope_scaling_factor"] = config.rope.factor
     if _family_context(config.rope, config.norm_eps) != config.max_context:
-        params["max_seq_len"] = config.max_context  # only where needed: Meta's own code passes it apart
+        params["max_seq_len"] = config.max_context  # only if needed: Meta's own code passes it separately
     return params
 
 
 def assumed_rope_factor(params: Mapping[str, Any], config: ModelConfig) -> float | None:
-    """The Llama 3 rope factor that had to be assumed, or None if the file says it."""
-    said = config.rope.type != "llama3" or params.get("rope_scaling_factor") is not None
-    return None if said else config.rope.factor
+    """The Llama 3 rope factor that had to be assumed, or None if the file states it."""
+    stated = config.rope.type != "llama3" or params.get("rope_scaling_factor") is not None
+    return None if stated else config.rope.factor
 
 
 def _rope(settings: Settings, dim: int) -> RopeConfig:
@@ -159,17 +163,8 @@ def _rope(settings: Settings, dim: int) -> RopeConfig:
     )
 
 
-def _meta_can_say(rope: RopeConfig) -> bool:
-    if rope.type == "default":
-        return True
-    return rope.type == "llama3" and (
-        (rope.low_freq_factor, rope.high_freq_factor, rope.original_context)
-        == (1.0, 4.0, _SCALED_ROPE_ORIGINAL_CONTEXT)
-    )
-
-
 def _family_context(rope: RopeConfig, norm_eps: float) -> int:
-    """Trained context in tokens; params.json rarely says it, so the family decides."""
+    """The training context in tokens; params.json rarely states it, so it follows from the family."""
     if rope.type == "llama3":
         return 131072
     if rope.theta == 500000.0:

@@ -27,18 +27,18 @@ _OPTIONAL = {
 }
 _OLD_NAMES = {"su": "longrope"}
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""What configs call layers that see everything, and layers with a window."""
+"""The names in configs of layers with full attention, and of layers with a window."""
 _BETA, _CONTEXT = "llama_4_scaling_beta", "max_position_embeddings"
 _ORIGINAL = "original_max_position_embeddings"
 _LISTS = {"short_factor", "long_factor"}
-_BETA_FAST, _BETA_SLOW = 32.0, 1.0  # YaRN's own, where a config says nothing
-# Present in published files beside the settings of a type.
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0  # YaRN's defaults
+# Present in published files in addition to the settings of a type.
 _IGNORED = {
     "rope_type", "type", "rope_theta", "finetuned", _ORIGINAL, "partial_rotary_factor",
 }  # fmt: skip
-# What numbers may be: far beyond what is published, and within what float32 computes without loss of sense.
+# Bounds far beyond what is published, within what float32 can compute.
 MAX_THETA = 1e15
-MIN_THETA = 1.001  # of 1 all dimensions turn alike
+MIN_THETA = 1.001  # with 1 all dimensions would have the same frequency
 DEFAULT_THETA = 10000.0
 SCALE = (1e-3, 1e6)
 _TURNS = (1e-3, 1e6)
@@ -51,18 +51,17 @@ _MAX_CONTEXT = 2**31 - 1
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: base wavelength and the way it is stretched.
+    """Rotary position embedding: its base and its scaling.
 
-    ``original_context`` is the length, in tokens, that the model was trained to
-    before its context was extended. Sources: RoFormer (2104.09864), YaRN
-    (2309.00071), LongRoPE (2402.13753), Llama 3.1's frequency scaling.
+    Sources: RoFormer (2104.09864), YaRN (2309.00071), LongRoPE (2402.13753), Llama 3.1's frequency scaling.
 
     Attributes:
-        short_factor, long_factor: of LongRoPE, for each pair of dimensions that turn: for sequences up to
-            `original_context`, and for longer ones.
-        rotary_dim: dimensions of a head that turn, the first ones; None for all.
+        original_context: the training length, in tokens, before the context was extended.
+        short_factor, long_factor: of LongRoPE, for each rotary pair: for sequences up to `original_context`, and for
+            longer ones.
+        rotary_dim: the number of rotated dimensions of a head, which come first; None for all.
         query_scaling_beta: queries are multiplied by 1 + beta log(1 + floor(position / original_context)), as in
-            Llama 4; None for none of that.
+            Llama 4; None for no scaling.
     """
 
     theta: float = DEFAULT_THETA
@@ -95,9 +94,9 @@ class RopeConfig:
         """Read ``rope_parameters`` or ``rope_theta`` with ``rope_scaling``.
 
         Args:
-            default_theta: the family's own, where the file says none.
+            default_theta: the family's, if the file states none.
             head_dim: of the model.
-            partial: the part of it that turns where the file says none; None in families where all of it must.
+            partial: the rotated part of a head if the file states none; None in families that must rotate all of it.
             query_scaling: whether the family scales queries by position.
 
         Raises:
@@ -105,8 +104,8 @@ class RopeConfig:
             CheckpointError: if a setting that the type needs is missing.
         """
         whole = Settings(raw, path)
-        given = [whole.inside(key) for key in ("rope_scaling", "rope_parameters") if whole.has(key)]
-        inner = next((one for one in given if one.values), Settings({}, path))
+        settings = [whole.inside(key) for key in ("rope_scaling", "rope_parameters") if whole.has(key)]
+        inner = next((one for one in settings if one.values), Settings({}, path))
         stated, where = inner.values, whole.path
         spelled = next((name for name in ("rope_type", "type") if name in stated), None)
         kind = "default" if spelled is None else inner.text(spelled)
@@ -114,15 +113,15 @@ class RopeConfig:
         if kind not in _REQUIRED:
             raise UnsupportedError("rope type is not supported", path=where, found=kind, expected=", ".join(_REQUIRED))
         key = "partial_rotary_factor"
-        stating = inner if key in stated else whole
-        unsaid = 1.0 if partial is None or key in stating.values else partial  # null is all of it, as in transformers
-        part = stating.number(key, 0, 1) if stating.has(key) else unsaid
-        turned = int(head_dim * part)
-        if part != 1 and (partial is None or turned < 2 or turned % 2):
+        part_source = inner if key in stated else whole
+        default_part = 1.0 if partial is None or key in part_source.values else partial  # null is 1, as in transformers
+        part = part_source.number(key, 0, 1) if part_source.has(key) else default_part
+        rotated = int(head_dim * part)
+        if part != 1 and (partial is None or rotated < 2 or rotated % 2):
             raise UnsupportedError("partial rotary embedding is not supported", path=where, found=f"{part:g}")
         known = {*_REQUIRED[kind], *_OPTIONAL[kind]}
-        beside = _IGNORED | ({_BETA, _CONTEXT} if query_scaling else set())
-        if unknown := sorted(set(stated) - known - beside):
+        ignored = _IGNORED | ({_BETA, _CONTEXT} if query_scaling else set())
+        if unknown := sorted(set(stated) - known - ignored):
             raise UnsupportedError(f"unknown setting of {kind} rope scaling", path=where, found=shown(unknown))
         for name in _REQUIRED[kind]:
             if not inner.has(name):
@@ -133,7 +132,7 @@ class RopeConfig:
             type=kind,
             original_context=_original_context(kind, inner, whole),
             truncate=inner.flag("truncate", "truncate" not in stated),  # null is false, as in transformers
-            rotary_dim=None if part == 1 else turned,
+            rotary_dim=None if part == 1 else rotated,
             query_scaling_beta=inner.number(_BETA, 0, 1e3) if inner.has(_BETA) else None,
             short_factor=inner.numbers("short_factor", *SCALE) if "short_factor" in known else None,
             long_factor=inner.numbers("long_factor", *SCALE) if "long_factor" in known else None,
@@ -145,7 +144,7 @@ class RopeConfig:
         return rope
 
     def _require_order(self, where: str) -> None:
-        """The frequencies between which the scaling blends, in the order that its formula takes for granted."""
+        """Require the order of the blended frequencies that the formula assumes."""
         for low, high, names in (
             (self.low_freq_factor, self.high_freq_factor, "low_freq_factor and high_freq_factor"),
             (self.beta_slow or _BETA_SLOW, self.beta_fast or _BETA_FAST, "beta_slow and beta_fast"),
@@ -157,9 +156,10 @@ class RopeConfig:
                 )  # fmt: skip
 
     def require_fits(self, head_dim: int, path: object) -> None:
-        """
+        """Require one factor for each rotary pair.
+
         Raises:
-            CheckpointError: if there is not one factor for each pair of dimensions that turn.
+            CheckpointError: if their number differs.
         """
         pairs = (self.rotary_dim or head_dim) // 2
         for name in sorted(_LISTS):
@@ -171,7 +171,7 @@ class RopeConfig:
                 )  # fmt: skip
 
     def to_hf(self, head_dim: int) -> dict[str, Any]:
-        """The keys both older (``rope_theta``, ``rope_scaling``) and newer readers look for."""
+        """The keys of both older (``rope_theta``, ``rope_scaling``) and newer readers."""
         scaling: dict[str, Any] = {"rope_type": self.type}
         for key in _REQUIRED[self.type] + _OPTIONAL[self.type]:
             value = getattr(self, key)
@@ -194,18 +194,18 @@ def ropes_by_layer(
     raw: Mapping[str, Any], path: object, default_theta: float, windowed_theta: tuple[str, float], *, head_dim: int,
     windowed: Sequence[bool],
 ) -> tuple[RopeConfig, RopeConfig | None]:  # fmt: skip
-    """The rotary positions of the layers that see everything, and of those with a window where these differ.
+    """The rotary positions of the layers with full attention, and of those with a window if they differ.
 
-    Read as by transformers, for families that keep them apart: ``rope_parameters`` by kind of layer, or older keys,
-    whose scaling is for layers that see everything only. Settings of a kind that no layer has are not read.
+    Read as by transformers, for families with separate settings: ``rope_parameters`` by kind of layer, or older keys,
+    whose scaling is only for full attention. Settings of a kind that no layer has are not read.
 
     Args:
-        default_theta: of layers that see everything, where the file says nothing.
-        windowed_theta: the key that says it of those with a window, and what it is where that says nothing.
-        windowed: of each layer, whether it has a window.
+        default_theta: of layers with full attention, if the file states none.
+        windowed_theta: its key for layers with a window, and the default.
+        windowed: whether each layer has a window.
 
     Raises:
-        UnsupportedError, CheckpointError: as `RopeConfig.from_hf`; also if ``rope_parameters`` are not by kind of
+        UnsupportedError, CheckpointError: see `RopeConfig.from_hf`; also if ``rope_parameters`` are not by kind of
             layer, or a setting has another meaning in other releases of transformers.
     """
     whole = Settings(raw, path)
@@ -244,11 +244,11 @@ def ropes_by_layer(
 
 
 def _whole_layers(whole: Settings, kinds: Settings) -> Mapping[str, Any]:
-    """The settings of layers that see everything: ``rope_scaling`` goes over ``rope_parameters``."""
+    """The settings of layers with full attention: ``rope_scaling`` overrides ``rope_parameters``."""
     own = kinds.inside(FULL).values if kinds.has(FULL) else {}
     scaling = whole.inside("rope_scaling").values if whole.has("rope_scaling") else {}
     if scaling and whole.has("rope_parameters") and not kinds.has(FULL):
-        raise CheckpointError(f"rope_scaling goes over rope_parameters, which lack '{FULL}'", path=whole.path)
+        raise CheckpointError(f"rope_scaling overrides rope_parameters, which lack '{FULL}'", path=whole.path)
     merged = {**own, **scaling}
     if not whole.has("rope_parameters") and "rope_type" not in scaling and scaling.get("type", "default") != "default":
         raise UnsupportedError(
@@ -262,8 +262,8 @@ def _whole_layers(whole: Settings, kinds: Settings) -> Mapping[str, Any]:
 def _original_context(kind: str, inner: Settings, whole: Settings) -> int | None:
     if kind not in ("llama3", "yarn", "longrope") and not inner.has(_BETA):
         return None
-    least = 2 if kind == "longrope" else 1  # its logarithm divides
+    low = 2 if kind == "longrope" else 1  # its logarithm divides
     for settings, name in ((whole, _ORIGINAL), (inner, _ORIGINAL), (whole, _CONTEXT)):
         if settings.has(name):
-            return settings.whole(name, least, _MAX_CONTEXT)
+            return settings.whole(name, low, _MAX_CONTEXT)
     return None

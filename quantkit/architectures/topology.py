@@ -1,8 +1,8 @@
-"""The one description of a model's tensors: for each layer its linears by role, in the order of the data's flow.
+"""The one description of a model's tensors: for each layer its linears by role, in the order of the data flow.
 
 Naming, calibration, fusion at load, the splits of tensor parallelism and of XLA, estimates and the rules of runtimes
-read it; nothing else says which linears there are or what they share. It follows from the features in a
-`ModelConfig` alone; what a family calls its tensors on disk is in its own file.
+read it; nothing else defines the linears and what they share. It only depends on the features in a `ModelConfig`; a
+family's names on disk are in its own file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SPLIT = frozenset(
     {"query", "kv", "heads", "intermediate", "vocab", "expert_intermediate", "shared_intermediate", "latent_query",
      "latent_kv", "latent_value"}
 )  # fmt: skip
-"""Sizes that tensor parallelism divides among processes or devices; all others are whole on each."""
+"""Sizes that tensor parallelism splits over processes or devices; all others are replicated."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Linear:
     """A linear layer by its role.
 
     Attributes:
-        role: what it does: ``attention.q``, ``mlp.down``, ``expert.up``, ``head``.
+        role: such as ``attention.q``, ``mlp.down``, ``expert.up``, ``head``.
         dims: its outputs and inputs, as names of `sizes`.
-        site: what feeds it; the linears of a layer with one site read the same tensor, so they share a Hessian.
-        fused: the role of the linear that takes the place of all with the same word, their rows one below the other.
+        site: its input; the linears of a layer with the same site have the same input, so they share a Hessian.
+        fused: the role of the linear that replaces all linears with the same value, with their rows concatenated.
         bias: whether it has one.
-        rotary: whether its rows lie in pairs that are rotated, head by head.
-        quantizable: routers are not: a token's choice of experts should not change.
+        rotary: whether its rows are rotary pairs, head by head.
+        quantizable: whether it may be quantized; not a router, as a token's choice of experts should not change.
     """
 
     role: str
@@ -45,7 +45,7 @@ class Linear:
 
     @property
     def parallel(self) -> Literal["column", "row", "replicated"]:
-        """How tensor parallelism cuts it: by outputs, by inputs (then the results are added up), or not."""
+        """How tensor parallelism splits it: by outputs, by inputs (then the results are summed), or not."""
         if self.dims[0] in SPLIT:
             return "column"
         return "row" if self.dims[1] in SPLIT else "replicated"
@@ -53,10 +53,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class Vector:
-    """A tensor that is no part of a linear: a norm's weight, attention sinks.
+    """A tensor that does not belong to a linear: a norm's weight, attention sinks.
 
     Attributes:
-        leaf: what its name ends with after the module's; nothing where it is empty.
+        leaf: the last part of its name, after the module; may be empty.
     """
 
     role: str
@@ -66,7 +66,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class ExpertBank:
-    """Experts that are alike: as many times the same linears."""
+    """Experts with the same linears."""
 
     count: int
     linears: tuple[Linear, ...]
@@ -81,8 +81,8 @@ class Parameter:
 
     Attributes:
         dims: names of its `sizes`, one for each axis.
-        linear: that it is the weight or bias of.
-        expert: its number in the bank.
+        linear: whose weight or bias it is.
+        expert: the index of its expert.
     """
 
     role: str
@@ -101,7 +101,7 @@ class Parameter:
 
     @property
     def meta_name(self) -> str | None:
-        """Meta's name, or None where its format has no such tensor."""
+        """Meta's name, or None if its format has no such tensor."""
         return meta_weight(self.role, self.layer) if self.leaf == "weight" else None
 
     @property
@@ -115,17 +115,17 @@ class Parameter:
 
     @property
     def split_axis(self) -> int | None:
-        """The axis that tensor parallelism divides; None where the tensor is whole everywhere."""
+        """The axis that tensor parallelism splits; None if the tensor is replicated."""
         return next((axis for axis, dim in enumerate(self.dims) if dim in SPLIT), None)
 
 
 @dataclass(frozen=True)
 class InputGroup:
-    """The linears of a layer that read the same tensor, so that they share a Hessian.
+    """The linears of a layer with the same input, so that they share a Hessian.
 
     Attributes:
         modules: their names within the block.
-        expert: whose they are, where they are an expert's.
+        expert: the index of their expert, if they belong to one.
     """
 
     site: str
@@ -135,12 +135,12 @@ class InputGroup:
 
     @property
     def branch(self) -> str:
-        """The residual branch of the block that they are in."""
+        """Their residual branch of the block."""
         return "attention" if self.site.startswith("attention.") else "mlp"
 
     @property
     def writes(self) -> bool:
-        """Whether what they give is added to the hidden states; then it is one linear."""
+        """Whether their output is added to the hidden states; then it is one linear."""
         return self.linears[0].dims[0] == "hidden"
 
 
@@ -176,10 +176,11 @@ def sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def block_items(config: ModelConfig, layer: int) -> list[Item]:
-    """What one layer consists of, in the order of the data's flow."""
+    """The items of a layer, in the order of the data flow."""
     before, after = config.norms in ("before", "both"), config.norms in ("after", "both")
     attention = list(_latent_attention(config) if config.latent_attention else _attention(config))
-    feed_forward = list(_experts(config) if config.layers[layer].experts else _mlp(config))
+    mlp = _gated("mlp", "intermediate", "mlp.in", config.mlp_bias)
+    feed_forward = list(_experts(config) if config.layers[layer].experts else mlp)
     items: list[Item] = []
     for branch, inside in (("attention", attention), ("mlp", feed_forward)):
         items += [Vector(f"{branch}.norm", ("hidden",))] if before else []
@@ -189,16 +190,16 @@ def block_items(config: ModelConfig, layer: int) -> list[Item]:
 
 
 def parameters(config: ModelConfig) -> list[Parameter]:
-    """Every tensor that a model has, in the order of its layers, as files have them."""
+    """Every tensor of a model, layer by layer, in the order of files."""
     if config.tensors is not None:
         return [_opaque(tensor) for tensor in config.tensors]
     counts = sizes(config)
     found = list(_parameters(Vector("embedding", ("vocab", "hidden")), counts, None))
-    alike: dict[LayerConfig, list[Item]] = {}  # of up to a thousand layers
+    items: dict[LayerConfig, list[Item]] = {}  # computed once for equal layers
     for layer, features in enumerate(config.layers):
-        if features not in alike:
-            alike[features] = block_items(config, layer)
-        for item in alike[features]:
+        if features not in items:
+            items[features] = block_items(config, layer)
+        for item in items[features]:
             if isinstance(item, ExpertBank):
                 for expert in range(item.count):
                     for linear in item.linears:
@@ -212,7 +213,7 @@ def parameters(config: ModelConfig) -> list[Parameter]:
 
 
 HEAD = Linear("head", ("vocab", "hidden"), "head.in")
-_OPAQUE = Linear("linear", ("", ""), "")  # of a model known by its tensors only: what feeds it is not known
+_OPAQUE = Linear("linear", ("", ""), "")  # of a model of unknown architecture
 _OPAQUE_FLOAT = Linear("float", ("", ""), "", quantizable=False)
 
 
@@ -224,41 +225,36 @@ def linear_columns(config: ModelConfig) -> dict[str, int]:
 
 
 def kept_unless_named(config: ModelConfig) -> frozenset[str]:
-    """The linear modules that keep their floats unless a recipe names them: output heads; of a model known by its
-    tensors only also what is for pictures and sound, and `recurrent_linears`."""
+    """The linear modules that stay floats unless a recipe names them: output heads; in a model of unknown architecture
+    also linears of vision and audio parts, and `recurrent_linears`."""
     if config.tensors is None:
         return frozenset({CANONICAL[HEAD.role]})
     return frozenset(tensor.module for tensor in config.tensors if tensor.role in ("head", "tower", "recurrent"))
 
 
 def recurrent_linears(config: ModelConfig) -> frozenset[str]:
-    """The linear modules of a model known by its tensors only whose results go into a state that is carried from token
-    to token, or come out of it: of linear attention, state spaces and short convolutions."""
+    """The linear modules of a model of unknown architecture that write or read a state carried from token to token:
+    of linear attention, state spaces and short convolutions."""
     return frozenset(tensor.module for tensor in config.tensors or () if tensor.role == "recurrent")
 
 
 def summed_modules(config: ModelConfig) -> list[str]:
-    """The modules whose results must be added up where processes share a model: linears whose inputs are divided, and
-    mixtures of experts, each as a whole."""
+    """The modules whose results must be summed in tensor parallelism: linears whose inputs are split, and mixtures of
+    experts, each as a whole."""
     found = []
     for layer, features in enumerate(config.layers):
         rows = [item for item in block_items(config, layer) if isinstance(item, Linear) and item.parallel == "row"]
         found += [
             CANONICAL[linear.role].format(layer=layer)
             for linear in rows
-            if not (features.experts and _is_of_experts(linear.role))
+            if not (features.experts and linear.role.startswith(("expert.", "shared_expert.")))
         ]
         found += [CANONICAL["router"].rpartition(".")[0].format(layer=layer)] if features.experts else []
     return found
 
 
-def _is_of_experts(role: str) -> bool:
-    return role.startswith(("expert.", "shared_expert."))
-
-
 def input_groups(config: ModelConfig, layer: int) -> list[InputGroup]:
-    """The linears of a layer that may be quantized, those that share their inputs together, in the order of the
-    data's flow."""
+    """The linears of a layer that may be quantized, grouped by their input, in the order of the data flow."""
     groups: dict[tuple[str, int | None], list[tuple[Linear, str]]] = {}
     for linear, expert in _linears(config, layer):
         if linear.quantizable:
@@ -270,13 +266,13 @@ def input_groups(config: ModelConfig, layer: int) -> list[InputGroup]:
 
 
 def layer_kinds(config: ModelConfig) -> dict[int, int]:
-    """The first layer of each kind that differs in its linears, and how many layers are of it."""
+    """The first layer of each kind with different linears, and the number of layers of this kind."""
     first = {layer.experts: index for index, layer in reversed(list(enumerate(config.layers)))}
     return {index: sum(layer.experts == experts for layer in config.layers) for experts, index in first.items()}
 
 
 def fused_modules(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
-    """The linears that become one when a model is loaded: its name within the block, and theirs, in order."""
+    """The linears that are fused when a model is loaded, in order, by the name of the fused one within the block."""
     found: dict[str, list[str]] = {}
     for linear, expert in _linears(config, layer):
         if linear.fused is not None:
@@ -315,10 +311,6 @@ def _latent_attention(config: ModelConfig) -> Iterator[Item]:
     yield Vector("attention.kv_down_norm", ("kv_rank",))
     yield Linear("attention.kv_up", ("latent_kv", "kv_rank"), "attention.kv_up.in")
     yield Linear("attention.output", ("hidden", "latent_value"), "attention.out", bias=config.output_bias)
-
-
-def _mlp(config: ModelConfig) -> Iterator[Item]:
-    yield from _gated("mlp", "intermediate", "mlp.in", config.mlp_bias)
 
 
 def _experts(config: ModelConfig) -> Iterator[Item]:
@@ -364,7 +356,7 @@ def _parameters(
 
 
 def _opaque(tensor: OpaqueTensor) -> Parameter:
-    """A tensor of a model whose topology comes from its tensors: one of a linear, or one that is carried as it is."""
+    """A tensor of a model of unknown architecture: a linear's weight, or one that is copied unchanged."""
     if not tensor.role:
         return Parameter("", tensor.name, "", (), tensor.shape, tensor.layer)
     linear = _OPAQUE_FLOAT if tensor.role == "float" else _OPAQUE

@@ -24,9 +24,9 @@ from quantkit.architectures.families.opaque import (
     is_tied,
     may_be_linear,
     named_roles,
+    recurrent_modules,
     with_roles,
 )
-from quantkit.architectures.recurrent import recurrent_modules
 from quantkit.errors import UnsupportedError
 from quantkit.json_values import shown, within
 

@@ -14,8 +14,7 @@ from test_config import VARIANTS, _keys
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.gguf import ROPE_FREQS, gguf_tensors, keeps_float32, stored_offset
-from quantkit.architectures.gguf_config import config_of, shortest
-from quantkit.architectures.gguf_metadata import metadata_of, notes_of
+from quantkit.architectures.gguf_config import config_of, metadata_of, notes_of, shortest
 from quantkit.architectures.gguf_rope import rope_tensors
 from quantkit.architectures.rope import RopeConfig
 from quantkit.architectures.topology import parameters
@@ -158,11 +157,11 @@ _REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama3": ("qwen2", {"rope_parameters": ROPES["llama3"]}, "llama3 rope scaling"),
     "bias": ("qwen3", {"head_dim": 16, "attention_bias": True}, "biases of qkv"),
     "scale": ("gemma2", {"head_dim": 16, "pad_token_id": 0}, "attention_scale"),
-    "head": ("gemma", {"head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": False}, "a head of its own"),
+    "head": ("gemma", {"head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": False}, "a separate head"),
     "shares": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": False}, "shares of experts"),
     "dense": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [1]}, "layers without experts"),
     "positions": ("smollm3", {"no_rope_layers": [1, 0, 1]}, "rotary"),
-    "wide": ("olmo2", {"head_dim": 32}, "as wide as the model"),
+    "wide": ("olmo2", {"head_dim": 32}, "total width"),
     "grouped": ("olmoe", {"num_key_value_heads": 2}, "fewer KV heads than heads"),
     "clipped": ("olmoe", {"num_key_value_heads": 8, "clip_qkv": 8.0}, "clipped queries"),
     "cap": ("gemma2", {**_GEMMA2, "attn_logit_softcapping": None}, "logits without soft caps"),
@@ -182,8 +181,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(case: str) -> None:
 
 def test_a_window_that_llama_cpp_does_not_know_is_told() -> None:
     assert notes_of(_config("mistral", sliding_window=7)) == [
-        "llama.cpp lets all layers see everything; the model has windows of 7 tokens, so what it makes of texts longer "
-        "than that differs"
+        "llama.cpp ignores the model's windows of 7 tokens, so its results differ for longer texts"
     ]
     assert notes_of(_config("olmo3")) == []
 
@@ -201,7 +199,7 @@ def test_the_published_files_of_a_family_are_read_without_our_own_keys() -> None
     [
         ({"general.architecture": "mamba"}, UnsupportedError, "architecture is not supported"),
         ({"general.architecture": 3}, CheckpointError, "general.architecture"),
-        ({"general.type": "adapter"}, UnsupportedError, "no model of its own"),
+        ({"general.type": "adapter"}, UnsupportedError, "not a complete model"),
         ({"llama.block_count": None}, CheckpointError, "llama lacks the key 'block_count'"),
         ({"llama.block_count": 2**31}, CheckpointError, "out of range"),
         ({"llama.block_count": 3.0}, CheckpointError, "wrong type"),
@@ -216,9 +214,9 @@ def test_the_published_files_of_a_family_are_read_without_our_own_keys() -> None
         ({"llama.rope.dimension_count": 6}, CheckpointError, "does not fit the heads"),
         ({"llama.rope.freq_base": -1.0}, CheckpointError, "out of range"),
         ({"llama.rope.scaling.type": "su"}, UnsupportedError, "rope type"),
-        ({"llama.rope.scaling.attn_factor": 1.5}, UnsupportedError, "rotary positions"),
+        ({"llama.rope.scaling.attn_factor": 1.5}, UnsupportedError, "rotary setting"),
         ({"llama.rope.scaling.yarn_ext_factor": 0.5}, UnsupportedError, "yarn_ext_factor"),
-        ({"llama.logit_scale": 8.0}, UnsupportedError, "'llama.logit_scale' what quantkit does not read"),
+        ({"llama.logit_scale": 8.0}, UnsupportedError, "key 'llama.logit_scale', which is not supported"),
         ({"llama.attention.sliding_window": 7, "llama.attention.sliding_window_pattern": [1]}, CheckpointError, "fit"),
         ({"llama.expert_count": 4}, CheckpointError, "expert_used_count"),
         ({"tokenizer.ggml.bos_token_id": 96}, CheckpointError, "not in the vocabulary"),
@@ -256,7 +254,7 @@ def test_gemma2_has_the_caps_of_llama_cpp_where_a_file_has_none() -> None:
     assert (found.attention_softcap, found.logit_softcap) == (50.0, 30.0)
     with pytest.raises(CheckpointError, match="attn_logit_softcapping"):
         _read(config, gemma2__attn_logit_softcapping=0.0)
-    with pytest.raises(UnsupportedError, match="no gemma2 model without windows"):
+    with pytest.raises(UnsupportedError, match="not load gemma2 models without windows"):
         _read(config, gemma2__attention__sliding_window_pattern=1)
 
 

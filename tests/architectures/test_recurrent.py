@@ -16,8 +16,7 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import quantkit
-from quantkit.architectures.families.opaque import named_roles
-from quantkit.architectures.recurrent import is_within, recurrent_modules
+from quantkit.architectures.families.opaque import is_within, named_roles, recurrent_modules
 from quantkit.errors import RequestError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model import transformers_linears

@@ -83,7 +83,7 @@ def test_scaling_over_settings_by_layer_that_lack_it_is_refused() -> None:
         "rope_parameters": {"sliding_attention": {"rope_type": "default"}}, "rope_scaling": _LINEAR,
         "layer_types": _KINDS, "num_hidden_layers": 3,
     }  # fmt: skip
-    with pytest.raises(CheckpointError, match="rope_scaling goes over rope_parameters, which lack 'full_attention'"):
+    with pytest.raises(CheckpointError, match="rope_scaling overrides rope_parameters, which lack 'full_attention'"):
         config_from_hf({**raw, **ropes}, "config.json")
 
 
@@ -137,14 +137,14 @@ _FLAT = {"rope_type": "default", "rope_theta": 5e5}
         ),
         (
             {"rope_theta": 1e4, "rope_scaling": _LINEAR, "rope_parameters": _FLAT},
-            ["rope_parameters.rope_type 'default' is ignored: rope_scaling says 'linear'",
-             "rope_parameters.rope_theta 500000.0 is ignored: rope_scaling says 10000.0"],
+            ["rope_parameters.rope_type 'default' is ignored: rope_scaling states 'linear'",
+             "rope_parameters.rope_theta 500000.0 is ignored: rope_scaling states 10000.0"],
         ),
         ({"rope_theta": 5e5, "rope_scaling": _LINEAR, "rope_parameters": {**_LINEAR, "rope_theta": 5e5}}, []),
         (
             {"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_parameters": _YARN | {"beta_fast": 4}},
-            ["rope_parameters.rope_type 'yarn' is ignored: rope_scaling says 'linear'",
-             "rope_parameters.factor 4.0 is ignored: rope_scaling says 8.0",
+            ["rope_parameters.rope_type 'yarn' is ignored: rope_scaling states 'linear'",
+             "rope_parameters.factor 4.0 is ignored: rope_scaling states 8.0",
              "rope_parameters.beta_fast 4 is ignored: rope_scaling is used and does not have it"],
         ),
         (
@@ -159,7 +159,7 @@ _FLAT = {"rope_type": "default", "rope_theta": 5e5}
             ["original_max_position_embeddings 8 is ignored: max_position_embeddings is 64"],
         ),
         ({"rope_parameters": {"full_attention": _YARN}, "rope_scaling": {"factor": 2.0}},
-         ["rope_parameters.full_attention.factor 4.0 is ignored: rope_scaling says 2.0"]),
+         ["rope_parameters.full_attention.factor 4.0 is ignored: rope_scaling states 2.0"]),
         ({"rope_theta": "x", "rope_parameters": 5, "rope_scaling": [1]}, []),
         ({}, []),
     ],

@@ -20,7 +20,7 @@ from schemes import any_scheme
 from fuzzing import oracle
 from fuzzing.bases import CONFIG, Base
 from fuzzing.inputs import WHOLE_EVERY, Inputs
-from quantkit.architectures.gguf_metadata import metadata_of
+from quantkit.architectures.gguf_config import metadata_of
 from quantkit.files.gguf_io import build_header
 from quantkit.files.gguf_types import GgmlType, GgufTensor
 from quantkit.formats.detect import open_checkpoint

@@ -1,4 +1,4 @@
-"""The families that quantkit knows, each in a file of its own, found by themselves."""
+"""The families that quantkit supports, one file each, found automatically."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
 
     Raises:
         CheckpointError: if a key is missing, or its value of the wrong type or out of range.
-        UnsupportedError: for an architecture, activation or setting quantkit does not know.
+        UnsupportedError: for an architecture, activation or setting that is not supported.
     """
     settings = Settings(raw, path)
     kind = settings.text("model_type", hint="this looks like Meta's params.json" if "dim" in raw else None)

@@ -1,6 +1,6 @@
-"""Models of which nothing is known but their tensors: carried through, and their linears rounded, never run.
+"""Models of unknown architecture: their tensors are copied and their linears quantized, but they are not run.
 
-A linear layer is told by transformers where it knows the model's class, else by its name: see `named_roles`.
+transformers identifies a linear layer if it knows the model's class, otherwise its name does: see `named_roles`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.architectures.config import MAX_CONTEXT, LayerConfig, ModelConfig, OpaqueTensor
-from quantkit.architectures.recurrent import is_within, recurrent_modules
 from quantkit.architectures.rope import RopeConfig
 
 LINEARS = frozenset(
@@ -29,11 +28,11 @@ LINEARS = frozenset(
         "in_proj", "x_proj",
     }
 )  # fmt: skip
-"""The last parts of names that linear layers have, where transformers does not say which are."""
+"""The last parts of the names of linear layers, if transformers does not identify them."""
 HEADS = frozenset({"lm_head", "embed_out", "output_projection", "proj_out", "score", "classifier", "decoder"})
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
-_ROUTING = ("gate", "router", "classifier")  # in names of as many outputs as there are experts
-NEVER = frozenset({"dt_proj"})  # read by other means than through its module
+_ROUTING = ("gate", "router", "classifier")  # in names of linears with one output per expert
+NEVER = frozenset({"dt_proj"})  # not read through its module
 _TOWER = re.compile(r"(vision|visual|vit|image|audio|multi_?modal|mm)(_.*)?|.*_(vision|audio)")
 _TABLE = re.compile(
     r"emb|(^|\.)(wte|wpe|shared)$|norm|(^|\.)ln_|conv|position|relative|rotary|patch|bias$", re.IGNORECASE
@@ -47,13 +46,36 @@ _EXPERTS = (
     "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts", "n_experts",
 )  # fmt: skip
 
+_STATE_MARKS = frozenset(
+    {
+        "A_log", "dt_bias", "in_proj_ba", "in_proj_qkvz",  # Mamba, gated delta nets
+        "time_decay", "x_r", "recurrent_param", "rglru",  # RWKV, RG-LRU
+        "learnable_ttt_lr_weight", "short_filter",  # TTT, Hyena
+        "igate_preact", "fgate_preact",  # xLSTM
+        "slope_rate", "output_gate", "g_norm", "g_norm_swish_gate", "gk_proj",  # lightning attention and its like
+    }
+)  # fmt: skip
+"""Tensors and modules that are only in modules with a state."""
+_STATE_NAMES = frozenset(
+    {
+        "linear_attn", "linear_attention", "mamba", "mamba2", "ssm", "delta_net", "mlstm_layer", "slstm_layer",
+        "retention",
+    }
+)  # fmt: skip
+"""Names of such modules within a layer, for files without their marks."""
+
+_NUM_SHORT = 4  # inputs of a convolution over tokens; those over sound have more
+_SHORT_FILTERS = frozenset(shape for size in range(1, _NUM_SHORT + 1) for shape in ((1, size), (size, 1)))
+"""Shapes of one channel, in the layouts of torch and MLX."""
+
 
 def opaque_config(raw: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> ModelConfig:
-    """A model as its tensors tell it; of its config.json no more is taken than `inspect` shows, and its float type.
+    """A model that is described by its tensors; its config.json only has the values that `inspect` shows, and the float
+    type.
 
     Args:
         raw: the config.json.
-        tensors: shape and type of each by its name, in the order of the output.
+        tensors: shape and type of each by name, in the order of the output.
     """
     text = _language(raw)
     layers: dict[str, int] = {}
@@ -62,21 +84,21 @@ def opaque_config(raw: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int,
         block = _block(name)
         layer = None if block is None else layers.setdefault(block, len(layers))
         found.append(OpaqueTensor(name, shape, str(dtype), layer=layer))
-    heads = _whole(text, "num_attention_heads", "n_head", "num_heads")
-    hidden = _whole(text, "hidden_size", "d_model", "n_embd")
+    heads = _size(text, "num_attention_heads", "n_head", "num_heads")
+    hidden = _size(text, "hidden_size", "d_model", "n_embd")
     return ModelConfig(
         architecture=_architecture(raw),
-        vocab_size=_whole(text, "vocab_size"),
+        vocab_size=_size(text, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_whole(text, "intermediate_size", "d_ff", "n_inner"),
+        intermediate_size=_size(text, "intermediate_size", "d_ff", "n_inner"),
         layers=(LayerConfig(),) * max(1, len(layers)),
         num_heads=heads,
-        num_kv_heads=_whole(text, "num_key_value_heads") or heads,
-        head_dim=_whole(text, "head_dim") or (hidden // heads if heads else 0),
+        num_kv_heads=_size(text, "num_key_value_heads") or heads,
+        head_dim=_size(text, "head_dim") or (hidden // heads if heads else 0),
         norm_eps=0.0,
         rope=RopeConfig(),
-        max_context=_whole(text, "max_position_embeddings", "n_positions", "max_target_positions"),
-        tied_embeddings=False,  # each tensor that is there stands for itself
+        max_context=_size(text, "max_position_embeddings", "n_positions", "max_target_positions"),
+        tied_embeddings=False,  # each stored tensor is separate
         dtype=_dtype(raw, text, tensors),
         bos_token_id=None,
         eos_token_ids=(),
@@ -87,34 +109,34 @@ def opaque_config(raw: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int,
 def with_roles(
     config: ModelConfig, roles: Mapping[str, tuple[str, str | None]], unstored: tuple[str, ...] | None = None
 ) -> ModelConfig:  # fmt: skip
-    """The same model, told which of its tensors are weights of linears.
+    """The same model with the roles of its linears' weights.
 
     Args:
-        roles: role and alias, as `OpaqueTensor` has them, by tensor name.
+        roles: role and alias, see `OpaqueTensor`, by tensor name.
         unstored: see `ModelConfig`.
     """
     assert config.tensors is not None
-    told = (
+    tensors = (
         replace(tensor, role=roles[tensor.name][0], alias=roles[tensor.name][1]) if tensor.name in roles else tensor
         for tensor in config.tensors
     )
-    return replace(config, tensors=tuple(told), unstored=unstored)
+    return replace(config, tensors=tuple(tensors), unstored=unstored)
 
 
 @dataclass(frozen=True)
 class Hints:
-    """What a model's config.json and the names of its tensors tell of its linears.
+    """What follows for linears from a model's config.json and the names of its tensors.
 
     Attributes:
-        experts: how many experts the model's mixtures have.
-        tied: whether an output head is the embedding over again.
-        sided: whether the model has parts besides that for language.
-        recurrent: the modules that carry a state, by any name that they have.
+        experts: the possible numbers of experts.
+        tied: whether an output head is a copy of the embedding.
+        multimodal: whether the model has parts other than language.
+        recurrent: the modules that carry a state, by all their names.
     """
 
     experts: frozenset[int]
     tied: bool
-    sided: bool
+    multimodal: bool
     recurrent: frozenset[str]
 
     @classmethod
@@ -124,17 +146,20 @@ class Hints:
             raw: the config.json.
             shapes: of all tensors, by name.
         """
-        return cls(_expert_counts(raw), is_tied(raw), _has_language_part(raw), recurrent_modules(shapes))
+        values = (part.get(key) for part in (raw, _language(raw)) for key in _EXPERTS)
+        experts = frozenset(one for one in values if type(one) is int and one > 1)
+        multimodal = any(isinstance(raw.get(key), dict) for key in (*_LANGUAGE, "vision_config", "audio_config"))
+        return cls(experts, is_tied(raw), multimodal, recurrent_modules(shapes))
 
     def is_recurrent(self, module: str) -> bool:
-        """Whether a linear is in a module that carries a state; parts for pictures and sound see all at once."""
+        """Whether a linear is in a module that carries a state; vision and audio parts process all tokens at once."""
         return is_within(module, self.recurrent) and not self._is_tower(module)
 
     def role(self, tensor: OpaqueTensor, module: str) -> str | None:
-        """The role of a linear's weight where more is known of it than that it is one; None where it is not.
+        """The role of a linear's weight; None if it is a plain linear.
 
         Args:
-            module: the linear's, on disk or as readers call it.
+            module: the linear's, on disk or in readers.
         """
         *parents, last = module.split(".")
         routes = tensor.shape[0] in self.experts and last not in LINEARS and any(word in last for word in _ROUTING)
@@ -147,12 +172,12 @@ class Hints:
         return "recurrent" if self.is_recurrent(module) or self.is_recurrent(tensor.module) else None
 
     def _is_tower(self, module: str) -> bool:
-        return self.sided and any(_TOWER.fullmatch(part) for part in module.split("."))
+        return self.multimodal and any(_TOWER.fullmatch(part) for part in module.split("."))
 
 
 def named_roles(raw: Mapping[str, Any], tensors: Sequence[OpaqueTensor]) -> dict[str, tuple[str, str | None]]:
-    """The roles of tensors as their names alone tell them: matrices whose module is called as in `LINEARS`, and those
-    in modules that carry a state."""
+    """The roles of tensors that follow from their names: of matrices with a name in `LINEARS`, and of those in modules
+    that carry a state."""
     found: dict[str, tuple[str, str | None]] = {}
     hints = Hints.of(raw, {tensor.name: tensor.shape for tensor in tensors})
     for tensor in tensors:
@@ -172,52 +197,40 @@ def named_roles(raw: Mapping[str, Any], tensors: Sequence[OpaqueTensor]) -> dict
 
 
 def may_be_linear(tensor: OpaqueTensor) -> bool:
-    """Whether a tensor has the shape, type and name that the weight of a linear has."""
+    """Whether a tensor has the shape, type and name of a linear's weight."""
     matrix = len(tensor.shape) == 2 and 0 not in tensor.shape and tensor.name.endswith(".weight")
     return matrix and tensor.dtype in _FLOAT_TYPES
 
 
 def carried_modules(config: ModelConfig) -> list[str]:
-    """The modules whose weights are carried though they may be those of linears that only some readers know, such as
-    further layers that predict tokens; none of a model that runs."""
+    """The modules whose weights are copied although they may be linears in some readers, such as layers that predict
+    further tokens; none for a model that runs."""
     return [tensor.module for tensor in config.tensors or () if not tensor.role and may_be_linear(tensor)]
 
 
 def is_extra_layer(name: str, raw: Mapping[str, Any]) -> bool:
-    """Whether a tensor is in a layer that predicts further tokens: beyond those that a config.json counts, or so
-    named."""
+    """Whether a tensor is in a layer that predicts further tokens: by its name, or beyond a config.json's layers."""
     text, parts = _language(raw), name.split(".")
     if not _EXTRA.isdisjoint(parts):
         return True
-    count = _whole(text, "num_hidden_layers", "n_layer", "num_layers")
+    count = _size(text, "num_hidden_layers", "n_layer", "num_layers")
     at = parts.index("layers") + 1 if "layers" in parts[:-1] else 0
     language = all(part in _BEFORE_LAYERS for part in parts[: max(0, at - 1)])
     return bool(count and at and language and parts[at].isdecimal() and int(parts[at]) >= count)
 
 
 def is_table(name: str) -> bool:
-    """Whether a tensor's name is that of an embedding, a norm, a convolution or a table of positions."""
+    """Whether a tensor is an embedding, a norm, a convolution or a table of positions, by its name."""
     return _TABLE.search(".".join(name.removesuffix(".weight").split(".")[-2:])) is not None
 
 
-def _expert_counts(raw: Mapping[str, Any]) -> frozenset[int]:
-    """How many experts a config.json says that mixtures have."""
-    values = (part.get(key) for part in (raw, _language(raw)) for key in _EXPERTS)
-    return frozenset(one for one in values if type(one) is int and one > 1)
-
-
 def is_tied(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that the output head is the embedding."""
+    """Whether the output head is the embedding, by a config.json."""
     return any(part.get("tie_word_embeddings") is True for part in (raw, _language(raw)))
 
 
-def _has_language_part(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json sets the part for language apart from others."""
-    return any(isinstance(raw.get(key), dict) for key in (*_LANGUAGE, "vision_config", "audio_config"))
-
-
 def with_dtype(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A config.json of the same model in another float type, wherever it names one."""
+    """A config.json of the same model with another float type, in all places that state one."""
     found: dict[str, Any] = {}
     for key, value in raw.items():
         if isinstance(value, dict):
@@ -228,12 +241,12 @@ def with_dtype(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _language(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the part for language, which may be all of it."""
+    """The settings of the language model, which may be the whole config.json."""
     return next((raw[key] for key in _LANGUAGE if isinstance(raw.get(key), dict)), raw)
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    """What a config.json calls the model."""
+    """The model's architecture in a config.json."""
     classes = raw.get("architectures")
     names = [raw.get("model_type"), *(classes if isinstance(classes, list) else [])]
     return next((name for name in names if isinstance(name, str) and name), "unknown")
@@ -246,8 +259,8 @@ def _block(name: str) -> str | None:
     return None if place is None else ".".join(parts[: place + 1])
 
 
-def _whole(values: Mapping[str, Any], *keys: str) -> int:
-    """The first of some sizes that is there; 0 if none is."""
+def _size(values: Mapping[str, Any], *keys: str) -> int:
+    """The first size that exists; 0 if there is none."""
     found = (values.get(key) for key in keys)
     return next((one for one in found if type(one) is int and 0 <= one <= MAX_CONTEXT), 0)
 
@@ -255,7 +268,7 @@ def _whole(values: Mapping[str, Any], *keys: str) -> int:
 def _dtype(
     raw: Mapping[str, Any], text: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> str:  # fmt: skip
-    """The float type that a config.json names; else the one that most numbers have."""
+    """The float type that a config.json states; otherwise the one of most elements."""
     for values in (raw, text):
         for key in _DTYPE_KEYS:
             named = values.get(key)
@@ -265,3 +278,37 @@ def _dtype(
     for shape, dtype in tensors.values():
         counts[dtype] += math.prod(shape) if dtype in _FLOAT_TYPES else 0
     return max(_FLOAT_TYPES, key=lambda dtype: counts[dtype])
+
+
+def recurrent_modules(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
+    """The names of all modules that carry a state from token to token: linear attention, state spaces and short
+    convolutions.
+
+    Rounding errors there accumulate in the state: published models with 4 bits in it write garbage
+    (openvinotoolkit/nncf#4217, huggingface/optimum-intel#1722).
+
+    Args:
+        shapes: of all tensors of a model, by name, in any layout.
+    """
+    found = set()
+    for name, shape in shapes.items():
+        parts = name.split(".")
+        for index in range(max(0, len(parts) - 2), len(parts)):  # the tensor, and its module
+            if parts[index] in _STATE_MARKS:
+                found.add(".".join(parts[:index]))
+        for index, part in enumerate(parts):
+            if part in _STATE_NAMES and any(map(str.isdecimal, parts[:index])):
+                found.add(".".join(parts[: index + 1]))
+        short = len(shape) == 3 and shape[1:] in _SHORT_FILTERS and parts[-1] == "weight"
+        if short and len(parts) > 2 and "conv" in parts[-2]:
+            *layer, own = parts[:-2]
+            if any(map(str.isdecimal, layer)) and not own.isdecimal():
+                found.add(".".join(parts[:-2]))
+    return frozenset(found - {""})
+
+
+def is_within(module: str, modules: Set[str]) -> bool:
+    """Whether a module is one of some modules, or inside one."""
+    while module and module not in modules:
+        module = module.rpartition(".")[0]
+    return bool(module)

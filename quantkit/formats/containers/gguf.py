@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.gguf import gguf_tensors
-from quantkit.architectures.gguf_metadata import metadata_of, notes_of
+from quantkit.architectures.gguf_config import metadata_of, notes_of
 from quantkit.architectures.gguf_rope import rope_tensors
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import UnsupportedError

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.disk import DiskTensor, Place
 from quantkit.architectures.gguf import ROPE_TENSORS, gguf_tensors, keeps_float32, stored_offset
-from quantkit.architectures.gguf_config import MODEL_TYPE, config_of
-from quantkit.architectures.gguf_metadata import notes_of
+from quantkit.architectures.gguf_config import MODEL_TYPE, config_of, notes_of
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.gguf_parts import read_parts

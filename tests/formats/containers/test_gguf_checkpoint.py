@@ -22,7 +22,7 @@ from test_gguf_config import CASES
 from torch import Tensor
 
 import quantkit
-from quantkit.architectures.gguf_metadata import metadata_of
+from quantkit.architectures.gguf_config import metadata_of
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import linear_columns
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
