@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quantkit.errors import QuantkitError, RequestError
-from quantkit.files.hub import SECONDS, UnknownError, call_in_time, short
+from quantkit.files.hub import SECONDS, call_in_time, short
 from quantkit.files.hub_answers import checked_answers, checked_commit
 
 _TEXT = "text"  # the key or column that holds a document
@@ -191,10 +191,8 @@ def _revision(name: str, path: str) -> str:
     try:
         info = call_in_time(lambda: HfApi().dataset_info(name, timeout=SECONDS, expand=["sha"]), path, "dataset")
     except RequestError as error:
-        raise (RequestError if isinstance(error, UnknownError) else type(error))(
-            f"no such file, and {error.problem}", path=path,
-            hint=error.hint if isinstance(error, UnknownError) else "give a file of plain text, JSON lines or Parquet",
-        ) from error  # fmt: skip
+        hint = error.hint or "give a file of plain text, JSON lines or Parquet"
+        raise type(error)(f"no such file, and {error.problem}", path=path, hint=hint) from error
     return checked_commit(info.sha, path)
 
 

@@ -87,7 +87,11 @@ def read_header(path: Path) -> GgufHeader:
         if key in metadata:
             cursor.fail(f"the metadata key '{key:.80}' comes twice")
         metadata[key] = cursor.value(key)
-    alignment = _alignment(metadata, path)
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise CheckpointError(
+            "general.alignment is no power of two", path=path, found=shown(alignment), expected=f"such as {ALIGNMENT}"
+        )
     cursor.require(tensor_count, 24, f"{tensor_count} tensors")
     listed = [_listed(cursor) for _ in range(tensor_count)]
     tensors = _placed(listed, _padded(cursor.position, alignment), alignment, cursor)
@@ -229,15 +233,6 @@ def _version(cursor: _Cursor) -> int:
     return version
 
 
-def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
-    found = metadata.get("general.alignment", ALIGNMENT)
-    if type(found) is not int or not 0 < found <= _MAX_ALIGNMENT or found & (found - 1):
-        raise CheckpointError(
-            "general.alignment is no power of two", path=path, found=shown(found), expected=f"such as {ALIGNMENT}"
-        )
-    return found
-
-
 def _listed(cursor: _Cursor) -> GgufTensor:
     """One row of the table; its offset is from the start of the data."""
     name = cursor.text("a tensor's name")
@@ -332,8 +327,8 @@ def _packed(key: str, kind: ValueType, values: Sequence[Any]) -> bytes:
         raise ValueError(f"{key}: {error}") from error
 
 
-def _kind_of(key: str, value: Any, whole: ValueType) -> ValueType:
-    kinds = {str: ValueType.STRING, bool: ValueType.BOOL, float: ValueType.FLOAT32, int: whole}
+def _kind_of(key: str, value: Any, integer: ValueType) -> ValueType:
+    kinds = {str: ValueType.STRING, bool: ValueType.BOOL, float: ValueType.FLOAT32, int: integer}
     if type(value) not in kinds:
         raise ValueError(f"{key}: GGUF has no {type(value).__name__}")
     return kinds[type(value)]

@@ -47,12 +47,12 @@ def read_parts(path: Path) -> list[GgufHeader]:
     header = read_header(path)
     if header.split is None or header.split.count == 1:
         if split_count(path.name) > 1:
-            raise CheckpointError("is called a part of a model, and says that it is a whole one", path=path)
+            raise CheckpointError("has the name of a part of a model, and is a whole one", path=path)
         return [header]
     stem, (index, count) = split_stem(path.name), (header.split.index, header.split.count)
     if stem is None or path.name != split_name(stem, index, count):
         raise CheckpointError(
-            f"is part {index + 1} of {count} of a model, and is not called so", path=path,
+            f"is part {index + 1} of {count} of a model, and has another name", path=path,
             expected=split_name(stem or path.stem, index, count),
         )  # fmt: skip
     found = []
@@ -70,10 +70,7 @@ def read_parts(path: Path) -> list[GgufHeader]:
 
 
 def _require_whole(parts: Iterable[GgufHeader]) -> None:
-    """
-    Raises:
-        CheckpointError: if the parts have a tensor twice, or another number of tensors than each of them says.
-    """
+    """Refuse parts with a tensor twice, or another number of tensors than each of them states."""
     names: dict[str, Path] = {}
     for part in parts:
         for name in part.tensors:

@@ -41,10 +41,6 @@ SPELLING = "hf:owner/name, hf:owner/name/FILE.gguf, or either with @revision"
 """How users spell a model on the hub, for messages and help."""
 
 
-class UnknownError(RequestError):
-    """The hub knows no such repository."""
-
-
 _Answer = TypeVar("_Answer")
 _PART = r"[A-Za-z0-9][\w.-]*"
 _REVISION = r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*"  # it becomes a path in the cache: no part is ".."
@@ -124,7 +120,11 @@ def download(model: HubModel) -> Path:
         except RequestError as error:
             if not isinstance(error, UnreachableError) and not HF_HUB_OFFLINE:
                 raise
-            found = _cached(model, error)
+            complete = CachedModel(model.name, model.file).complete(model.revision)
+            if complete is None:
+                raise
+            folder, names = complete
+            found = _opened(folder, model, needed_files(names, model))
             if not HF_HUB_OFFLINE:
                 _log.warning("%s: the hub cannot be reached; the cached model is used", model)
             return found
@@ -147,22 +147,26 @@ def needed_files(names: Collection[str], model: HubModel) -> list[str]:
         RequestError: if the repository has no weights that quantkit reads, or several GGUF models.
     """
     side_files = [name for name in names if _SIDE_FILES.fullmatch(name) and not name.endswith(_INDEX)]
+    models: dict[str, list[str]] = {}  # files of GGUF models; the parts of a split model together
+    for name in sorted(names):
+        if name.lower().endswith(".gguf"):
+            models.setdefault(_SPLIT.sub("", name), []).append(name)
     if model.file is not None:
         if model.file not in names:
             raise RequestError("the repository has no such file", path=str(model), found=shown(model.file))
-        return _parts(model.file, names)
+        return models[_SPLIT.sub("", model.file)]
     for kind in _WEIGHTS:
         found = [name for name in names if kind.fullmatch(name)]
         if not all(name.endswith(_INDEX) for name in found):
             return sorted({*side_files, *found})
-    first = sorted({_parts(name, names)[0] for name in names if name.lower().endswith(".gguf")})
-    if len(first) > 1:
+    if len(models) > 1:
+        first = min(found[0] for found in models.values())
         raise RequestError(
-            "the repository has several GGUF models", path=str(model), found=f"{len(first)}, such as {first[0]}",
-            expected=f"one of them: {HubModel(model.name, first[0], model.revision)}",
+            "the repository has several GGUF models", path=str(model), found=f"{len(models)}, such as {first}",
+            expected=f"one of them: {HubModel(model.name, first, model.revision)}",
         )  # fmt: skip
-    if first:
-        return sorted({*side_files, *_parts(first[0], names)})
+    if models:
+        return sorted({*side_files, *next(iter(models.values()))})
     if "adapter_config.json" in names:
         return side_files  # opening it reports what is missing
     raise RequestError("the repository has no weights that are read", path=str(model))
@@ -281,33 +285,12 @@ def _fetch(model: HubModel, commit: str, files: Sequence[HubFile], checked: Coll
         ended.set()
 
 
-def _cached(model: HubModel, unreachable: RequestError) -> Path:
-    """A complete model in the cache.
-
-    Raises:
-        RequestError: `unreachable`, if there is none.
-    """
-    found = CachedModel(model.name, model.file).complete(model.revision)
-    if found is None:
-        raise unreachable
-    folder, names = found
-    return _opened(folder, model, needed_files(names, model))
-
-
 def _opened(folder: Path, model: HubModel, wanted: Sequence[str]) -> Path:
     """The path to open: the folder of a snapshot, or a GGUF file in it."""
     if model.file is not None:
         return folder / model.file
     gguf = [name for name in wanted if name.lower().endswith(".gguf")]
     return folder / gguf[0] if gguf else folder
-
-
-def _parts(file: str, names: Collection[str]) -> list[str]:
-    """All files of the GGUF model that one file belongs to."""
-    stem = _SPLIT.sub("", file)
-    if stem == file:
-        return [file]
-    return sorted(name for name in names if _SPLIT.search(name) and _SPLIT.sub("", name) == stem)
 
 
 def _require_space(size: int, model: HubModel) -> None:

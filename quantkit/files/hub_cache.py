@@ -108,7 +108,13 @@ class CachedModel:
         source = SourceFile(path)
         if checked and source.size == file.size:
             return
-        digest = _digest(source, file)
+        if len(file.digest) == hashlib.sha256().digest_size * 2:
+            digest = source.sha256()
+        else:
+            start = b"blob %d\0" % source.size  # see git hash-object
+            with source.stream() as stream:
+                sha1 = hashlib.file_digest(stream, lambda: hashlib.sha1(start, usedforsecurity=False))
+            digest = sha1.hexdigest()
         if (source.size, digest) == (file.size, file.digest):
             return
         is_size = source.size != file.size
@@ -125,12 +131,3 @@ class CachedModel:
             if blob.samefile(path):
                 blob.unlink()
         return f"delete {real}, and try again" if real.exists() else "it was removed from the cache; try again"
-
-
-def _digest(source: SourceFile, file: HubFile) -> str:
-    """A file's hash, of the announced kind."""
-    if len(file.digest) == hashlib.sha256().digest_size * 2:
-        return source.sha256()
-    start = b"blob %d\0" % source.size  # see git hash-object
-    with source.stream() as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.sha1(start, usedforsecurity=False)).hexdigest()

@@ -130,9 +130,6 @@ class Unpickler:
         items = [self._stack.pop() for _ in range(count)]
         self._push(tuple(reversed(items)))
 
-    def _put(self, index: int) -> None:
-        self._memo[index] = self._stack[-1]
-
     def _append(self, items: list[Any]) -> None:
         values = self._pop(list)
         values.extend(items)
@@ -192,32 +189,25 @@ def damaged(path: Path, error: Exception) -> CheckpointError:
     return damaged_file(f"cannot be read: {detail}", path)
 
 
-def _other(name: str) -> Callable[..., Any]:
-    return lambda *arguments: Other(name)
-
-
 def _ordered(*arguments: Any) -> dict[Any, Any]:
     if arguments:
         raise ValueError("an ordered dictionary that is not filled item by item")
     return {}
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any) -> Reference:
-    return _view(storage, storage.dtype, offset, shape, stride)
-
-
-def _tensor_v2(
-    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, metadata: Any = None
+def _tensor(
+    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any = None, hooks: Any = None,
+    metadata: Any = None,
 ) -> Reference | Other:  # fmt: skip
-    if metadata:
-        return Other("a conjugate or negated view")
-    return _view(storage, storage.dtype, offset, shape, stride)
+    """torch's ``_rebuild_tensor`` and ``_rebuild_tensor_v2``."""
+    return Other("a conjugate or negated view") if metadata else _view(storage, storage.dtype, offset, shape, stride)
 
 
-def _tensor_v3(
+def _typed_tensor(
     storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any,
     metadata: Any = None,
 ) -> Reference | Other:  # fmt: skip
+    """torch's ``_rebuild_tensor_v3``."""
     if not isinstance(dtype, DType):
         raise TypeError("a tensor's type is no dtype")
     return Other("a conjugate or negated view") if metadata else _view(storage, dtype, offset, shape, stride)
@@ -235,10 +225,6 @@ def _view(storage: Any, dtype: DType, offset: Any, shape: Any, stride: Any) -> R
     return found
 
 
-def _parameter(data: Any, *rest: Any) -> Any:
-    return data
-
-
 def _with_attributes(function: Any, kind: Any, arguments: Any, *rest: Any) -> Any:
     """torch's ``_rebuild_from_type_v2``: a tensor that has attributes."""
     if kind is not _FUNCTIONS["torch.Tensor"] and kind is not _FUNCTIONS["torch.nn.parameter.Parameter"]:
@@ -246,13 +232,13 @@ def _with_attributes(function: Any, kind: Any, arguments: Any, *rest: Any) -> An
     return function(*arguments)
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {name: _other(name) for name in _OTHERS} | {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {name: lambda *arguments, _name=name: Other(_name) for name in _OTHERS} | {
     "collections.OrderedDict": _ordered,
     "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor_v2,
-    "torch._utils._rebuild_tensor_v3": _tensor_v3,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _typed_tensor,
+    "torch._utils._rebuild_parameter": lambda data, *rest: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *rest: data,
     "torch._tensor._rebuild_from_type_v2": _with_attributes,
 }
 _OPCODES: dict[str, Callable[[Unpickler, Any], object]] = {
@@ -275,7 +261,7 @@ _OPCODES: dict[str, Callable[[Unpickler, Any], object]] = {
     "APPENDS": lambda u, _: u._append(u._since_mark()),
     "SETITEM": lambda u, _: u._set([u._stack.pop(-2), u._stack.pop()]),
     "SETITEMS": lambda u, _: u._set(u._since_mark()),
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), Unpickler._put),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), lambda u, index: u._memo.update({index: u._stack[-1]})),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda u, index: u._push(u._memo[index])),
     "GLOBAL": Unpickler._global,
     "BINPERSID": lambda u, _: u._storage(),

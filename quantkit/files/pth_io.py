@@ -160,19 +160,14 @@ def _expected_size(source: SourceFile) -> int:
         if fields[0] != 0x04034B50 or start > source.size:
             break
         if position == 0:
-            size = max(size, _storage_bytes(source, start))
+            pickled = io.BytesIO(source.read(start, min(source.size - start, MAX_BYTES)))
+            unpickler = Unpickler(pickled, source.path)
+            with contextlib.suppress(CheckpointError):
+                unpickler.load()
+            size = max(size, sum(storage.nbytes for storage in unpickler.storages.values()))
         extra = source.read(start - fields[10], fields[10])
         length = fields[8]
         if length == _FULL and extra[:2] == b"\x01\x00" and len(extra) >= 12:
             length = struct.unpack("<Q", extra[4:12])[0]
         position = start + length
     return max(position + _TAIL_BYTES, size + 1)
-
-
-def _storage_bytes(source: SourceFile, start: int) -> int:
-    """The size of all storages in the pickle at `start`, as far as it can be read."""
-    pickled = io.BytesIO(source.read(start, min(source.size - start, MAX_BYTES)))
-    unpickler = Unpickler(pickled, source.path)
-    with contextlib.suppress(CheckpointError):
-        unpickler.load()
-    return sum(storage.nbytes for storage in unpickler.storages.values())

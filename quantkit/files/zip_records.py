@@ -88,7 +88,9 @@ class ZipRecords:
                 raise self._contradiction(record.name, "is there twice")
             self._records[record.name] = record
             position = record.start + info.compress_size
-        self.checksums = self._checksums()
+        self.checksums: list[Checksum] | None = None
+        if any(record.crc for record in self._records.values()):
+            self.checksums = [Checksum(r.name, r.start, r.stop, r.crc) for r in self._records.values() if r.stored]
 
     def _require_plain(self, listed: list[zipfile.ZipInfo], directory: int) -> None:
         """Refuse a directory with comments, of several disks, or not at the end of the file: torch writes none, and
@@ -183,11 +185,6 @@ class ZipRecords:
         if as_it_is and info.file_size != info.compress_size:
             raise self._contradiction(name, "is stored in two sizes")
         return Record(name, data, info.compress_size, info.CRC, as_it_is)
-
-    def _checksums(self) -> list[Checksum] | None:
-        if not any(record.crc for record in self._records.values()):
-            return None
-        return [Checksum(r.name, r.start, r.stop, r.crc) for r in self._records.values() if r.stored]
 
     def _contradiction(self, name: str, problem: str) -> CheckpointError:
         return damaged_file(f"record '{name}' {problem}", self._file.path)

@@ -258,7 +258,7 @@ def test_all_parts_of_a_split_model_are_read(tmp_path: Path) -> None:
         open_checkpoint(parts[0])
     parts[1].write_bytes(content)
     parts[2].rename(tmp_path / "last.gguf")
-    with pytest.raises(CheckpointError, match="is part 3 of 3 of a model, and is not called so"):
+    with pytest.raises(CheckpointError, match="is part 3 of 3 of a model, and has another name"):
         open_checkpoint(tmp_path / "last.gguf")
 
 
