@@ -268,9 +268,7 @@ def _block_errors(
 def _head_gradients(hidden: Tensor, head: Tensor, config: ModelConfig, first: int) -> Tensor:
     """Gradients by hidden states [B, T, D] of minus the log probability of a token drawn at each of them.
 
-    Args:
-        head: [V, D], of any float type.
-        first: the seed of the first sample's tokens, so that they do not depend on the number of processes.
+    The head is [V, D]; `first` is the seed of the first sample, so that tokens do not depend on the processes' number.
     """
     found = torch.empty_like(hidden)
     for index, states in enumerate(hidden):

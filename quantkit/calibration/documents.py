@@ -163,10 +163,7 @@ def _require_text(names: Collection[str], path: str | Path) -> None:
 
 
 def _joined(documents: Iterable[object], limit: int) -> str:
-    """The documents with an empty line between any two, cut after `limit` bytes of UTF-8; None is an empty document.
-
-    No more documents are read than necessary. A document that is not a string is a ValueError.
-    """
+    """The documents, separated by empty lines and cut after `limit` bytes of UTF-8; None is an empty document."""
     parts: list[bytes] = []
     size = 0
     for number, document in enumerate(documents, 1):

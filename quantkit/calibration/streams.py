@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -161,25 +162,12 @@ class Piece:
     shares: Tensor
 
 
-@dataclass(frozen=True)
-class _Routes:
-    """The router's choice for a batch's tokens.
-
-    Attributes:
-        shares, chosen: the experts' weights and numbers, [N, K].
-        shared: the weight of the shared experts, [N].
-    """
+class _Routes(NamedTuple):
+    """The router's choice for a batch: weights and indices of experts, [N, K]; weights of the shared experts, [N]."""
 
     shares: Tensor
     chosen: Tensor
     shared: Tensor
-
-    def to(self, expert: int | None) -> tuple[Tensor, Tensor]:
-        """The indices of the tokens sent to an expert, and their shares; None is the shared experts."""
-        if expert is None:
-            return torch.arange(len(self.shared)), self.shared
-        tokens, places = (self.chosen == expert).nonzero(as_tuple=True)
-        return tokens, self.shares[tokens, places]
 
 
 class ExpertStreams:
@@ -253,10 +241,15 @@ class ExpertStreams:
         found: list[tuple[int, Tensor, Tensor]] = []
         for index in indexes:
             routes = self._routes[stream][index]
-            tokens, shares = routes.to(None if all_tokens else expert)
+            if all_tokens or expert is None:
+                tokens = torch.arange(len(routes.shared))
+                shares = torch.ones_like(routes.shared) if all_tokens else routes.shared
+            else:
+                tokens, places = (routes.chosen == expert).nonzero(as_tuple=True)
+                shares = routes.shares[tokens, places]
             if not len(tokens):
                 continue
-            found.append((index, tokens, torch.ones_like(shares) if all_tokens else shares))
+            found.append((index, tokens, shares))
             if sum(len(own) for _, own, _ in found) >= _MIN_ROWS:
                 yield found
                 found = []
