@@ -139,14 +139,7 @@ def evaluate(
                 measured[text.name] = TextMeasures(
                     stream.tokens, documents, perplexity.value, divergence, perplexity.error, ratio_error, own
                 )
-        answers: list[tuple[dict[str, TaskScore], list[str]]] = [({}, []) for _ in models]
-        for index, model in enumerate(models if tasks else []):
-            report = in_phase(progress, f"{model.name}: tasks")
-            report("tasks", 0, len(questions), "tasks")
-            lm = as_lm(
-                model.checkpoint, model.tokenizer, model.rolling_window, device=where, group=group, progress=report
-            )
-            answers[index] = run_tasks(questions, lm), lm.backends
+        answers = [_answers(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
     paces: list[Speed | None] = [None for _ in models]
     for index, model in enumerate(models if speed else []):
         progress("speed", index, len(models), "models")
@@ -223,10 +216,22 @@ def _over_fixed_windows(
     ]
 
 
+_Answers = tuple[dict[str, TaskScore], list[str]]
+
+
+def _answers(
+    model: Model, questions: Sequence[Any], device: torch.device, group: ProcessGroup, progress: Progress
+) -> _Answers:
+    """A model's scores in the tasks, and the backends of its quantized layers there; frees the model."""
+    report = in_phase(progress, f"{model.name}: tasks")
+    report("tasks", 0, len(questions), "tasks")
+    lm = as_lm(model.checkpoint, model.tokenizer, model.rolling_window, device=device, group=group, progress=report)
+    return run_tasks(questions, lm), lm.backends
+
+
 def _row(
-    model: Model, texts: dict[str, TextMeasures], answers: tuple[dict[str, TaskScore], list[str]], speed: Speed | None,
-    errors: dict[str, float],
-) -> Row:  # fmt: skip
+    model: Model, texts: dict[str, TextMeasures], answers: _Answers, speed: Speed | None, errors: dict[str, float]
+) -> Row:
     found = inspect(model.checkpoint.path)
     return Row(
         name=model.name,

@@ -236,7 +236,7 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     reference, other = open_pair(a, b)
     formats = _format(reference), _format(other)
     not_certified = [why for one in (reference, other) if (why := failed_certificate(one.path)) is not None]
-    configs = [replace(one.config, tied_embeddings=False) for one in (reference, other)]  # a tied head may be stored
+    configs = [replace(one.config, tied_embeddings=False) for one in (reference, other)]  # a tied head may be separate
     problems = [f"the configs differ: {difference}" for difference in configs[0].differences(configs[1])]
     comparable, runnable = not problems, reference.config.runnable
     kv_cache = one_sided(reference.kv_cache, other.kv_cache, (reference.path, other.path))
