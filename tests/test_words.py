@@ -7,7 +7,7 @@ from pathlib import Path
 import check_words
 import pytest
 
-DONE = ["evals", "kernels", "scripts"]
+DONE = ["evals", "kernels", "quantkit/doctor", "quantkit/formats", "scripts"]
 """Folders without findings. Once all are clean: ``DONE: list[str] = []``, which stands for the whole repository."""
 
 

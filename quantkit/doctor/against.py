@@ -1,4 +1,4 @@
-"""How far each linear is from its float source, and which tensors changed that should not have."""
+"""Compare each linear with its float source, and find tensors that changed although they should not have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quantkit.quality.bounds import coarsest, same_bits, same_but_rounded, weigh
 from quantkit.tensors.qtensor import QuantTensor, float_rows, frobenius, row_chunks
 
 _TIMES_USUAL = 3.0
-"""How many times the error that is usual in a model a weight may have whose scheme is not told in codes."""
+"""The largest error, in multiples of the model's median, of a weight in codes that are read as floats."""
 
 
 def check(folder: Folder, source: Path, progress: Progress) -> tuple[list[Finding], list[LayerError]]:
@@ -51,13 +51,13 @@ def check(folder: Folder, source: Path, progress: Progress) -> tuple[list[Findin
     compared = _Comparison(reference, patient)
     try:
         findings = list(compared.findings(progress))
-    except QuantkitError as error:  # of a part that is only read now
+    except QuantkitError as error:  # in a part that is read only now
         findings = [finding("other-model", where, str(error))]
     return findings, sorted(compared.layers, key=lambda layer: -layer.error)
 
 
 class _Comparison:
-    """Of a model with its source, tensor by tensor."""
+    """A comparison of a model with its source, tensor by tensor."""
 
     def __init__(self, reference: StoredCheckpoint, patient: StoredCheckpoint) -> None:
         self.reference, self.patient = reference, patient
@@ -67,7 +67,6 @@ class _Comparison:
         self._coarsest = coarsest(found) if found else None
 
     def findings(self, progress: Progress) -> Iterator[Finding]:
-        """What is wrong."""
         listed = parameters(replace(self.reference.config, tied_embeddings=False))
         for index, parameter in enumerate(listed):
             progress("against", index, len(listed), "tensors")
@@ -102,14 +101,14 @@ class _Comparison:
         return before.dtype != after.dtype and before.dim() > 0 and same_but_rounded(before, after)
 
     def _is_encoded(self, name: str) -> bool:
-        """Whether a weight lies as codes that are read as floats."""
+        """Whether a weight is stored as codes that are read as floats."""
         stored = _stored_name(self.patient, name)
         spec = self.patient.info(stored)
         return self.patient.stored_bytes(stored) != StoredTensor(stored, spec.dtype, spec.shape).nbytes
 
 
 def _stored_name(checkpoint: StoredCheckpoint, name: str) -> str:
-    """A tied head is the embedding."""
+    """The name of the tensor; that of the embedding for a tied head."""
     tied = name == "lm_head.weight" and checkpoint.config.tied_embeddings
     return "model.embed_tokens.weight" if tied else name
 

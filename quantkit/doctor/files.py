@@ -22,9 +22,9 @@ def check(folder: Folder) -> Iterator[Finding]:
         kinds = "*.safetensors, pytorch_model*.bin, consolidated.*.pth or *.gguf"
         yield finding("no-weights", folder.path.name, f"no {kinds}")
     for name in folder.dead if folder.kind != "gguf" else ():
-        yield finding("not-a-file", name, _lies_there(folder.root / name))
+        yield finding("not-a-file", name, _file_kind(folder.root / name))
     for problem in folder.problems:
-        yield _told(folder, problem)
+        yield _unreadable(folder, problem)
     if folder.kind in ("safetensors", "bin") and CONFIG not in folder.names:
         yield finding("no-config", CONFIG, "nothing says what the model is")
     if folder.index is not None:
@@ -34,26 +34,22 @@ def check(folder: Folder) -> Iterator[Finding]:
             yield finding("tensor-twice", name, f"in {first} and in {second}")
         if _is_unlisted(folder):
             first = folder.listed[0].name
-            yield finding(
-                "no-index",
-                first,
-                f"and {len(folder.listed) - 1} more, and no index"
-                if folder.listed[1:]
-                else f"alone, expected {_ALONE[folder.kind]}",
-            )
+            more = len(folder.listed) - 1
+            what = f"and {more} more, and no index" if more else f"alone, expected {_ALONE[folder.kind]}"
+            yield finding("no-index", first, what)
     for path in folder.stray:
         yield finding("stray-file", path.name, "is not in the index")
 
 
 def _is_unlisted(folder: Folder) -> bool:
-    """Whether whole files of weights are no single one with the name that is looked for, nor told by an index."""
+    """Whether the files of weights are complete, yet neither listed in an index nor one file with the usual name."""
     if folder.kind not in _ALONE or not folder.complete or folder.problems or folder.dead or folder.twice:
         return False
     return [one.name for one in folder.listed] != [_ALONE[folder.kind]]
 
 
 def check_opened(folder: Folder) -> Iterator[Finding]:
-    """What a strict reader has against a folder or file in which nothing else was found."""
+    """Why quantkit refuses to open a folder or file in which nothing else was found."""
     try:
         open_checkpoint(folder.listed[0] if folder.kind == "gguf" else folder.root)
     except UnsupportedError:
@@ -62,14 +58,13 @@ def check_opened(folder: Folder) -> Iterator[Finding]:
         yield finding("refused", folder.path.name, str(error))
 
 
-def _told(folder: Folder, problem: Problem) -> Finding:
-    """A file that could not be read."""
+def _unreadable(folder: Folder, problem: Problem) -> Finding:
     error, name = problem.error, problem.path.name
     if not folder.is_listed(problem.path):
         return finding("damaged-index" if name.endswith(".index.json") else "damaged-json", name, _facts(problem))
     text = error.problem
     if problem.path.name in folder.names and not problem.path.is_file():
-        return finding("not-a-file", name, _lies_there(problem.path))
+        return finding("not-a-file", name, _file_kind(problem.path))
     if not problem.path.exists():
         known = folder.index is not None
         return finding("missing-file", name, "the index names it" if known else "its set has more parts than are there")
@@ -80,7 +75,7 @@ def _told(folder: Folder, problem: Problem) -> Finding:
     return finding("truncated-file" if "truncated" in text else "damaged-file", name, _facts(problem))
 
 
-def _lies_there(path: Path) -> str:
+def _file_kind(path: Path) -> str:
     if path.is_symlink() and not path.exists():
         return "a link that leads nowhere"
     return "a folder" if path.is_dir() else "no regular file"
@@ -98,12 +93,12 @@ def _index(folder: Folder) -> Iterator[Finding]:
     assert folder.index is not None
     for name, file in folder.index.items():
         if not isinstance(file, str) or not may_hold_weights(file):
-            yield finding("damaged-index", name, f"the index sends it to no file of weights here: {shown(file)}")
+            yield finding("damaged-index", name, f"the index names no file of weights here: {shown(file)}")
         elif file in folder.files and name not in folder.files[file].tensors:
             yield finding("stale-index", name, f"the index has it in {file}, which lacks it")
     for file, opened in folder.files.items():
         for name in opened.tensors:
             if folder.index.get(name) != file:
-                told = folder.index.get(name)
-                where = f"in {told} by the index" if told else "not in the index"
-                yield finding("stale-index", name, f"lies in {file}, and is {where}")
+                stated = folder.index.get(name)
+                where = f"in {stated} by the index" if stated else "not in the index"
+                yield finding("stale-index", name, f"is in {file}, and {where}")

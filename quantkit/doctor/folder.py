@@ -1,4 +1,4 @@
-"""A view of anybody's folder or file that nothing breaks: what can be read of it is there, what cannot is listed."""
+"""What is in a model's folder or file, whoever made it: what can be read, and a list of what cannot."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _SMALL = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt", "tekken.json",
     "quantize_config.json", "quant_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
 )  # fmt: skip
-"""Files beside the weights that readers look for."""
-_LONGEST = 255  # bytes of a file's name
+"""Files next to the weights that readers look for."""
+_MAX_NAME = 255  # bytes of a file's name
 _NAMED = {
     "safetensors": re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
     "bin": re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin"),
@@ -41,7 +41,7 @@ _NAMED = {
 _ALONE = re.compile(r"model.*\.(pth|pt)")  # gpt-fast's
 _PART = re.compile(r"-(\d+)-of-(\d+)\.")
 _ADAPTER = "adapter_config.json"
-_MOST_FILES = 4096
+_MAX_FILES = 4096
 
 
 @dataclass(frozen=True)
@@ -53,24 +53,24 @@ class Problem:
 
 
 class Folder:
-    """What lies at a path, from headers alone.
+    """What is at a path; only headers are read.
 
     Attributes:
-        path: as it was given.
-        root: the folder with the files beside the weights.
-        kind: ``safetensors``, ``bin``, ``meta`` or ``mistral``: of the weights that are looked at; ``file`` of one
-            file alone; ``gguf``; empty where there are none.
-        config: of config.json; empty where there is none, or it is damaged.
-        settings: of the quantization, wherever the folder has them; None of floats.
-        index: which file holds which tensor, by the index; None where there is none that can be read.
-        listed: the files of weights that belong to the model, whether or not they are there.
-        dead: small files that are there, and are links that lead nowhere, pipes or folders.
-        stray: other files of the same kind that lie beside them.
-        others: further models that lie there, and are not looked at.
-        files: those that could be read.
-        headers: those of GGUF files that could be read.
-        stored, homes: the tensors of these, and where each lies.
-        twice: tensors that lie in two files, and which.
+        path: the path as it was passed.
+        root: the folder with the files next to the weights.
+        kind: of the weights that are checked: ``safetensors``, ``bin``, ``meta``, ``mistral`` or ``gguf``; ``file`` for
+            a single file; empty if there are none.
+        config: config.json; empty if it is missing or damaged.
+        settings: of the quantization, wherever the folder has them; None for floats.
+        index: the file of each tensor, as the index says; None if there is none that can be read.
+        listed: the files of weights that belong to the model, whether or not they exist.
+        dead: small files that are broken links, pipes or folders.
+        stray: other files of the same kind next to them.
+        others: further models there, which are not checked.
+        files: files of weights that could be read.
+        headers: of GGUF files that could be read.
+        stored, homes: their tensors, and the file of each.
+        twice: tensors that are in two files, and which.
         problems: what could not be read.
     """
 
@@ -98,12 +98,12 @@ class Folder:
         self.dead = [name for name in _SMALL if name in self.names and not (self.root / name).is_file()]
         self.kind, self.listed = self._weights(found)
         self._belong = set(self.listed)
-        for one in self.listed[:_MOST_FILES]:
+        for one in self.listed[:_MAX_FILES]:
             self._open(one)
 
     @property
     def method(self) -> str | None:
-        """How the folder is quantized, by ``quant_method``; None where nothing says so."""
+        """``quant_method``; None if nothing says that the folder is quantized."""
         if self.settings is None:
             return None
         stated = self.settings.get("quant_method")
@@ -122,11 +122,11 @@ class Folder:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it is what was trained beside a model, alone."""
+        """Whether it is an adapter without its model."""
         return not self.listed and _ADAPTER in self.names
 
     def in_unread_file(self, name: str) -> bool:
-        """Whether a tensor may lie in a file that could not be read."""
+        """Whether a tensor may be in a file that could not be read."""
         if self.complete:
             return False
         if self.index is None:
@@ -134,7 +134,7 @@ class Folder:
         return str(self.index.get(name, "")) not in self.files and name in self.index
 
     def side_json(self, name: str) -> dict[str, Any] | None:
-        """A file of JSON beside the weights; None where there is none.
+        """A JSON file next to the weights; None if there is none.
 
         Raises:
             CheckpointError: if it is damaged.
@@ -211,7 +211,7 @@ class Folder:
         """Files by their names alone, with the parts of their set that are not there."""
         found = dict.fromkeys(named)
         for path in named:
-            if (part := _PART.search(path.name)) is None or int(part[2]) > _MOST_FILES:
+            if (part := _PART.search(path.name)) is None or int(part[2]) > _MAX_FILES:
                 continue
             for number in range(1, int(part[2]) + 1):
                 name = _PART.sub(f"-{number:0{len(part[1])}d}-of-{part[2]}.", path.name)
@@ -223,7 +223,7 @@ class Folder:
         ranked = sorted(found, key=lambda path: ("mmproj" in path.name.lower(), path.name))
         first = ranked[0]
         stem, count = split_stem(first.name), _PART.search(first.name)
-        if stem is None or count is None or int(count[2]) > _MOST_FILES:
+        if stem is None or count is None or int(count[2]) > _MAX_FILES:
             self.others = [path for path in ranked if path != first]
             return [first]
         parts = [first.with_name(split_name(stem, index, int(count[2]))) for index in range(int(count[2]))]
@@ -241,7 +241,7 @@ class Folder:
             return
         self.files[path.name] = file
         for name, tensor in file.tensors.items():
-            if name in self.homes and self.kind != "meta":  # whose shards each hold a part of all
+            if name in self.homes and self.kind != "meta":  # each shard holds a part of every tensor
                 self.twice[name] = self.homes[name].path.name, path.name
                 if self.index is not None and self.index.get(name) != path.name:
                     continue
@@ -255,7 +255,7 @@ def may_hold_weights(name: str) -> bool:
         encoded = os.fsencode(name)
     except UnicodeEncodeError:
         return False
-    plain = not any(one in name for one in "/\\\0") and len(encoded) <= _LONGEST
+    plain = not any(one in name for one in "/\\\0") and len(encoded) <= _MAX_NAME
     return plain and os.path.splitext(name)[1].lower() in _READERS
 
 

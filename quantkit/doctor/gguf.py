@@ -22,7 +22,7 @@ _GEMMA2 = {
     "gemma2.attention.sliding_window_pattern": 1, "gemma2.attn_logit_softcapping": 0,
     "gemma2.final_logit_softcapping": 0,
 }  # fmt: skip
-"""What makes llama.cpp stop, or divide by zero."""
+"""Values with which llama.cpp stops or divides by zero."""
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _EVEN = frozenset(
     {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "qwen2moe",
@@ -45,7 +45,7 @@ def check(folder: Folder) -> Iterator[Finding]:
         yield finding("gguf-keys", where, f"general.architecture is {shown(architecture)}")
         return
     if architecture in ("clip", "mmproj") or metadata.get("general.type") not in (None, "model"):
-        return  # what goes with a model
+        return  # a companion of a model
     yield from _keys(metadata, architecture, where)
     if folder.complete:
         yield from _tensors(metadata, architecture, tensors)
@@ -55,8 +55,8 @@ def check(folder: Folder) -> Iterator[Finding]:
 def _keys(metadata: Mapping[str, Any], architecture: str, where: str) -> Iterator[Finding]:
     for key in _KEYS:
         value = metadata.get(f"{architecture}.{key}")
-        whole = value if isinstance(value, list) else [value]
-        if not whole or not all(type(one) is int and one >= 0 for one in whole):
+        numbers = value if isinstance(value, list) else [value]
+        if not numbers or not all(type(one) is int and one >= 0 for one in numbers):
             said = "is missing" if value is None else f"is {shown(value)}"
             yield finding("gguf-keys", where, f"{architecture}.{key} {said}")
     if not any(f"{architecture}.{key}" in metadata for key in _EPSILONS):

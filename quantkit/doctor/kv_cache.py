@@ -24,7 +24,7 @@ _MAX_BYTES = 1 << 20
 
 
 def check(view: View) -> Iterator[Finding]:
-    """What is wrong with the scheme and scales of the cache; the scales, a few bytes each, are read."""
+    """Check the scheme and the scales of the cache; the scales, a few bytes each, are read."""
     folder = view.folder
     tensors = {name: entry for name in view.stored if (entry := cache_tensor(name)) is not None}
     scales = {name: entry for name, entry in tensors.items() if entry.kind == "scale" and {*entry.parts} & {"k", "v"}}
@@ -63,6 +63,6 @@ def _value(view: View, name: str, entry: CacheTensor) -> Iterator[Finding]:
     try:
         value = view.folder.homes[name].read(name).double()
     except CheckpointError:
-        return  # rules about files tell of it
+        return  # reported by rules about files
     if not value.isfinite().all() or (is_scale and not (value > 0).all()):
         yield finding("kv-scale-value", name, f"found {value.min().item():g}")

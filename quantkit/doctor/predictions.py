@@ -1,4 +1,6 @@
-"""Rules about what a model predicts: it is run on packaged texts, as its config says and in other ways."""
+"""Rules about what a model predicts: it is run on packaged texts, as its config says and with other settings.
+
+Other settings are those that a wrong config has in place of the right ones."""
 
 from __future__ import annotations
 
@@ -35,23 +37,22 @@ from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.tokenizer import Tokenizer
 
 MAX_PARAMETERS = 2 * 10**9
-"""Of a model that is run: minutes on two cores."""
-
+"""The size of a model that is run: minutes on two cores."""
 
 _SPEECH = "speech"
-_BASES = (0.01, 100.0)  # times the config's; what is closer to it predicts nearly the same
-_FEWEST = 32  # tokens of a text
+_BASES = (0.01, 100.0)  # multiples of the config's; closer bases predict nearly the same
+_MIN_TOKENS = 32
 _SURE = 3.0  # standard errors
-_LEAST_GAIN = 0.05  # nats a token; sound models gain at most 0.00 from another reading
+_MIN_GAIN = 0.05  # nats a token; sound models gain at most 0.00 from another reading
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model makes of the packaged texts.
+    """What a model predicts on the packaged texts.
 
     Attributes:
-        figures: what was measured, for people; None where nothing was.
-        left_out: why nothing was measured; None where it was.
+        figures: what was measured, for people; None if nothing was.
+        left_out: why nothing was measured; None if something was.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -63,7 +64,7 @@ def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Pr
     """Run a model, one block in memory at a time.
 
     Args:
-        recorded: its manifest; empty where it has none.
+        recorded: its manifest; empty if it has none.
     """
     try:
         model = open_checkpoint(folder.path)
@@ -85,8 +86,8 @@ def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Pr
 
 
 def _is_text(window: Tensor) -> bool:
-    """Whether tokens [1, T] are those of a text: enough of them, and not one over and over, as of unknown words."""
-    return window.numel() >= _FEWEST and 2 * int(window.flatten().bincount().max()) <= window.numel()
+    """Whether there are enough tokens [1, T], and not mostly the same one, as for unknown words."""
+    return window.numel() >= _MIN_TOKENS and 2 * int(window.flatten().bincount().max()) <= window.numel()
 
 
 class _Run:
@@ -101,8 +102,8 @@ class _Run:
     ) -> None:
         """
         Args:
-            speech, others: a window [1, T] of each text.
-            frequency_loss: what frequencies of tokens make of the first, in nats a token.
+            speech, others: windows [1, T], one for each of the texts.
+            frequency_loss: of the first, as predicted from frequencies of tokens, in nats a token.
         """
         self._model = model
         self._windows = [speech, *others]
@@ -111,7 +112,6 @@ class _Run:
         self.figures: str | None = None
 
     def findings(self, where: str, recorded: Mapping[str, Any]) -> Iterator[Finding]:
-        """What is wrong."""
         checked: SourceCheck | str | None = None
         try:
             own = self._losses(self._windows)
@@ -134,18 +134,18 @@ class _Run:
         return [one.flatten() for one in found]
 
     def _worse_than_source(self, where: str, checked: SourceCheck, recorded: Mapping[str, Any]) -> Iterator[Finding]:
-        """A perplexity that what was done to the model does not explain."""
+        """Compare the perplexity with that of the source, within what quantization explains."""
         source = recorded.get("source_check")
-        source = source if isinstance(source, dict) else {}  # why there was no check
+        source = source if isinstance(source, dict) else {}  # otherwise the reason why there was no check
         before = source.get("perplexity")
         same_text = (source.get("text"), source.get("tokens")) == (checked.text, checked.tokens)
         if not (same_text and isinstance(before, float)):
             return
         found = schemes(self._model).values()
         bound = BOUNDS.get(f"int{coarsest(found).bits}", BOUNDS["int4"]) if found else BOUNDS["bfloat16"]
-        most = before * (1 + 2 * (bound.perplexity_ratio - 1))  # of one window, where bounds are for several
-        if checked.perplexity > most:
-            what = f"perplexity {checked.perplexity:.4g}; its source's was {before:.4g}, and up to {most:.4g} is usual"
+        limit = before * (1 + 2 * (bound.perplexity_ratio - 1))  # for one window, where bounds are for several
+        if checked.perplexity > limit:
+            what = f"perplexity {checked.perplexity:.4g}; its source's was {before:.4g}, and up to {limit:.4g} is usual"
             yield finding("worse-than-source", where, what)
 
     def _poor(self, where: str, loss: float) -> Iterator[Finding]:
@@ -154,10 +154,9 @@ class _Run:
             yield finding("poor-prediction", where, found)
 
     def _other_reading(self, where: str, own: list[Tensor]) -> Iterator[Finding]:
-        """The reading that predicts best, if it predicts the text at all, and better than the config's; tried on one
-        window first."""
+        """The other settings that predict best, if better than the config's; tried on one window first."""
         before = torch.cat(own)
-        best: tuple[float, str] = (_LEAST_GAIN, "")
+        best: tuple[float, str] = (_MIN_GAIN, "")
         for reading in readings(self._model):
             try:
                 (first,) = self._losses(self._windows[:1], reading)
@@ -175,8 +174,10 @@ class _Run:
 
 
 def _frequency_loss(tokenizer: Tokenizer, windows: Tensor) -> float:
-    """What the frequencies of tokens in the rest of the text make of windows [W, T], in nats a token; those that are
-    not in it share what Witten and Bell's estimate (IEEE Trans. Inf. Theory 37, 1991) leaves for them."""
+    """The loss of windows [W, T], in nats a token, as predicted from the frequencies of tokens in the rest of the text.
+
+    Tokens that are not in it share what Witten and Bell's estimate (IEEE Trans. Inf. Theory 37, 1991) leaves for them.
+    """
     rest = Counter(tokenizer.encode(excerpt())[windows.numel() :])
     count, distinct = rest.total(), len(rest)
     unseen = distinct / tokenizer.vocab_size
@@ -185,10 +186,10 @@ def _frequency_loss(tokenizer: Tokenizer, windows: Tensor) -> float:
 
 
 class Reading:
-    """A checkpoint, read in another way than its config says.
+    """A checkpoint, read with other settings than its config has.
 
     Attributes:
-        what: the way, for people.
+        what: the settings, for people.
     """
 
     def __init__(
@@ -197,8 +198,9 @@ class Reading:
     ) -> None:  # fmt: skip
         """
         Args:
-            config: what the model is; None is what its own config says.
-            reorder: gives rows [heads * head_dim, ...] of queries and keys, and the size of a head, in another order.
+            config: of the model; None for its own.
+            reorder: brings rows [heads * head_dim, ...] of queries and keys into another order; its second argument is
+                the size of a head.
         """
         self.what = what
         self._source = source
@@ -227,8 +229,8 @@ class Reading:
 
 
 def readings(source: Checkpoint) -> Iterator[Reading]:
-    """The ways in which a model could be read by mistake: another rope base, heads half or twice as large, rows of
-    queries and keys in the order of the other of Meta's and Hugging Face's formats."""
+    """Settings that could be wrong: another rope base, heads half or twice as large, rows of queries and keys in Meta's
+    order instead of Hugging Face's, or the reverse."""
     config = source.config
     for factor in _BASES:
         theta = config.rope.theta * factor
@@ -238,13 +240,13 @@ def readings(source: Checkpoint) -> Iterator[Reading]:
     if whole:
         yield Reading("q and k rows taken from pairs to halves", source, reorder=to_rotate_half)
         yield Reading("q and k rows taken from halves to pairs", source, reorder=to_interleaved)
-    of_a_head = config.qk_norm == "head" or config.sinks or config.rope.short_factor is not None
-    if whole and not of_a_head:
+    per_head = config.qk_norm == "head" or config.sinks or config.rope.short_factor is not None
+    if whole and not per_head:
         yield from (Reading(_heads(other), source, other) for other in _other_heads(config, source.path))
 
 
 def _other_heads(config: ModelConfig, path: object) -> Iterator[ModelConfig]:
-    """The same widths in twice and in half as many heads, where these divide."""
+    """The same widths with twice and half as many heads, if these divide them."""
     heads, kv, size = config.num_heads, config.num_kv_heads, config.head_dim
     changes = [(2 * heads, 2 * kv, size // 2)] if size % 2 == 0 else []
     changes += [(heads // 2, kv // 2, 2 * size)] if heads % 2 == kv % 2 == 0 else []

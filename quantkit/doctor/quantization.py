@@ -1,4 +1,4 @@
-"""Rules about quantized weights: what the config says against what lies there, and what runtimes want of it."""
+"""Rules about quantized weights: whether the tensors are those that the config states, and that runtimes expect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _READ_EMBEDDINGS = (Mlx.name,)  # methods whose own readers expect quantized emb
 
 
 def check(view: View, tp: int) -> Iterator[Finding]:
-    """What is wrong with the quantized weights of a folder.
+    """Check the quantized weights of a folder.
 
     Args:
         tp: degree of tensor parallelism.
@@ -45,7 +45,7 @@ def check(view: View, tp: int) -> Iterator[Finding]:
 
 
 def _module(view: View, module: str) -> Iterator[Finding]:
-    """One linear: what is said of it, and what is there."""
+    """Compare what the config says of one linear with its tensors."""
     claim, coded = view.claims.modules.get(module), view.coded.get(module)
     if coded is None:
         floats = f"{module}.weight" in view.stored
@@ -99,8 +99,10 @@ def _module(view: View, module: str) -> Iterator[Finding]:
 
 
 def _may_have(method: QuantMethod, coded: Description) -> bool:
-    """Whether a method whose settings name no modules has codes of such a layout; Model Optimizer's are many."""
-    return method.name == MODEL_OPTIMIZER or not method.layouts or coded.layout in method.layouts
+    """Whether a method whose settings name no modules has codes in such a layout."""
+    if method.name == MODEL_OPTIMIZER:  # whose weights are of several types
+        return coded.codes is not None and coded.codes.name.endswith(".weight")
+    return not method.layouts or coded.layout in method.layouts
 
 
 def _embedding_is_read(view: View, coded: Description) -> bool:
@@ -112,12 +114,12 @@ def _embedding_is_read(view: View, coded: Description) -> bool:
 
 
 def _is_meant(view: View, module: str) -> bool:
-    """Whether a config that lists no modules means one: in a family that is not known, if its like in most layers are
+    """Whether a config that lists no modules includes one: in an unknown family, if the same module of most layers is
     quantized."""
     if view.known or not isinstance(view.method, Gptq | Awq):
         return True
-    alike = [one for one in view.linears if _NUMBER.sub("*", one) == _NUMBER.sub("*", module)]
-    return 2 * sum(one in view.coded for one in alike) > len(alike)
+    same = [one for one in view.linears if _NUMBER.sub("*", one) == _NUMBER.sub("*", module)]
+    return 2 * sum(one in view.coded for one in same) > len(same)
 
 
 def _embedding_shape(view: View, module: str) -> tuple[int, ...] | None:
@@ -126,7 +128,7 @@ def _embedding_shape(view: View, module: str) -> tuple[int, ...] | None:
 
 
 def _together(view: View) -> Iterator[Finding]:
-    """Linears that runtimes make one of."""
+    """Linears that runtimes fuse, and experts that they stack."""
     config = view.config
     if config is None or not view.known or not view.coded:
         return
@@ -143,12 +145,12 @@ def _together(view: View) -> Iterator[Finding]:
 
 
 def _differing(view: View, canonical: Sequence[str], rule: str, where: str) -> Iterator[Finding]:
-    """The first module of a set whose scheme is not that of the set's first."""
+    """The first module whose scheme differs from that of the first of a set."""
     tensors = [view.on_disk(f"{name}.weight") for name in canonical]
     modules = list(dict.fromkeys(tensor.module for tensor in tensors if tensor is not None))
     present = [one for one in modules if one in view.coded or f"{one}.weight" in view.stored]
     if any(one in view.coded and view.coded[one].missing(None) for one in present):
-        return  # broken, which is another rule's
+        return  # broken, which another rule reports
     other = next((one for one in present[1:] if view.signature(one) != view.signature(present[0])), None)
     if other is not None:
         first, last = view.scheme(present[0]), view.scheme(other)
@@ -157,7 +159,7 @@ def _differing(view: View, canonical: Sequence[str], rule: str, where: str) -> I
 
 
 def _split(view: View, tp: int) -> Iterator[Finding]:
-    """What a degree of tensor parallelism does not divide."""
+    """Widths and groups that the degree of tensor parallelism does not divide."""
     config = view.config
     if tp == 1 or config is None or not view.known:
         return

@@ -42,7 +42,7 @@ def check_container(folder: Folder, runtime: Runtime) -> Iterator[Finding]:
 
 
 def check(view: View, runtime: Runtime) -> Iterator[Finding]:
-    """What a runtime minds of a Hugging Face folder."""
+    """What of a Hugging Face folder a runtime does not load, or loads wrongly."""
     if view.folder.kind not in _CONTAINERS[runtime]:
         return
     method = view.folder.method

@@ -1,4 +1,4 @@
-"""What `quantkit.diagnose` gives back, and how it is told."""
+"""What `quantkit.diagnose` returns, and how it is printed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _INDENT = " " * 4
 
 @dataclass(frozen=True)
 class LayerError:
-    """How far a linear is from its float source.
+    """The error of a linear compared with its float source.
 
     Attributes:
         module: its name.
         error: relative to the source (Frobenius norms).
-        bound: what rounding in its scheme explains.
+        bound: the error that rounding in its scheme explains.
     """
 
     module: str
@@ -35,12 +35,12 @@ class Diagnosis:
 
     Attributes:
         path: the folder or file.
-        kind: what it is, in a few words.
-        runtime: that was asked for; None for nobody in particular.
+        kind: of model, in a few words.
+        runtime: the requested one; None for all.
         findings: the worst first.
         looked_at: what was read.
-        left_out: what was not looked at, and why.
-        layers: how far each linear is from its float source, the farthest first; empty without one.
+        left_out: what was not checked, and why.
+        layers: the error of each linear compared with its float source, the largest first; empty without a source.
     """
 
     path: str
@@ -53,7 +53,7 @@ class Diagnosis:
 
     @property
     def broken(self) -> bool:
-        """Whether something breaks: wherever it is loaded, or in the runtime that was asked for."""
+        """Whether something breaks: wherever it is loaded, or in the requested runtime."""
         return any(self.severity(finding) == "error" for finding in self.findings)
 
     def severity(self, finding: Finding) -> str:
@@ -99,9 +99,9 @@ class Diagnosis:
 
     def _sum(self) -> str:
         counts = Counter(self.severity(group[0]) for group in _by_rule(self.findings))
-        told = [f"{counts[one]} {one}{'s' if counts[one] > 1 else ''}" for one in SEVERITIES if counts[one]]
+        words = [f"{counts[one]} {one}{'s' if counts[one] > 1 else ''}" for one in SEVERITIES if counts[one]]
         who = f" for {self.runtime}" if self.runtime else ""
-        return f"{', '.join(told)}{who}" if told else f"nothing found{who}"
+        return f"{', '.join(words)}{who}" if words else f"nothing found{who}"
 
 
 def _by_rule(findings: Sequence[Finding]) -> list[list[Finding]]:
@@ -115,12 +115,12 @@ def _layer_lines(layers: Sequence[LayerError]) -> list[str]:
     if not layers:
         return []
     errors = [layer.error for layer in layers]
-    told = f"  from the source: {len(layers)} linears, relative error {min(errors):.3g} to {max(errors):.3g}; farthest:"
-    return [told, *(f"    {layer.error:.4f}  {_shortened(layer.module, 80)}" for layer in layers[:3])]
+    head = f"  from the source: {len(layers)} linears, relative error {min(errors):.3g} to {max(errors):.3g}; farthest:"
+    return [head, *(f"    {layer.error:.4f}  {_shortened(layer.module, 80)}" for layer in layers[:3])]
 
 
 def _shortened(text: str, length: int) -> str:
-    """A name whose middle is left out where it is too long."""
+    """A name without its middle if it is too long."""
     if len(text) <= length:
         return text
     half = (length - 3) // 2
@@ -128,7 +128,7 @@ def _shortened(text: str, length: int) -> str:
 
 
 def _printable(line: str) -> str:
-    """A line in which what no terminal shows, such as half a character, is spelled out."""
+    """A line with escapes for characters that no terminal shows."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in line)
 
 

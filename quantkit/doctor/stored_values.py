@@ -1,4 +1,4 @@
-"""The numbers of a folder or file, tensor by tensor in pieces, each told what it is of its weight."""
+"""The numbers in a folder or file: each tensor in pieces, with its role in a weight."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _GGUF_SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,),
 }  # fmt: skip
-"""Where in a block its float16 scales lie."""
+"""Offsets of the float16 scales in a block."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor, or what one kind of block in it holds.
+    """A tensor, or the scales in its blocks.
 
     Attributes:
         kind: ``weight`` of a linear in floats, ``codes`` or ``scale`` of one that is quantized, ``embedding`` (and
             head), ``norm``, or ``other``.
         read: its values, a few rows at a time.
-        signed_matters: whether there are readers that mistake negative ones.
+        signed_matters: whether some readers misread negative ones.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Part:
 
 
 def parts(folder: Folder, view: View | None) -> list[Part]:
-    """All there is in a folder or file."""
+    """All tensors of a folder or file."""
     if folder.kind == "gguf":
         return [part for header in folder.headers.values() for part in _of_gguf(header)]
     quantized: dict[str, tuple[str, Layout | None]] = {}
@@ -74,10 +74,10 @@ def parts(folder: Folder, view: View | None) -> list[Part]:
 
 
 def _kind(name: str, tensor: StoredTensor, offset: bool) -> str:
-    """What a tensor is that is no part of a quantized weight.
+    """The kind of a tensor that is no part of a quantized weight.
 
     Args:
-        offset: whether norms may hold what is added to 1.
+        offset: whether norms may be stored as differences from 1.
     """
     if "norm" in name and name.endswith(".weight") and len(tensor.shape) == 1:
         return "other" if offset else "norm"
@@ -97,7 +97,7 @@ def _pieces(file: TensorFile, name: str) -> Iterator[Tensor]:
 
 
 def _compared(piece: Tensor) -> Tensor:
-    """Numbers of a kind that torch compares."""
+    """The same numbers in a type that torch can compare."""
     if piece.is_complex():
         return torch.view_as_real(piece)
     if piece.dtype == torch.bool:
@@ -116,7 +116,7 @@ def _of_gguf(header: GgufHeader) -> Iterator[Part]:
         else:
             yield Part(name, "codes" if kind == "weight" else kind, partial(_gguf_bytes, header, tensor))
             for place in _GGUF_SCALES.get(str(tensor.type), ()):
-                # a zero block has the scale 0, so that padded rows of a table do
+                # blocks of zeros, as in the padded rows of an embedding, have the scale 0
                 scale = "scale" if kind == "weight" else "other"
                 yield Part(f"{name} (scales)", scale, partial(_gguf_scales, header, tensor, place))
 

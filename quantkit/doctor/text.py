@@ -1,4 +1,4 @@
-"""Rules about text: tokenizer, special tokens, chat template and settings of generation against the model."""
+"""Rules about text: whether tokenizer, special tokens, chat template and generation settings fit the model."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from quantkit.text.chat_template import ChatTemplate, ChatTemplates
 from quantkit.text.special_tokens import special_tokens, tokens_of_config_alone
 from quantkit.text.tokenizer import load_tokenizer
 
-_BESIDE = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json")
+_VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json")
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "vocab.txt")
 _READ = ("tokenizer.json", "tokenizer.model")
 _LFS = b"version https://git-lfs"
 INSTRUCT = re.compile(r"(?i)(^|[-_./ ])(instruct|chat|it|sft|dpo|rlhf)([-_./ ]|$)")
-_LEAST_SHARE = 0.75  # of the embedding's rows that a tokenizer of the model has at least: tables are padded
+_MIN_SHARE = 0.75  # of the embedding's rows, which are padded, that have a token
 
 
 def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
-    """What is wrong with what a model reads and says.
+    """Check what a model needs to read and write text.
 
     Args:
-        rows: of the embedding, by the tensors; None where they do not tell.
+        rows: of the embedding, as the tensors show; None if they do not.
     """
     if not any(name in folder.names for name in _FILES):
         yield finding("no-tokenizer", folder.path.name, "none of tokenizer.json, tokenizer.model, vocab.json")
@@ -39,10 +39,10 @@ def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
     try:
         vocabulary = _vocabulary(folder)
         if any((folder.root / name).is_file() for name in _READ):
-            stated = max((vocabulary or {}).values(), default=-1) + 1  # of which the library makes others
+            stated = max((vocabulary or {}).values(), default=-1) + 1  # the library may see fewer
             count = max(load_tokenizer(folder.root).vocab_size, stated)
     except (QuantkitError, OSError) as error:
-        if _place(error) != CONFIG:  # of which others tell
+        if _place(error) != CONFIG:  # reported by other rules
             yield finding("damaged-tokenizer", _place(error), str(getattr(error, "problem", error)))
     yield from _sizes(folder, rows, count)
     yield from _generation(folder, rows)
@@ -51,7 +51,7 @@ def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
 
 
 def is_instruct(folder: Folder) -> bool:
-    """Whether a model's names say that it was trained to answer."""
+    """Whether a model's names say that it is an instruct model."""
     names = [folder.config.get("_name_or_path"), folder.path.resolve().name]
     if "README.md" in folder.names:
         head = _begins(folder.root / "README.md").decode("utf-8", "replace")
@@ -61,7 +61,7 @@ def is_instruct(folder: Folder) -> bool:
 
 
 def _vocabulary(folder: Folder) -> dict[str, int] | None:
-    """The tokens of a tokenizer.json by their spellings; None where there is none."""
+    """The ids of the tokens in tokenizer.json; None if there is no such file."""
     found = folder.side_json("tokenizer.json")
     folder.side_json("tokenizer_config.json")
     if found is None:
@@ -69,7 +69,7 @@ def _vocabulary(folder: Folder) -> dict[str, int] | None:
     path = folder.root / "tokenizer.json"
     model = found.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, list):  # of unigram models: pieces with their scores
+    if isinstance(vocabulary, list):  # in unigram models: pieces with their scores
         vocabulary = {str(one[0]): index for index, one in enumerate(vocabulary) if isinstance(one, list) and one}
     if not isinstance(vocabulary, dict) or not vocabulary:
         raise CheckpointError("has no vocabulary", path=path)
@@ -77,7 +77,7 @@ def _vocabulary(folder: Folder) -> dict[str, int] | None:
         raise CheckpointError("has tokens without ids", path=path)
     added = found.get("added_tokens") or []
     if not isinstance(added, list) or not all(isinstance(one, dict) for one in added):
-        raise CheckpointError("has added tokens that are none", path=path)
+        raise CheckpointError("has added tokens that are no objects", path=path)
     ids: dict[str, Any] = {str(one.get("content")): one.get("id") for one in added}
     if not all(type(one) is int and one >= 0 for one in ids.values()):
         raise CheckpointError("has added tokens without ids", path=path)
@@ -85,8 +85,8 @@ def _vocabulary(folder: Folder) -> dict[str, int] | None:
 
 
 def _placeholders(folder: Folder) -> Iterator[Finding]:
-    """Files of which no more is looked at than whether they are there: the tokenizer may be read from another."""
-    for name in _BESIDE:
+    """Files that are empty or git-lfs pointers; the tokenizer may be read from another file."""
+    for name in _VOCABULARY_FILES:
         path = folder.root / name
         if name not in folder.names or not path.is_file():
             continue
@@ -98,7 +98,7 @@ def _placeholders(folder: Folder) -> Iterator[Finding]:
 
 
 def _begins(path: Path) -> bytes:
-    """The first bytes of a file; none where it cannot be read, or is none."""
+    """The first bytes of a file; none if it cannot be read."""
     try:
         if not path.is_file():
             return b""
@@ -116,7 +116,7 @@ def _sizes(folder: Folder, rows: int | None, tokens: int | None) -> Iterator[Fin
         return
     if tokens > rows:
         yield finding("tokenizer-too-large", "tokenizer", f"{tokens} tokens, {rows} rows")
-    elif tokens < _LEAST_SHARE * rows:
+    elif tokens < _MIN_SHARE * rows:
         yield finding("tokenizer-too-small", "tokenizer", f"{tokens} tokens, {rows} rows")
 
 
@@ -127,9 +127,9 @@ def _generation(folder: Folder, rows: int | None) -> Iterator[Finding]:
         return
     try:
         sampling_defaults(folder.root)
-        most = _lenient(folder, GENERATION).get("max_new_tokens")
-        if isinstance(most, int | float) and not isinstance(most, bool) and most <= 0:
-            yield finding("bad-generation-config", GENERATION, f"max_new_tokens is {shown(most)}, expected at least 1")
+        limit = _lenient(folder, GENERATION).get("max_new_tokens")
+        if isinstance(limit, int | float) and not isinstance(limit, bool) and limit <= 0:
+            yield finding("bad-generation-config", GENERATION, f"max_new_tokens is {shown(limit)}, expected at least 1")
     except (QuantkitError, OSError) as error:
         yield finding("bad-generation-config", GENERATION, str(getattr(error, "problem", error)))
 
@@ -154,9 +154,9 @@ def _special(folder: Folder, rows: int | None, vocabulary: Mapping[str, int] | N
     try:
         spellings = special_tokens(folder.root, vocabulary, ("bos_token", "eos_token"))
     except CheckpointError:
-        return  # told of by others
+        return  # reported by another rule
     for name, one in spellings.items():
-        if one is not None and one not in vocabulary and one not in _added_beside(folder):
+        if one is not None and one not in vocabulary and one not in _added_elsewhere(folder):
             yield finding("unknown-token", "tokenizer_config.json", f"{name} {shown(one)}")
     for key, stated in tokens_of_config_alone(folder.root).items():
         yield finding("tokenizer-conflict", "tokenizer_config.json", f"{key}: {shown(stated)}")
@@ -173,17 +173,17 @@ def _templates(folder: Folder) -> Iterator[Finding]:
             ChatTemplate(source, path=folder.root)
     except (QuantkitError, OSError) as error:
         if "tokenizer_config" in _place(error) and not _is_json(folder, "tokenizer_config.json"):
-            return  # the tokenizer's rule tells of it
+            return  # reported by the tokenizer's rule
         yield finding("damaged-template", _place(error), str(getattr(error, "problem", error)))
         return
     if folder.kind == "meta":
-        return  # whose conversations have no template
+        return  # which formats conversations without a template
     if not templates and is_instruct(folder) and any(name in folder.names for name in _FILES):
         yield finding("no-chat-template", folder.path.name, "by its name it is an instruct model")
 
 
-def _added_beside(folder: Folder) -> set[str]:
-    """Tokens that tokenizer_config.json or added_tokens.json add to those of tokenizer.json."""
+def _added_elsewhere(folder: Folder) -> set[str]:
+    """The tokens that tokenizer_config.json or added_tokens.json add to those of tokenizer.json."""
     decoder = _lenient(folder, "tokenizer_config.json").get("added_tokens_decoder")
     listed = decoder.values() if isinstance(decoder, dict) else ()
     spelled = (one.get("content") for one in listed if isinstance(one, dict))
@@ -191,7 +191,7 @@ def _added_beside(folder: Folder) -> set[str]:
 
 
 def _lenient(folder: Folder, name: str) -> dict[str, Any]:
-    """A file of JSON, empty where it is damaged, which others tell of."""
+    """A JSON file; empty if it is damaged, which other rules report."""
     try:
         return folder.side_json(name) or {}
     except (CheckpointError, OSError):

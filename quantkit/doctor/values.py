@@ -1,4 +1,4 @@
-"""Rules about the numbers themselves: NaN, what was never written, sizes out of line; for all tensors, in pieces."""
+"""Rules about the numbers themselves: NaN, tensors that were never written, weights out of line with other layers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from quantkit.formats.codecs.gptq_zeros import G_IDX
 from quantkit.progress import Progress
 
 _ABSURD = 1000.0
-_LEAST_SCALES = 16  # of which it means something that all are equal
-_TAIL = 8  # of how many parts the last one is looked at
+_MIN_SCALES = 16  # fewer scales may be equal by chance
+_TAIL = 8  # the part of the rows, 1/8 at the end, that is checked for zeros
 _NUMBER = re.compile(r"\d+")
-_LAYER = re.compile(r"(\D*)\.(\d+)\.(\D*)")  # two numbers are an expert's, whose sizes differ by nature
-_FEWEST = 8  # layers, of which it means something that one is out of line
-_ENDS = 2  # layers at each end differ by nature: a factor of 2.5 in sound models
+_LAYER = re.compile(r"(\D*)\.(\d+)\.(\D*)")  # two numbers are those of an expert, and sizes of experts vary
+_MIN_LAYERS = 8  # to compare one with the others
+_ENDS = 2  # layers at each end vary: by a factor of 2.5 in sound models
 _FACTOR = math.log2(1.7)
-_VARIED = 12  # of how many layers one may be halfway out of line, before a role is called varied by nature
+_VARIED = 12  # a role varies if more than 1/12 of its layers are halfway out of line
 
 
 @dataclass
 class _Facts:
-    """What is gathered of a tensor, piece by piece."""
+    """Statistics of a tensor, gathered piece by piece."""
 
     count: int = 0
     bad: int = 0
@@ -47,7 +47,7 @@ class _Facts:
     largest: list[float] = field(default_factory=list)
 
     def add(self, piece: Tensor) -> None:
-        """A few rows [N, ...] more."""
+        """Include the next rows [N, ...]."""
         rows = piece.reshape(piece.shape[0], -1) if piece.dim() else piece.reshape(1, 1)
         floats = rows.is_floating_point()
         wide = rows.float() if floats else rows
@@ -118,7 +118,7 @@ def _judged(part: Part, facts: _Facts) -> Iterator[Finding]:
         yield finding("partly-written", part.name, f"the last {facts.zero_tail} of {facts.rows} rows are 0")
     if part.kind != "scale" or facts.zeros == facts.count:
         return
-    if facts.all_equal and facts.count >= _LEAST_SCALES:
+    if facts.all_equal and facts.count >= _MIN_SCALES:
         yield finding("equal-scales", part.name, f"all {facts.count} are {facts.low:g}")
     elif 2 * facts.zeros > facts.count:
         yield finding("zero-scales", part.name, f"{facts.zeros} of {facts.count} are 0")
@@ -128,10 +128,10 @@ def _judged(part: Part, facts: _Facts) -> Iterator[Finding]:
 
 def _absurd(scales: dict[str, list[tuple[str, float]]]) -> Iterator[Finding]:
     """Weights whose largest scale is out of line with those of other layers."""
-    for alike in scales.values():
-        usual = statistics.median(largest for _, largest in alike)
-        for name, largest in alike:
-            if len(alike) > 1 and usual > 0 and largest > _ABSURD * usual:
+    for layers in scales.values():
+        usual = statistics.median(largest for _, largest in layers)
+        for name, largest in layers:
+            if len(layers) > 1 and usual > 0 and largest > _ABSURD * usual:
                 yield finding("absurd-scale", name, f"up to {largest:g}; in other layers up to {usual:g}")
 
 
@@ -151,8 +151,8 @@ def unusual_norms(sizes: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def _unusual_layers(names: Sequence[str], logs: Sequence[float]) -> Iterator[Finding]:
-    """Of one role, layer by layer; each is compared with the median of the two layers on each side."""
-    if len(names) < _FEWEST:
+    """Compare the layers of one role, each with the median of the two layers on each side."""
+    if len(names) < _MIN_LAYERS:
         return
     usual = {
         layer: statistics.median([*logs[layer - _ENDS : layer], *logs[layer + 1 : layer + _ENDS + 1]])
@@ -179,7 +179,7 @@ def _tied_head(view: View) -> Iterator[Finding]:
 
 
 def _column_order(view: View) -> Iterator[Finding]:
-    """Groups of columns that are none of neighbours, where the settings say nothing of it."""
+    """Groups of columns that are not adjacent although the settings do not say so."""
     for module, coded in view.coded.items():
         claim, index = view.claims.modules.get(module), coded.tensors.get(G_IDX)
         if index is None or claim is None or claim.by_index or len(index.shape) != 1:
@@ -189,6 +189,6 @@ def _column_order(view: View) -> Iterator[Finding]:
 
 
 def _is_plain(order: Tensor, group: int | None) -> bool:
-    """Whether columns lie group by group; all zeros stand for that too."""
+    """Whether groups are of adjacent columns; all zeros mean that too."""
     rising = torch.arange(len(order)) // (group or max(len(order), 1))
     return torch.equal(order.long(), rising) or not order.any()

@@ -1,4 +1,4 @@
-"""A Hugging Face folder held against what its config.json says the model is, as far as that is known."""
+"""A Hugging Face folder, and what it should hold according to its config.json."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class View:
     """The modules and tensors of a folder, and those that its config calls for.
 
     Attributes:
-        config: what the model is; None of families that are not known, or where the config makes no sense.
-        problem: why there is none.
-        expected: the tensors that the model needs, by their names; empty where the family is not known.
-        linears: the weights that may be quantized, by module, and their shapes [O, I] where these are known.
-        method: by which the folder is quantized; None for floats, and for methods that are not known.
+        config: of the model; None for an unknown family, and for an invalid config.
+        problem: why there is no config.
+        expected: the tensors that the model needs, by name; empty for an unknown family.
+        linears: the modules that may be quantized, and the shapes [O, I] of their weights; empty if unknown.
+        method: of the quantization; None for floats, and for unknown methods.
         coded: what lies on disk for the modules whose weights are stored as codes.
         claims: what the config says of each linear.
     """
@@ -53,13 +53,12 @@ class View:
 
     @property
     def known(self) -> bool:
-        """Whether all tensors that the model needs are known."""
+        """Whether the tensors that the model needs are known."""
         return bool(self.expected)
 
     @property
     def without_head(self) -> str | None:
-        """The class that the config names, where it is a model that predicts no tokens: its tensors are called
-        otherwise."""
+        """The class that the config names, if it is a model without a head, whose tensors have other names."""
         stated = self.folder.config.get("architectures")
         name = stated[0] if isinstance(stated, list) and stated else None
         return name[:60] if isinstance(name, str) and _WITHOUT_HEAD.fullmatch(name) else None
@@ -87,7 +86,7 @@ class View:
         return self._hints.is_recurrent(module)
 
     def rows_of_embedding(self) -> int | None:
-        """How many tokens the embedding has rows for, by the tensors."""
+        """The number of rows of the embedding, from its tensors."""
         for name, tensor in self.stored.items():
             module, _, leaf = name.rpartition(".")
             if self.is_embedding(module) and leaf in ("weight", "weight_packed", "weight_shape") and tensor.shape:
@@ -95,14 +94,14 @@ class View:
         return None
 
     def signature(self, module: str) -> tuple[object, ...]:
-        """In which scheme a weight is, by its tensors and by the config."""
+        """The scheme of a weight, from its tensors and from the config, for comparisons."""
         if (coded := self.coded.get(module)) is None:
             return ("floats",)
         claim = self.claims.modules.get(module)
         return (*coded.signature, claim and claim.bits)
 
     def scheme(self, module: str) -> str:
-        """The same for people."""
+        """The same for messages."""
         if (coded := self.coded.get(module)) is None:
             return "floats"
         claim = self.claims.modules.get(module)
@@ -116,7 +115,7 @@ class View:
     def _claims(self) -> Claims:
         folder, method = self.folder, self.method
         if folder.kind == "file":
-            return Claims()  # nothing says what it is
+            return Claims()  # without a config
         if folder.settings is None:
             return Claims(certain=True)
         modules = list(dict.fromkeys([*self.linears, *self.coded]))
@@ -135,7 +134,7 @@ class View:
         if not raw or family is None or self.folder.kind == "file":
             return None
         try:
-            # ids of tokens are held against the vocabulary by rules of their own
+            # other rules compare ids of tokens with the vocabulary
             without = {**raw, "bos_token_id": None, "eos_token_id": None}
             return family.read(Settings(without, self.folder.root / CONFIG))
         except QuantkitError as error:

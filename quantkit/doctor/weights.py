@@ -37,7 +37,7 @@ def check(view: View) -> Iterator[Finding]:
     kind = view.folder.config.get("model_type")
     if kind is not None and not isinstance(kind, str):
         yield finding("bad-config", CONFIG, f"model_type is {shown(kind)}")
-    base = view.folder.config.get("rope_theta")  # which readers look at beside rope_parameters
+    base = view.folder.config.get("rope_theta")  # which readers use along with rope_parameters
     if base is not None and view.problem is None and (type(base) not in (int, float) or base <= 0):
         yield finding("bad-config", CONFIG, f"rope_theta is {shown(base)}")
     else:
@@ -53,11 +53,11 @@ def check(view: View) -> Iterator[Finding]:
 
 
 def check_read(view: View, *, deep: bool) -> Iterator[Finding]:
-    """What a strict reader has against a folder in which nothing else was found.
+    """Why quantkit refuses to open a folder in which nothing else was found.
 
     Args:
-        deep: whether zero points and offsets may be read, which tell some formats apart; else their settings alone
-            are held against what the reader knows.
+        deep: whether to read zero points and offsets, by which some formats are recognized; otherwise only the
+            settings are checked.
     """
     folder = view.folder
     try:
@@ -82,7 +82,7 @@ def _about_config(view: View) -> Finding:
 
 def _missing(view: View) -> Iterator[Finding]:
     for name, tensor in view.expected.items():
-        if name in view.stored or _lies_as_codes(view, tensor) or view.folder.in_unread_file(name):
+        if name in view.stored or _has_codes(view, tensor) or view.folder.in_unread_file(name):
             continue
         stacked = f", or those of each expert of {tensor.module}" if tensor.stacked else ""
         yield finding("missing-tensor", name, f"not in any file; expected {list(tensor.shape)}{stacked}")
@@ -105,7 +105,7 @@ def _extra(view: View) -> Iterator[Finding]:
         if predicts and is_extra_layer(name, raw):
             continue
         if name.endswith(".bias") and module in view.coded and isinstance(view.method, Gptq | Awq):
-            continue  # zeros that their writers add; vLLM and GPTQModel pass them by
+            continue  # zeros that their writers add; vLLM and GPTQModel skip them
         yield finding("extra-tensor", name, f"{tensor.dtype} {list(tensor.shape)}, which the config does not call for")
 
 
@@ -116,8 +116,8 @@ def _shapes(view: View) -> Iterator[Finding]:
         coded = view.coded.get(tensor.module)
         shape = found.shape if found is not None and coded is None else coded.unpacked_shape if coded else None
         if shape is not None and rows is not None and tensor.module in ("lm_head", "model.embed_tokens"):
-            shape = tensor.shape if shape == (rows, *tensor.shape[1:]) else shape  # vocab_size is another rule's
-        if shape is not None and shape != tensor.shape and not _is_turned(tensor, shape):
+            shape = tensor.shape if shape == (rows, *tensor.shape[1:]) else shape  # another rule checks vocab_size
+        if shape is not None and shape != tensor.shape and not _is_transposed(tensor, shape):
             yield finding("wrong-shape", name, f"found {list(shape)}, expected {list(tensor.shape)}")
         if found is not None and coded is None and found.dtype not in FLOATS:
             yield finding("wrong-type", name, f"found {found.dtype}, expected floats")
@@ -138,11 +138,11 @@ def _dropped(view: View) -> Iterator[Finding]:
             yield finding("dropped-tower", "config.json", f"{key}, and no tensor with such a name")
 
 
-def _lies_as_codes(view: View, tensor: DiskTensor) -> bool:
-    """Whether a weight lies as codes, whole or not, which is another rule's; a stacked one has no leaf."""
+def _has_codes(view: View, tensor: DiskTensor) -> bool:
+    """Whether a weight is stored as codes, complete or not, which another rule checks."""
     return tensor.name.removesuffix(".weight") in view.coded
 
 
-def _is_turned(tensor: DiskTensor, shape: tuple[int, ...]) -> bool:
-    """Whether it lies with inputs before outputs, as experts may."""
+def _is_transposed(tensor: DiskTensor, shape: tuple[int, ...]) -> bool:
+    """Whether inputs come before outputs, as in some stacked experts."""
     return tensor.stacked is not None and shape == (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])

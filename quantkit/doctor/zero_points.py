@@ -1,4 +1,4 @@
-"""Whether zero points are the ones that the config's version says: stored as they are, or one less."""
+"""A rule about GPTQ's zero points: whether they are stored as they are or one less, as the config says."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from quantkit.formats.codecs.gptq_zeros import QZEROS, WRITER
 from quantkit.formats.codecs.layout import Description
 from quantkit.tensors.dtypes import DType
 
-_SAMPLED = 4  # modules whose zero points are read without being asked for
+_SAMPLED = 4  # modules whose zero points are read by default
 _MAX_BYTES = 1 << 20
-_SURE = 0.5  # of a step, in the middle of all modules
-_TOLD_BY_WEIGHTS = 4  # bits, whose steps are large against the mean of a weight; those of 8 are not
+_TOLERANCE = 0.5  # of a step, for the median of all modules
+_BITS = 4  # with steps that are large compared with the mean of a weight
 
 
 def check(view: View, *, deep: bool) -> Iterator[Finding]:
-    """Hold zero points against the weights.
+    """Compare zero points with the weights.
 
     Args:
-        deep: whether to read weights: of asymmetric ones these decide, since they lie around 0.
+        deep: whether to read weights, whose mean is near 0, to check asymmetric zero points.
     """
     sampled = 0
     above: dict[str, float] = {}
@@ -38,15 +38,15 @@ def check(view: View, *, deep: bool) -> Iterator[Finding]:
         if claim.symmetric and coded.layout is GPTQ and (deep or sampled < _SAMPLED):
             sampled += 1
             yield from _constant(view, coded, claim.bits)
-        elif deep and claim.bits == _TOLD_BY_WEIGHTS and not claim.symmetric and coded.layout and coded.layout.zeros:
-            with contextlib.suppress(CheckpointError):  # told of where values are read
+        elif deep and claim.bits == _BITS and not claim.symmetric and coded.layout and coded.layout.zeros:
+            with contextlib.suppress(CheckpointError):  # reported by rules about values
                 codes, zeros = _words(coded)
                 above[module] = _mean_code(view, codes) - _mean_code(view, zeros)
     yield from _statistical(view, above)
 
 
 def _is_whole(coded: Description) -> bool:
-    """Whether packed codes and zero points are there, in words."""
+    """Whether there are packed codes and zero points, in words."""
     suffixes = (coded.layout.codes, coded.layout.zeros) if coded.layout is not None and coded.layout.zeros else ()
     return all(
         tensor is not None and tensor.dtype == DType.INT32 and len(tensor.shape) == 2 and 0 not in tensor.shape
@@ -54,40 +54,40 @@ def _is_whole(coded: Description) -> bool:
     )
 
 
-def _stored_less(view: View) -> int:
-    """By how much zero points as stored are less than what they mean, as the config has it."""
+def _stated_offset(view: View) -> int:
+    """What the config says must be added to stored zero points."""
     settings = view.folder.settings or {}
     stated = settings.get("checkpoint_format", settings.get("format", "gptq"))
     return 1 if isinstance(view.method, Gptq) and stated != "gptq_v2" else 0
 
 
 def _constant(view: View, coded: Description, bits: int) -> Iterator[Finding]:
-    """Symmetric ones are all the same, which their bytes tell."""
+    """Check symmetric zero points, which are all the same."""
     tensor = coded.tensors[QZEROS]
     if tensor.nbytes > _MAX_BYTES:
         return
     try:
         data = view.folder.homes[tensor.name].read_bytes(tensor.name)
     except CheckpointError:
-        return  # told of where values are read
+        return  # reported by rules about values
     common, _ = Counter(data).most_common(1)[0] if data else (0, 0)
     middle = 1 << (bits - 1)
     code = common & ((1 << bits) - 1)
-    expected = middle - _stored_less(view)
+    expected = middle - _stated_offset(view)
     if code != expected and code in (middle, middle - 1):
         yield finding("zero-version", tensor.name, f"symmetric, and {code} is stored; by the config {expected}")
 
 
 def _statistical(view: View, above: Mapping[str, float]) -> Iterator[Finding]:
-    """Weights lie around 0, so the mean code is the mean zero point: in the middle of all modules.
+    """Compare the mean code with the mean zero point: they are close, since the mean of a weight is near 0.
 
     Args:
-        above: by how much the codes of each module lie above its zero points as they are stored.
+        above: the mean code minus the mean stored zero point, by module.
     """
-    expected = _stored_less(view)
-    if not above or writers(view.folder.settings or {}) & {WRITER}:  # whose zero points are the source's
+    expected = _stated_offset(view)
+    if not above or writers(view.folder.settings or {}) & {WRITER}:  # which writes the zero points of its source
         return
-    if abs(statistics.median(above.values()) - expected) <= _SURE:
+    if abs(statistics.median(above.values()) - expected) <= _TOLERANCE:
         return
     for module, distance in above.items():
         zeros = _words(view.coded[module])[1].name
@@ -102,7 +102,7 @@ def _words(coded: Description) -> tuple[StoredTensor, StoredTensor]:
 
 
 def _mean_code(view: View, words: StoredTensor) -> float:
-    """Of all the 4-bit codes in a tensor of words."""
+    """The mean of the 4-bit codes in a tensor of words."""
     import torch
 
     home = view.folder.homes[words.name]

@@ -1,4 +1,4 @@
-"""What every reader offers: canonical tensors, one at a time, whatever the source."""
+"""The interface of readers: canonical tensors, one at a time, whatever the source."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Checkpoint(Protocol):
     """A model on disk, read lazily.
 
-    ``extra_config`` holds the source's own config keys that carry no arithmetic, to be
-    handed on; ``notes`` what a user should know though it is no error.
+    ``extra_config`` has the keys of the source's config that no computation depends on, which are copied to outputs;
+    ``notes`` are for the user, and are no errors.
     """
 
     path: Path
@@ -46,23 +46,23 @@ class Checkpoint(Protocol):
         ...
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
-        """One tensor, or a part of it, in canonical layout and in memory of its own."""
+        """One tensor, or a part of it, in canonical layout, in newly allocated memory."""
         ...
 
     def files(self) -> list[SourceFile]:
-        """The weight and config files that were read, as they were when they were opened."""
+        """The files of weights and settings that were read, in the state in which they were opened."""
         ...
 
 
 def require_runnable(checkpoint: Checkpoint) -> None:
     """
     Raises:
-        UnsupportedError: for a model known by its tensors only.
+        UnsupportedError: for a model that is known by its tensors only.
     """
     if not checkpoint.config.runnable:
         raise UnsupportedError(
             "the model is known by its tensors only, it cannot be run here", path=checkpoint.path,
-            found=checkpoint.config.architecture, hint="inspect and verify tell of its tensors",
+            found=checkpoint.config.architecture, hint="inspect and verify show its tensors",
         )  # fmt: skip
 
 
@@ -91,12 +91,12 @@ def read_as_floats(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def parameter_count(checkpoint: Checkpoint) -> int:
-    """How many weights a model has, as if all were floats; tied ones counted once."""
+    """The number of weights of a model, as if all were floats; tied ones are counted once."""
     return sum(math.prod(checkpoint.info(name).shape) for name in checkpoint.names())
 
 
 def active_parameter_count(checkpoint: Checkpoint) -> int:
-    """How many of these one token meets: of experts only those that it is sent to."""
+    """The number of these that one token uses: of experts only those to which it is routed."""
     experts = checkpoint.config.experts
     if experts is None:
         return parameter_count(checkpoint)
@@ -143,10 +143,10 @@ def require_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, tupl
 
 
 def raise_unexpected(names: Iterable[str], path: Path) -> None:
-    """Refuse tensors outside the table, by the scheme they belong to where that is known.
+    """Refuse tensors that the architecture does not have, naming their quantization scheme if it is known.
 
     Raises:
-        CheckpointError: always, unless the names tell a quantization scheme.
+        CheckpointError: always, unless the names show a quantization scheme.
         UnsupportedError: if they do.
     """
     listed = sorted(names)
@@ -170,16 +170,16 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
 
 
 def require_unquantized(found: Mapping[str, TensorSpec], path: Path, *, method: str | None, floats: bool) -> None:
-    """Check that no tensor of a model known by its tensors only is a part of a quantized weight that is not read.
+    """Check that no tensor of a model that is known by its tensors only is a part of a quantized weight.
 
     Args:
-        found: the tensors that are carried, and the weights that were read by their own scales.
-        method: what the config calls the way in which the folder is quantized, if it names one.
-        floats: whether that is by small floats, so that none may be left without scales.
+        found: the tensors that are copied, and the weights that are read as floats.
+        method: of the quantization, as the config states it; None if it does not.
+        floats: whether it quantizes to small floats, so that none may be without scales.
 
     Raises:
-        CheckpointError: naming the first codes without scales, or scales without codes, where a method is named.
-        UnsupportedError: where none is.
+        CheckpointError: naming the first codes without scales, or scales without codes, if a method is stated.
+        UnsupportedError: if none is.
     """
     for name, spec in found.items():
         scheme = quantized_as(name) or _scheme_of_pair(name, spec, found, floats)
@@ -190,24 +190,24 @@ def require_unquantized(found: Mapping[str, TensorSpec], path: Path, *, method: 
             )  # fmt: skip
         if scheme is not None:
             raise CheckpointError(
-                f"tensor '{name}' goes with no weight in a scheme that is read", path=path,
+                f"tensor '{name}' is part of no weight in a scheme that is read", path=path,
                 found=f"{spec.dtype} {list(spec.shape)}", expected=f"codes and scales of {method}, each once",
                 hint="the folder is damaged, or another tool's; download it again",
             )  # fmt: skip
         coded = spec.dtype in SMALL_FLOATS or (spec.dtype == DType.UINT8 and name.endswith(("_blocks", "_scales")))
         if floats and coded:
             raise CheckpointError(
-                f"tensor '{name}' lacks what goes with it: codes and scales come together", path=path,
+                f"tensor '{name}' lacks its codes or scales: they must come together", path=path,
                 found=f"{spec.dtype} {list(spec.shape)} alone", expected=f"codes and scales of {method}",
                 hint="a weight file is missing or damaged; download it again",
             )  # fmt: skip
 
 
 def _scheme_of_pair(name: str, spec: TensorSpec, found: Mapping[str, TensorSpec], floats: bool) -> str | None:
-    """The scheme of scales that lie beside their tensor; None if a tensor is none.
+    """The scheme of scales, recognized by the name of the tensor that they scale; None if a tensor is none.
 
     Args:
-        floats: whether what lies beside floats is such a scale too.
+        floats: whether a tensor of floats may have such scales too.
     """
     if name.endswith("_scale_inv"):
         return "FP8"

@@ -1,4 +1,4 @@
-"""Tell what lies at a path, and open it."""
+"""Find out what kind of checkpoint is at a path, and open it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quantkit.formats.registry import CONTAINERS
 from quantkit.tensors.dtypes import DType
 
 Found = tuple[str, Container]
-"""A set of weights, by the name that ``--weights`` takes, and whose it is."""
+"""A set of weights, by its name for ``--weights``, and its container."""
 
 _DOWNLOAD = "download it again"
 
@@ -32,23 +32,22 @@ def open_checkpoint(
 ) -> StoredCheckpoint:  # fmt: skip
     """Open the checkpoint in a folder; headers only.
 
-    Where a folder holds several sets of weights, safetensors win over ``.bin``, and a
-    Hugging Face set with an index over a Meta set, with a note of what is ignored; a Meta
-    set beside an unindexed Hugging Face set is ambiguous.
+    If a folder has several sets of weights, safetensors are preferred to ``.bin``, and a Hugging Face set with an index
+    to a Meta set, with a note on what is ignored; a Meta set along with an unindexed Hugging Face set is ambiguous.
 
     Args:
         path: a Meta or Hugging Face folder, or a GGUF file.
         weights: ``meta``, ``safetensors``, ``bin``, ``gpt-fast``, ``gpt-fast-int8`` or ``gguf`` to pick a set.
-        tensors_only: whether to take the tensors as they are, of whatever architecture. A folder that quantkit made
-            so is opened so without being asked, where it is none that is known.
+        tensors_only: whether to accept the tensors as they are, of whatever architecture. This is the default for a
+            folder that quantkit made in this way, if its architecture is not known.
         floats_as: see `Container.open`.
 
     Returns:
-        The checkpoint: its config, and its tensors by canonical names, read when they are asked for.
+        The checkpoint: its config, and its tensors by canonical names, which are read on request.
 
     Raises:
         CheckpointError: if there is no checkpoint, it is ambiguous, damaged or not finished.
-        UnsupportedError: if its kind is known and cannot be read.
+        UnsupportedError: if its kind is known, but not read.
     """
     path = located(as_path("path", path))
     require_finished(path, manifest.NAME)
@@ -61,18 +60,18 @@ def open_checkpoint(
 
 
 def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
-    """Two checkpoints that are compared: where one is known or was made by its tensors only, so is the other.
+    """Two checkpoints to compare: if one is opened by its tensors only, so is the other.
 
     Raises:
         CheckpointError, UnsupportedError: as `open_checkpoint` does.
     """
     if made_of_tensors(a) or made_of_tensors(b):
-        with contextlib.suppress(RequestError):  # Meta's are known
+        with contextlib.suppress(RequestError):  # all tensors of Meta's folders are known
             return open_checkpoint(a, tensors_only=True), open_checkpoint(b, tensors_only=True)
     try:
         first = open_checkpoint(a)
         second = open_checkpoint(b, tensors_only=not first.config.runnable)
-    except UnsupportedError:  # of the first, where the second may tell how to open it
+    except UnsupportedError:  # the second may show how to open the first
         second = open_checkpoint(b)
         first = open_checkpoint(a, tensors_only=not second.config.runnable)
     if first.config.runnable and not second.config.runnable:
@@ -83,7 +82,7 @@ def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredChe
 def open_unfinished(
     path: str | Path, weights: str | None = None, *, tensors_only: bool = False, floats_as: DType | None = None
 ) -> StoredCheckpoint:  # fmt: skip
-    """`open_checkpoint`, also of a folder that has not got its name yet: for who is writing it."""
+    """`open_checkpoint`, also for a folder that is being written."""
     folder = require_there(path)
     spelled = {kind: text for container in CONTAINERS.values() for kind, text in container.weights.items()}
     if weights is not None and as_text("weights", weights) not in spelled:
@@ -103,18 +102,18 @@ def open_unfinished(
     except CheckpointError as error:
         if _DOWNLOAD not in (error.hint or "") or not manifest_path(folder).is_file():
             raise
-        hint = (error.hint or "").replace(_DOWNLOAD, "copy it or make it again")  # it comes from no hub
+        hint = (error.hint or "").replace(_DOWNLOAD, "copy it or make it again")  # it is not from a hub
         raise CheckpointError(
             error.problem, path=error.path, found=error.found, expected=error.expected, hint=hint
         ) from error
     if weights is None:
         ignored = [spelled[other] for other, _ in found if other != kind]
-        checkpoint.notes += [f"{folder}: {files} beside {spelled[kind]}; ignored" for files in ignored]
+        checkpoint.notes += [f"{folder}: {files} along with {spelled[kind]}; ignored" for files in ignored]
     return checkpoint
 
 
 def made_of_tensors(path: str | Path) -> bool:
-    """Whether a manifest says that quantkit took a model's tensors as they were."""
+    """Whether a manifest says that quantkit copied the tensors of an unknown architecture."""
     folder = located(path)
     if not (folder / manifest.NAME).is_file():
         return False
@@ -130,7 +129,7 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def _present(folder: Path) -> list[Found]:
-    """The sets of weights at a path, the one to prefer first."""
+    """The sets of weights at a path, the preferred one first."""
     return [(kind, container) for container in CONTAINERS.values() for kind in container.present(folder)]
 
 
@@ -152,7 +151,7 @@ def _choose(folder: Path, found: list[Found]) -> Found:
 
 
 def _not_a_folder(path: Path) -> Exception:
-    SourceFile(path)  # tells of what is no regular file
+    SourceFile(path)  # raises if it is no regular file
     return CheckpointError("is a file", path=path, expected="the folder that holds it with its config and tokenizer")
 
 

@@ -1,4 +1,4 @@
-"""What lies beside the weights of any checkpoint: the tokenizer, generation settings, licences."""
+"""The side files of any checkpoint: tokenizer, generation settings, licences."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", TOKENIZER_SETTINGS, "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", TEMPLATE_FILE, OLD_TEMPLATE_FILE,
 )  # fmt: skip
-READ_BESIDE = {"generation_config.json", *TOKENIZER_FILES}
-"""Files beside weights and config that decide what a model says."""
+SIDE_FILES = {"generation_config.json", *TOKENIZER_FILES}
+"""Files that influence what a model generates, besides weights and config."""
 OTHER_FILES = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")
 
 _SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".bpe", ".vocab"}
@@ -41,14 +41,14 @@ _NOT_TAKEN = {"config.json", "quantkit.json", "params.json", *QUANTIZED_ELSEWHER
 
 
 def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
-    """The tokenizer of a checkpoint, held against its embedding, and what to note about it; none of a model that
-    is known by its tensors only.
+    """The tokenizer of a checkpoint, compared with its embedding, and notes on it; none for a model that is known by
+    its tensors only.
 
     Raises:
         CheckpointError: if it is damaged, or knows more tokens than the embedding.
     """
     if not source.config.runnable:
-        return None, []  # its files are copied, whatever kind of tokenizer they are
+        return None, []  # its files are copied without being read
     if not present(text_folder(source.path), TOKENIZER_FILES[:2]):
         return None, [f"{source.path}: has no tokenizer; the output will have none"]
     tokenizer, rows = load_tokenizer(source.path), source.config.vocab_size
@@ -73,8 +73,8 @@ def require_rows(tokenizer: Tokenizer, rows: int, path: Path | None = None) -> N
 
 
 def side_names(source: Checkpoint) -> tuple[str, ...]:
-    """The files beside weights and config that an output takes over; of a model known by its tensors only all that
-    are no weights, no code and no other tool's account of a quantization."""
+    """The side files that are copied to an output; for a model that is known by its tensors only, all except weights,
+    code and settings of a quantization."""
     if source.config.runnable:
         return TOKENIZER_FILES + OTHER_FILES
     files = sorted(path for path in source.path.iterdir() if path.is_file() and not path.name.startswith("."))
@@ -88,55 +88,55 @@ def side_names(source: Checkpoint) -> tuple[str, ...]:
 
 
 def left_behind(source: Checkpoint) -> list[str]:
-    """A note on what lies beside a model known by its tensors only and is not taken over."""
+    """A note on files of a model that is known by its tensors only which are not copied."""
     if source.config.runnable:
         return []
     code = sorted(path.name for path in source.path.glob("*.py"))
     folders = sorted(path.name for path in source.path.iterdir() if path.is_dir() and not path.name.startswith("."))
     found = [*code, *(f"{name}/" for name in folders)]
-    return [f"{source.path}: not taken over: {', '.join(found)}; copy what the model needs"] if found else []
+    return [f"{source.path}: not copied: {', '.join(found)}; copy what the model needs"] if found else []
 
 
 def present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:
-    """Those of the names that a folder has a file of."""
+    """The names of existing files, with their paths."""
     return {name: folder / name for name in names if (folder / name).is_file()}
 
 
-def carried_templates(source: Checkpoint, tokenizer: Tokenizer | None, asked: str | None = None) -> dict[str, str]:
-    """The chat templates that an output shall have, by name: the source's, or one that is asked for.
+def carried_templates(source: Checkpoint, tokenizer: Tokenizer | None, requested: str | None = None) -> dict[str, str]:
+    """The chat templates of an output, by name: the source's, or the requested one.
 
     Args:
-        asked: ``llama2``, ``llama3``, or a file ``*.jinja``.
+        requested: ``llama2``, ``llama3``, or a file ``*.jinja``.
 
     Raises:
-        RequestError: if there is none of that name, or it is none for the source's tokenizer.
+        RequestError: if there is no template of that name, or it does not fit the source's tokenizer.
         CheckpointError: if a template is damaged.
     """
     if not source.config.runnable:
-        if asked is not None:
-            raise RequestError("`template` and `tensors_only=True` exclude each other", found=shown(asked))
+        if requested is not None:
+            raise RequestError("`template` and `tensors_only=True` exclude each other", found=shown(requested))
         return {}  # its files are copied as they are
-    if asked is None:
+    if requested is None:
         return ChatTemplates(source.path).sources
     if tokenizer is None:
         raise RequestError("a chat template needs a tokenizer, and the source has none", path=source.path)
-    if as_text("template", asked) in META_FORMATS:
-        chat_format(source.path, tokenizer, asked)  # refuses another model's tokenizer
-    return {"default": requested_template(asked)}
+    if as_text("template", requested) in META_FORMATS:
+        chat_format(source.path, tokenizer, requested)  # raises for another model's tokenizer
+    return {"default": requested_template(requested)}
 
 
 def with_templates(
     files: Mapping[str, bytes | Path], templates: Mapping[str, str], *, in_settings: bool
 ) -> dict[str, bytes | Path]:  # fmt: skip
-    """The files beside weights with chat templates where readers look for them.
+    """Side files, with chat templates where readers expect them.
 
-    One is a file of its own, and stands in tokenizer_config.json too. Several stand only there, since a file of its
-    own would hide the others.
+    One template is written to a file, and to tokenizer_config.json too. Several are written only there, because the
+    file would hide the others.
 
     Args:
         files: name to content, or to a file to copy.
         templates: by name.
-        in_settings: whether one template alone, too, shall stand in tokenizer_config.json.
+        in_settings: whether a single template is written to tokenizer_config.json too.
 
     Raises:
         CheckpointError: if the tokenizer_config.json is damaged.
@@ -159,7 +159,7 @@ def with_templates(
 
 
 def tokenizer_files(folder: Path) -> list[SourceFile]:
-    """The files of a folder that say how it tokenizes, and how it is told conversations, opened.
+    """The tokenizer's files and chat templates of a folder, opened.
 
     Raises:
         CheckpointError: if one cannot be.

@@ -1,6 +1,6 @@
-"""The scales of a quantized key/value cache, which lie in a folder beside the weights.
+"""The scales of a quantized key/value cache, which are stored with the weights.
 
-Nothing here uses them: the runtime has a cache of its own. They are carried, or dropped with a note. Their names, of
+quantkit does not use them: its runtime has its own cache. They are copied, or dropped with a note. Their names, for
 layer N's attention ``A = model.layers.N.self_attn``:
 
 ==================================================  ==========================================================
@@ -40,7 +40,7 @@ TYPES: Mapping[str, tuple[DType, ...]] = {
         DType.INT16, DType.INT32, DType.INT64, DType.UINT8,
     ),
 }  # fmt: skip
-"""In which scales and zero points are read."""
+"""The types of scales and zero points that are read."""
 _AGAIN = "quantize the cache again, or drop its scales: `dequantize=True` writes floats"
 Place = tuple[int, str, str]
 """Layer, part and kind of a tensor, see `CacheTensor`."""
@@ -74,7 +74,7 @@ class CacheTensor:
 
 
 def cache_tensor(name: str) -> CacheTensor | None:
-    """What a tensor is in a quantized cache; None if its name is no such tensor's."""
+    """The place of a tensor in a quantized cache; None for other names."""
     if (match := _NAME.fullmatch(name)) is None:
         return None
     letters = match["own"] or match["inside"] or match["output"]
@@ -84,7 +84,7 @@ def cache_tensor(name: str) -> CacheTensor | None:
 
 @dataclass(frozen=True)
 class KvCache:
-    """A folder's account of a quantized key/value cache.
+    """What a folder says of a quantized key/value cache.
 
     Attributes:
         path: of the folder.
@@ -109,7 +109,7 @@ class KvCache:
         return self.layers - len(layers_without_scales(self.tensors, self.layers))
 
     def stored(self) -> list[tuple[StoredTensor, bytes]]:
-        """The tensors as they lie, with their bytes."""
+        """The tensors, with their bytes."""
         return [(file.tensors[name], file.read_bytes(name)) for name, file in self.tensors.items()]
 
     def values(self) -> dict[Place, Tensor]:
@@ -158,7 +158,7 @@ class KvCache:
         return f"{scheme_text(self.scheme)}, scales of {count}"
 
     def difference(self, other: KvCache) -> str | None:
-        """In what two folders differ, in words; None if they say the same."""
+        """The difference between two folders, in words; None if they say the same."""
         if _said(self.scheme) != _said(other.scheme):
             return f"the schemes of the KV cache differ: {scheme_text(self.scheme)} and {scheme_text(other.scheme)}"
         own, others = self.values(), other.values()

@@ -27,8 +27,8 @@ def stated_scheme(settings: Settings | None) -> Mapping[str, Any] | None:
     """The scheme of the cache as settings of a quantization state it; None if they state none.
 
     Raises:
-        CheckpointError: for one that is neither an object nor a known name, and for an object that compressed-tensors
-            does not accept, naming the key.
+        CheckpointError: for a value that is neither an object nor a known name, and for an object that
+            compressed-tensors does not accept, naming the key.
     """
     value, named = (None if settings is None else settings.values.get(key) for key in (KV_CACHE_SCHEME, _ALGORITHM))
     path = None if settings is None else settings.path
@@ -45,7 +45,7 @@ def stated_scheme(settings: Settings | None) -> Mapping[str, Any] | None:
     wrong = value if value is not None else None if isinstance(named, str) else named
     if wrong is not None:
         raise CheckpointError(
-            "the scheme of the KV cache is none that is known", path=path, found=shown(wrong),
+            "the scheme of the KV cache is not known", path=path, found=shown(wrong),
             expected=f"an object under {KV_CACHE_SCHEME}, or {' or '.join(_BY_NAME)}",
         )  # fmt: skip
     if named == "FP8":
@@ -84,7 +84,7 @@ def expected_elements(scheme: Mapping[str, Any] | None, num_heads: int) -> int |
 
 
 def _strategy(scheme: Mapping[str, Any]) -> str | None:
-    """The strategy, stated or by the size of groups; None if it is none."""
+    """The strategy, as stated or from the group size; None if it is unknown."""
     named, size = scheme.get("strategy"), scheme.get("group_size")
     if named is None:
         return _TENSOR if size is None else "group" if size > 0 else "channel" if size == -1 else None

@@ -1,15 +1,15 @@
-"""``quantkit.json``: what was made, from what, and the sha256 of every file. Beside a model that is a file, ``X.gguf``,
-it is called ``X.gguf.quantkit.json``.
+"""``quantkit.json``: what was made, from what, and the sha256 of every file. For a model that is a file, ``X.gguf``, it
+is ``X.gguf.quantkit.json``.
 
-It holds no time and no path, so equal inputs give an equal file.
+It has no time and no path, so equal inputs give an equal file.
 
 Format version 2 differs from 1 in the names of two keys, in folders that ``quantize`` made:
 
 ==========  ===========  ====================================================
 version 1   version 2    holds
 ==========  ===========  ====================================================
-``plan``    ``recipe``   the default scheme and the overrides asked for
-``tensors`` ``modules``  what became of each linear layer, by its module name
+``plan``    ``recipe``   the default scheme and the requested overrides
+``tensors`` ``modules``  the result for each linear layer, by module
 ==========  ===========  ====================================================
 """
 
@@ -98,7 +98,7 @@ def file_sha256(path: Path) -> str:
 
 
 def identity(files: Iterable[SourceFile]) -> list[list[Any]]:
-    """What tells files from others, see `SourceFile.identity`."""
+    """The identity of files, see `SourceFile.identity`."""
     return [list(file.identity()) for file in files]
 
 
@@ -121,7 +121,7 @@ class SourceHashes:
         """Wait for the hashes.
 
         Args:
-            progress: told while there is something to wait for.
+            progress: called while it waits.
 
         Raises:
             CheckpointError: if a file could not be read, is damaged, or changed since it was opened.
@@ -136,7 +136,7 @@ class SourceHashes:
         return self._hashes
 
     def require_sound(self) -> None:
-        """Go on only if nothing is wrong so far.
+        """Check that nothing is wrong so far.
 
         Raises:
             CheckpointError: if a file could not be read or is damaged.

@@ -1,4 +1,4 @@
-"""The one table of what quantkit reads and writes: kinds of checkpoints, and methods of quantization in them."""
+"""The table of everything that quantkit reads and writes: kinds of checkpoints, and methods of quantization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quantkit.formats.containers.gguf import Gguf
 from quantkit.formats.containers.gpt_fast import GptFast
 from quantkit.formats.containers.hf import HuggingFace
 from quantkit.formats.containers.meta import Meta
-from quantkit.formats.folder import READ_BESIDE
+from quantkit.formats.folder import SIDE_FILES
 from quantkit.json_values import shown
 
 TargetName = Literal["compressed-tensors", "int-quantized", "gptq", "awq", "mlx", "meta", "hf", "gguf"]
@@ -29,12 +29,12 @@ CONTAINERS: dict[str, Container] = {container.name: container for container in (
 
 @dataclass(frozen=True)
 class Target:
-    """What models are written as.
+    """A format in which models are written.
 
     Attributes:
         name: what ``--to`` calls it.
         container: the kind of checkpoint.
-        method: of the quantized weights in it; None where none has to be named.
+        method: of its quantized weights; None if the container has only one, or for floats.
     """
 
     name: str
@@ -43,17 +43,17 @@ class Target:
 
     @property
     def codes(self) -> CodeFormat | None:
-        """What quantized weights are written in; None where all are floats."""
+        """The format of quantized weights; None if it holds floats only."""
         return self.method or (None if self.container.methods else self.container.native)
 
     @property
     def floats(self) -> bool:
-        """Whether a model of floats is written so."""
+        """Whether it is for models in floats."""
         return self.method is None
 
 
 def targets() -> dict[str, Target]:
-    """All that models are written as, by name."""
+    """All formats in which models are written, by name."""
     found: dict[str, Target] = {}
     for container in CONTAINERS.values():
         for method in container.methods.values():
@@ -65,7 +65,7 @@ def targets() -> dict[str, Target]:
 def target(name: str) -> Target:
     """
     Raises:
-        RequestError: for another name than of `targets`.
+        RequestError: for a name that is not in `targets`.
     """
     known = targets()
     if name not in known and name in {*CONTAINERS, *METHODS}:
@@ -76,5 +76,5 @@ def target(name: str) -> Target:
 
 
 def read_names() -> set[str]:
-    """Files beside the weights that decide what a model is or says."""
-    return {container.config_file for container in CONTAINERS.values()} | READ_BESIDE
+    """The side files that decide what a model is or generates."""
+    return {container.config_file for container in CONTAINERS.values()} | SIDE_FILES

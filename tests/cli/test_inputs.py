@@ -583,7 +583,7 @@ def test_an_index_decides_between_two_sets(both: Path, sharded: Path, model: Any
     for name in ("consolidated.00.pth", "params.json"):
         shutil.copy(both / name, sharded / name)
     dst, notes = accepted(capfd, sharded)
-    assert "consolidated.*.pth beside safetensors; ignored" in notes
+    assert "consolidated.*.pth along with safetensors; ignored" in notes
     assert torch.equal(weights_of(dst)[HEAD], model.state_dict()[HEAD])
 
 
@@ -596,7 +596,7 @@ def test_safetensors_win_over_an_indexed_bin_as_in_transformers(
     index = {"metadata": {}, "weight_map": dict.fromkeys(state, name)}
     (hf / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     dst, notes = accepted(capfd, hf)
-    assert "pytorch_model*.bin beside safetensors; ignored" in notes
+    assert "pytorch_model*.bin along with safetensors; ignored" in notes
     assert torch.equal(weights_of(dst)[HEAD], oracle.load(hf).state_dict()[HEAD])
 
 
@@ -604,7 +604,7 @@ def test_safetensors_win_over_bin_and_say_so(hf: Path, pickled: Path, model: Any
     state = torch.load(pickled / "pytorch_model.bin", weights_only=True)
     torch.save({**state, HEAD: 2 * state[HEAD]}, hf / "pytorch_model.bin")
     dst, notes = accepted(capfd, hf)
-    assert "pytorch_model*.bin beside safetensors; ignored" in notes
+    assert "pytorch_model*.bin along with safetensors; ignored" in notes
     assert torch.equal(weights_of(dst)[HEAD], model.state_dict()[HEAD])
     shutil.rmtree(dst)
     dst, _ = accepted(capfd, hf, "--weights", "bin")

@@ -227,7 +227,7 @@ def test_folders_in_fp8_are_read_with_a_note(kind: str, tmp_path: Path) -> None:
     assert checkpoint.kv_cache.line().startswith(stated)
     assert checkpoint.kv_cache.line().endswith(f"scales of {LAYERS} of {LAYERS} layers")
     assert any("the KV cache is to be quantized" in note for note in checkpoint.notes)
-    assert not [note for note in checkpoint.notes if "nothing tells their use" in note]
+    assert not [note for note in checkpoint.notes if "their use is not stated" in note]
     for name in other.names():
         assert torch.equal(checkpoint.load(name), other.load(name))  # type: ignore[arg-type]
     for job in (
@@ -421,7 +421,7 @@ def test_zero_points_and_scales_for_each_head_are_carried(
 
 
 REFUSED: dict[str, tuple[Callable[[Tensors], object], dict[str, Any], type[QuantkitError], str]] = {
-    "a list": (lambda _: None, {"kv_cache_scheme": [8]}, CheckpointError, "scheme of the KV cache is none"),
+    "a list": (lambda _: None, {"kv_cache_scheme": [8]}, CheckpointError, "scheme of the KV cache is not known"),
     "a name": (lambda _: None, {"kv_cache_scheme": "int9"}, CheckpointError, "found 'int9'"),
     "twice": (
         lambda t: t.update({f"{ATTENTION.format(1)}.v_proj.output_scale": torch.ones(1)}), {}, CheckpointError,

@@ -371,7 +371,7 @@ def test_quantized_activations_stay_floats(tmp_path: Path) -> None:
     truth = _foreign(folder, {"group_0": group}, ["lm_head"], **W4)
     checkpoint = open_checkpoint(folder)
     assert checkpoint.notes == [
-        f"{folder}: the config quantizes what goes into linears too; here activations stay floats"
+        f"{folder}: the config quantizes the inputs of linears too; here activations stay floats"
     ]
     name, expected = next(iter(truth.items()))
     assert torch.equal(checkpoint.load(name).dequantize(), expected)  # type: ignore[union-attr]

@@ -194,7 +194,7 @@ def steep(folders: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def test_a_scale_that_the_target_has_not_is_refused_and_leaves_nothing(steep: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=rf"'{DOWN}\.weight' cannot be held exactly as gptq: a scale is no"):
+    with pytest.raises(UnsupportedError, match=rf"'{DOWN}\.weight' cannot be held exactly as gptq: a scale is not"):
         quantkit.convert(steep, tmp_path / "out", to="gptq", source_check=False)
     assert [path.name for path in tmp_path.iterdir()] == ["steep"]
 

@@ -1,4 +1,4 @@
-"""bitsandbytes' NF4, FP4 and LLM.int8(): read only, as the floats that they stand for.
+"""bitsandbytes' NF4, FP4 and LLM.int8(): read only, as floats.
 
 4 bits: ``T`` uint8 [ceil(n / 2), 1], two codes a byte, the high half first; ``T.quant_map`` float32 [16], what each
 code means; ``T.absmax``, by which the values of a block are multiplied; ``T.quant_state.bitsandbytes__nf4``, the
@@ -40,7 +40,7 @@ EIGHT_BITS = Layout(
     is_evident=lambda tensors: _SCB in tensors,
 )  # fmt: skip
 _STATE_BYTES = 1 << 16
-_MOST_IN_BLOCK = 1 << 20
+_MAX_BLOCK = 1 << 20
 _LARGEST_OFFSET = 1e30
 _NESTED_CODES = 256
 _VALUES = {
@@ -66,7 +66,7 @@ class FourBitWeight:
         """
         Args:
             kind: ``NF4`` or ``FP4``.
-            stored, homes: the tensors of the folder, and where they lie.
+            stored, homes: the tensors of the folder, and their files.
             dtype: of the floats.
 
         Raises:
@@ -111,7 +111,7 @@ class FourBitWeight:
         return out
 
     def _rows(self, start: int, stop: int, values: Tensor, absmax: Tensor) -> Tensor:
-        """Rows in float32; what of the blocks belongs to others is cut away."""
+        """Rows in float32, cut out of their blocks."""
         import torch
 
         columns, size = self.tensor.shape[1], self._block
@@ -124,7 +124,7 @@ class FourBitWeight:
         return wide.flatten()[start * columns - first * size :][: (stop - start) * columns].view(-1, columns)
 
     def _absmax(self) -> Tensor:
-        """What each block is multiplied by, in float32."""
+        """The factors of blocks, in float32."""
         import torch
 
         absmax = self._part(_ABSMAX)
@@ -147,7 +147,7 @@ class FourBitWeight:
         try:
             text = file.read_bytes(tensor.name).decode()
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"tensor '{tensor.name}' is no text: {error}", path=file.path) from error
+            raise CheckpointError(f"tensor '{tensor.name}' is not UTF-8: {error}", path=file.path) from error
         state = Settings(parsed(text, f"{file.path}: {tensor.name}"), file.path, tensor.name)
         if (said := state.text("quant_type")) != self.kind.lower():
             self._refuse("is of another type than its name says", said, self.kind.lower())
@@ -158,26 +158,26 @@ class FourBitWeight:
         try:
             shape = sizes(value)
         except ValueError:
-            state.wrong_type("shape", "a list of whole numbers")
+            state.wrong_type("shape", "a list of integers")
         if len(shape) != 2 or 0 in shape:
             self._refuse("is no matrix", list(shape), "rows and columns")
         return shape
 
     def _require_values(self) -> None:
-        """Codes mean what their type says, whatever map is there: bitsandbytes does not look at it."""
+        """Check that the map has the values of the type, since bitsandbytes ignores the map."""
         name = self._name + _MAP
         found = struct.unpack(f"<{len(_VALUES[self.kind])}f", self._homes[name].read_bytes(name))
         if not all(abs(one - own) <= _CLOSE for one, own in zip(found, _VALUES[self.kind], strict=True)):
             self._refuse("has a 'quant_map' of other values than its type's", shown(list(found)))
 
     def _even(self, state: Settings, key: str) -> int:
-        size = state.whole(key, 2, _MOST_IN_BLOCK)
+        size = state.whole(key, 2, _MAX_BLOCK)
         if size % 2:
             self._refuse(f"has a {key} that is odd", size)
         return size
 
     def _nested(self, state: Settings) -> float:
-        """What is added to every factor of a block."""
+        """The offset of the factors."""
         if (dtype := state.text("nested_dtype")) != DType.FLOAT32:
             raise UnsupportedError(
                 f"tensor '{self._name}' has factors of a type that is not read", path=state.path, found=shown(dtype),
@@ -186,12 +186,12 @@ class FourBitWeight:
         return state.number("nested_offset", -_LARGEST_OFFSET, _LARGEST_OFFSET)
 
     def _bytes(self, weight: StoredTensor) -> View:
-        """Where the codes lie, one byte after the other, whatever type they are stored in."""
+        """The place of the codes as bytes, whatever type they are stored in."""
         file, expected = self._homes[weight.name], (self._count + 1) // 2
         view = file.view(weight.name)
         if len(weight.shape) == 2 and weight.shape[1] != 1:
             raise UnsupportedError(
-                f"tensor '{weight.name}' does not lie as 4-bit weights are read", path=file.path,
+                f"tensor '{weight.name}' is stored in a layout that is not read", path=file.path,
                 found=list(weight.shape), expected="one column",
             )  # fmt: skip
         if weight.nbytes != expected or view.stride != contiguous_strides(view.shape):
@@ -201,11 +201,11 @@ class FourBitWeight:
     def _found(
         self, stored: Mapping[str, StoredTensor], suffix: str, dtypes: tuple[DType, ...], count: int
     ) -> StoredTensor:  # fmt: skip
-        """One of the tensors beside the codes."""
+        """A tensor that belongs to the codes."""
         tensor = stored.get(self._name + suffix)
         if tensor is None or tensor.dtype not in dtypes or math.prod(tensor.shape) != count:
             self._refuse(
-                f"has another '{suffix[1:]}' than goes with its state",
+                f"has a '{suffix[1:]}' that does not fit its state",
                 "none" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}",
                 f"{' or '.join(dtypes)} [{count}]",
             )
@@ -230,25 +230,25 @@ class EightBitWeight:
         """
         Args:
             scale: the largest magnitude of each row.
-            form: a number that says how the rows lie.
-            homes: where tensors lie.
+            form: a number that states the layout.
+            homes: the files of tensors.
             dtype: of the floats.
 
         Raises:
-            CheckpointError: if the scales do not go with the weight.
-            UnsupportedError: if it lies otherwise than row by row.
+            CheckpointError: if the scales do not fit the weight.
+            UnsupportedError: if it is not stored row by row.
         """
         path = homes[weight.name].path
         if len(weight.shape) != 2 or 0 in weight.shape or scale.dtype not in FLOATS or scale.shape != weight.shape[:1]:
             raise CheckpointError(
-                f"the scales of '{weight.name}' do not go with it", path=path,
+                f"the scales of '{weight.name}' do not fit it", path=path,
                 found=f"{scale.dtype} {list(scale.shape)}", expected=f"one a row of {list(weight.shape)}",
             )  # fmt: skip
         if form is not None:
             said = homes[form.name].read_bytes(form.name) if form.nbytes <= 8 else b"?"
             if any(said):
                 raise UnsupportedError(
-                    f"tensor '{weight.name}' lies as one kind of GPU multiplies it", path=path,
+                    f"tensor '{weight.name}' is stored in a layout for one kind of GPU", path=path,
                     found=f"{_FORMAT} {list(said)}", expected="0, row by row",
                     hint="save it with a current bitsandbytes",
                 )  # fmt: skip
@@ -272,14 +272,14 @@ class EightBitWeight:
 def found_weight(
     name: str, stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile], dtype: DType
 ) -> FourBitWeight | EightBitWeight | None:  # fmt: skip
-    """The weight that a tensor is together with those beside it; None for floats, and for what is beside another.
+    """The weight whose codes a tensor has; None for floats, and for scales and states.
 
     Args:
-        stored, homes: the tensors of a folder, and where they lie.
+        stored, homes: the tensors of a folder, and their files.
         dtype: of the floats.
 
     Raises:
-        CheckpointError, UnsupportedError: as the weights' own; and for codes that nothing belongs to.
+        CheckpointError, UnsupportedError: as the weights' classes do; also for codes without scales.
     """
     tensor = stored[name]
     kinds = [kind for kind, suffix in _STATES.items() if name + suffix in stored]
@@ -292,7 +292,7 @@ def found_weight(
     if leaf == "weight" and tensor.dtype in (DType.INT8, DType.UINT8):
         raise CheckpointError(
             f"tensor '{name}' lacks what says its values", path=homes[name].path,
-            found=f"{tensor.dtype} {list(tensor.shape)}", expected=f"one of {METHOD}'s states, or {_SCB}, beside it",
+            found=f"{tensor.dtype} {list(tensor.shape)}", expected=f"one of {METHOD}'s states, or {_SCB}",
             hint="a weight file is missing or damaged; download it again",
         )  # fmt: skip
     return None

@@ -1,4 +1,4 @@
-"""What every codec offers: how one quantized linear lies in a checkpoint, and what its folder says of it."""
+"""The interfaces of codecs: how one quantized linear is stored, and what the settings of a folder say of it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Runtime = Literal["vllm", "transformers", "llama.cpp", "mlx"]
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a tensor cannot be held exactly, in the words of the error that it becomes.
+    """Why a tensor cannot be stored exactly: the text of an error.
 
     Attributes:
-        scale_types: the float types to which its scales may be rounded, one after the other, so that it can be held;
-            none if something else than its scales does not fit.
+        scale_types: the float types to which its scales can be rounded, one after the other, so that it can be stored;
+            none if the reason is not its scales.
     """
 
     problem: str
@@ -51,27 +51,29 @@ NO_EMBEDDING = Reason("it has codes of linears only, and this is the embedding",
 
 
 def exact_scale(scale: Tensor, dtype: DType) -> Tensor | Reason:
-    """Scales in another float type, where that has every one of them; NaN and Inf are in all."""
+    """Scales in another float type, if it has all of them; every type has NaN and Inf."""
     found = scale.to(dtype.torch)
     lost = ~((found.float() == scale.float()) | (found.isnan() & scale.isnan()))
     if not lost.any():
         return found
-    return Reason(f"a scale is no number that {dtype} has", f"{scale[lost][0].item():.9g}", f"{dtype} scales", (dtype,))
+    return Reason(
+        f"a scale is not representable in {dtype}", f"{scale[lost][0].item():.9g}", f"{dtype} scales", (dtype,)
+    )
 
 
 class RawModule:
-    """The stored tensors of one module, by what their names have after the module's.
+    """The stored tensors of one module, by suffix: what their names have after the module's.
 
     Attributes:
-        name: the module's.
-        path: what errors name.
+        name: of the module.
+        path: of the folder, for errors.
     """
 
     def __init__(self, name: str, files: Mapping[str, Home], path: Path, notes: list[str] | None = None) -> None:
         """
         Args:
-            files: where each tensor lies, by its whole name; others may be among them.
-            notes: what a user should know of the folder, to which a codec may add.
+            files: the file of each tensor, by its whole name; others may be among them.
+            notes: notes on the folder, to which a codec may add.
         """
         self.name = name
         self.path = path
@@ -83,17 +85,17 @@ class RawModule:
         return RawModule(name, self._files, self.path, self._notes)
 
     def note(self, text: str) -> None:
-        """Tell the user something of the folder that is no error."""
+        """Add a note on the folder for the user."""
         if self._notes is not None:
             self._notes.append(f"{self.path}: {text}")
 
     def find(self, suffix: str) -> StoredTensor | None:
-        """What the header says of a tensor; None where there is none."""
+        """A tensor as the header describes it; None if it is missing."""
         name = f"{self.name}.{suffix}"
         return self._files[name].tensors[name] if name in self._files else None
 
     def metadata(self, suffix: str, key: str) -> str | None:
-        """What the header of the file that holds a tensor says under a key of its metadata."""
+        """A value of the metadata in the header of a tensor's file."""
         file = self._files.get(f"{self.name}.{suffix}")
         return file.metadata.get(key) if isinstance(file, TensorFile) else None
 
@@ -107,7 +109,7 @@ class RawModule:
         return self._files[name].read(name, part)
 
     def read_bytes(self, suffix: str, part: TensorSlice | None = None) -> bytes:
-        """The elements of a tensor, or of a part of it, one after the other, without torch where they lie so.
+        """The elements of a tensor, or of a part of it, as contiguous bytes; without torch if they are stored so.
 
         Raises:
             CheckpointError: see `TensorFile.read`.
@@ -116,7 +118,7 @@ class RawModule:
         return self._files[name].read_bytes(name, part)
 
     def require(self, expected: StoredTensor, scheme: object) -> None:
-        """Check that a tensor is there in the type and shape that go with a scheme, before it is read.
+        """Check that a tensor exists and has the type and shape of a scheme, before it is read.
 
         Args:
             expected: with its whole name.
@@ -134,23 +136,23 @@ class RawModule:
 
 
 class Codec(Protocol):
-    """How one module's weight lies in a checkpoint: which tensors there are, and what they mean."""
+    """How the weight of one module is stored: its tensors, and what they mean."""
 
     @property
     def scheme(self) -> QuantScheme | None:
-        """What the settings say that it decodes to; None for floats."""
+        """The scheme of its codes, as the settings state it; None for floats."""
         ...
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        """The weight that a module's tensors are, as their headers tell it, and the small ones among them (zero
-        points, offsets, group indices): whether they are codes of a scheme, or read as floats.
+        """The weight of a module, from the headers of its tensors and from the small ones among them (zero points,
+        offsets, group indices): codes of a scheme, or floats.
 
         Args:
-            expected: the weight [O, I] that the architecture calls for, in the model's float type; what the
-                tensors say of it goes before.
+            expected: the weight [O, I] of the architecture, in the model's float type; if the tensors differ, they
+                decide.
 
         Raises:
-            CheckpointError, UnsupportedError: if a tensor is missing, or its shape does not go with the codec.
+            CheckpointError, UnsupportedError: if a tensor is missing, or its shape does not fit the codec.
         """
         ...
 
@@ -159,11 +161,11 @@ class Codec(Protocol):
         ...
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
-        """The tensors that hold a weight which was found: those of `stored`, and others that may be there."""
+        """The tensors of a weight that was found: those of `stored`, and optional ones."""
         ...
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
-        """The weight, or some of its rows or columns, of which no more is read than must be.
+        """The weight, or some of its rows or columns; no more than necessary is read.
 
         Raises:
             CheckpointError: if the tensors contradict each other.
@@ -172,11 +174,11 @@ class Codec(Protocol):
         ...
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
-        """Why no weight of a shape [O, I] can be held; None if one can."""
+        """Why no weight of a shape [O, I] can be stored; None if one can."""
         ...
 
     def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
-        """The tensors of `stored`, in its order; codes, scales and zero points stay what they are."""
+        """The tensors of `stored`, in its order; codes, scales and zero points do not change."""
         ...
 
 
@@ -212,8 +214,7 @@ def columns_slice(rows: TensorSlice | None, start: int, stop: int, count: int) -
 
 
 class ReadAsFloats:
-    """What another codec holds, as the floats that its codes mean: of a tensor that has no codes in a model, such as
-    a router."""
+    """Decodes the codes of another codec to floats, for a tensor that models have in floats only, such as a router."""
 
     scheme = None
 
@@ -253,23 +254,23 @@ class ReadAsFloats:
 
 
 class HoldsCodes(Protocol):
-    """What turns codes into what is stored."""
+    """Encodes codes for storage."""
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
-        """Why no weight of a shape [O, I] can be held; None if one can."""
+        """Why no weight of a shape [O, I] can be stored; None if one can."""
         ...
 
     def encode(self, value: QuantTensor) -> Any | Reason:
-        """What is stored, or why nothing that is stored means exactly the same."""
+        """The stored form, or why there is none that is exact."""
         ...
 
 
 class CodeFormat:
-    """What quantized weights are written in.
+    """A format of quantized weights.
 
     Attributes:
-        name: what ``--to`` calls it.
-        schemes: its own, to which weights are rounded that it cannot hold exactly; none if it is only read.
+        name: its name for ``--to``.
+        schemes: to which weights can be rounded that it cannot store exactly; none if it is only read.
         scale_dtype: the type of all scales; None if they may have the model's.
     """
 
@@ -278,12 +279,12 @@ class CodeFormat:
     scale_dtype: DType | None = None
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> HoldsCodes | Reason:
-        """What holds the weights of a scheme: those of linears, or the rows of an embedding."""
+        """The codec of linears in a scheme, or of an embedding."""
         return Reason("it is only read")
 
 
 class QuantMethod(CodeFormat):
-    """A way to quantize whole folders: its settings in config.json say which modules have which codec.
+    """A method of quantization: its settings in config.json state the codecs of modules.
 
     Attributes:
         name: ``quant_method`` in config.json.
@@ -326,9 +327,9 @@ class QuantMethod(CodeFormat):
         """The codec of each module that is quantized.
 
         Args:
-            settings: as they stand in config.json, or in a file beside it.
+            settings: from config.json, or from a file next to it.
             modules: all that may be quantized.
-            stored: the names of all tensors on disk; none if only the config is read.
+            stored: the names of all tensors on disk; empty if only the config is read.
 
         Raises:
             UnsupportedError: for what quantkit does not read.
@@ -343,21 +344,21 @@ class QuantMethod(CodeFormat):
 
         Args:
             schemes: of the modules that are quantized.
-            modules: all linear modules, and the inputs of each; 0 if they are not known, of one without a scheme.
-            every: whether its readers know of no other linear modules.
+            modules: all linear modules, and the number of inputs of each; 0 if unknown, for one without a scheme.
+            every: whether these are all linear modules that its readers know.
 
         Raises:
-            UnsupportedError: if the settings cannot tell these schemes apart.
+            UnsupportedError: if the settings cannot state these schemes.
         """
         raise UnsupportedError(f"{self.name} is only read", hint="write compressed-tensors")
 
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
-        """Files beside config.json that repeat the settings."""
+        """Files next to config.json that repeat the settings."""
         return {}
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         return Reason("it is only read")
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
-        """Which other programs load a folder with these schemes of linear modules; None: floats, or read as floats."""
+        """The other programs that load a folder with these schemes of linear modules; None for floats."""
         return "nothing"

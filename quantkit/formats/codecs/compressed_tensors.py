@@ -1,4 +1,4 @@
-"""compressed-tensors' settings: which modules are in which scheme and form; `compressed_weights` has the forms.
+"""compressed-tensors' settings: the schemes and forms of modules; `compressed_weights` has the forms.
 
 Source: the compressed-tensors package's `QuantizationConfig`.
 """
@@ -34,14 +34,14 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 
 KV_CACHE_SCHEME = "kv_cache_scheme"
-"""The key of the settings under which the scheme of a quantized key/value cache lies."""
+"""The key of the settings with the scheme of a quantized key/value cache."""
 
 _MAX_GROUPS = 64
 _PACK, _INT, _DENSE = "pack-quantized", "int-quantized", "dense"
 _OF_BYTES = (_INT, "naive-quantized")
 _OF_FLOATS = ("float-quantized", "naive-quantized")  # read as floats, see `dequantized`
 _EXPERTS = r".*\.experts\.\d+\..*"
-_BY_INDEX = "group"  # an order of columns that is told; in others what is stored lies in the order of the inputs
+_BY_INDEX = "group"  # an order that a tensor states; in all others, columns are in the order of the inputs
 _STRATEGIES = ("group", "channel", "tensor")
 _ORDERS = ("weight", "static", _BY_INDEX)
 _LAYOUTS = {
@@ -136,8 +136,8 @@ class CompressedTensors(QuantMethod):
 
 
 class Int8Activations(CompressedTensors):
-    """compressed-tensors' ``int-quantized``: int8 per row, multiplied by activations that are rounded to int8 token by
-    token. Only written: what has this form names `CompressedTensors` as its method."""
+    """compressed-tensors' ``int-quantized``: int8 per row, multiplied by activations that are rounded to int8 for each
+    token. Only written: such folders state `CompressedTensors` as their method."""
 
     name = _INT
     layouts = ()
@@ -167,8 +167,8 @@ def has_embedding(schemes: Mapping[str, QuantScheme | None]) -> bool:
 
 
 def read_here_alone(method: QuantMethod, schemes: Mapping[str, QuantScheme | None], *, tied: bool) -> bool:
-    """Whether no other reader of compressed-tensors loads a folder, as tried: its embedding has codes, and the head is
-    tied to it."""
+    """Whether no other reader of compressed-tensors loads a folder, as tried: its embedding is quantized, and the head
+    is tied to it."""
     return tied and isinstance(method, CompressedTensors) and has_embedding(schemes)
 
 
@@ -176,21 +176,21 @@ def _written(
     schemes: Mapping[str, QuantScheme], modules: Iterable[str], form: str, activations: Mapping[str, Any] | None, *,
     every: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """One scheme for linears of decoder blocks targets every ``Linear``. Otherwise each names its modules:
-    compressed-tensors warns of targets that come behind ``Linear``, older vLLM puts the class before the names
-    that q, k and v have before it fuses them, and vLLM's output head is no ``Linear``. Experts that are all alike
-    are named by a pattern: transformers looks for it, and vLLM gives them names of its own. Linears without a
-    scheme are listed under ``ignore``. An embedding is a group of its own, without activations to round, and named by
-    its class: vLLM's Llama gives it no name."""
+    """A single scheme for the linears of decoder blocks has the target ``Linear``. Otherwise groups list their modules:
+    compressed-tensors warns of targets that follow ``Linear``, older vLLM prefers the class to the names that q, k and
+    v have before it fuses them, and vLLM's output head is no ``Linear``. Experts with one scheme are targeted by a
+    pattern: transformers looks for it, and vLLM has other names for experts. Linears without a scheme are listed under
+    ``ignore``. An embedding has a separate group, without activations to round, and is targeted by its class, because
+    vLLM's Llama has no name for it."""
     modules = list(modules)
     experts = {module for module in modules if re.fullmatch(_EXPERTS, module)}
-    alike = len({schemes.get(module) for module in experts}) == 1
+    same = len({schemes.get(module) for module in experts}) == 1
     by_scheme: dict[QuantScheme, dict[str, None]] = {}
     embedding = {module: scheme for module, scheme in schemes.items() if is_embedding(module)}
     for module, scheme in schemes.items():
         if module in embedding:
             continue
-        target = f"re:{_EXPERTS}" if alike and module in experts else module
+        target = f"re:{_EXPERTS}" if same and module in experts else module
         by_scheme.setdefault(scheme, {})[target] = None
     of_class = every and len(by_scheme) == 1 and "lm_head" not in schemes
     ordered = sorted(by_scheme.items(), key=lambda item: -len(item[1]))
@@ -230,11 +230,10 @@ def _group(
 def packed_shapes(
     stored: Mapping[str, StoredTensor], files: Mapping[str, TensorFile], raw: Mapping[str, Any]
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
-    """The shapes of the weights of quantized modules, as their own tensors tell them; none of a folder in another
-    method.
+    """The shapes of the weights of quantized modules, from their tensors; none for a folder in another method.
 
     Args:
-        stored, files: a folder's tensors, and where they lie.
+        stored, files: a folder's tensors, and their files.
         raw: its config.json.
     """
     settings = raw.get("quantization_config")
@@ -243,9 +242,9 @@ def packed_shapes(
     found: dict[str, tuple[int, ...]] = {}
     for name in stored:
         module, _, leaf = name.rpartition(".")
-        told = stored.get(f"{module}.{SHAPE}")
-        if leaf == PACKED and told is not None and (told.dtype, told.shape) == (DType.INT64, (2,)):
-            rows, columns = struct.unpack("<qq", files[told.name].read_bytes(told.name))
+        shape = stored.get(f"{module}.{SHAPE}")
+        if leaf == PACKED and shape is not None and (shape.dtype, shape.shape) == (DType.INT64, (2,)):
+            rows, columns = struct.unpack("<qq", files[shape.name].read_bytes(shape.name))
             if 0 < rows <= MAX_COLUMNS and 0 < columns <= MAX_COLUMNS:
                 found[module] = rows, columns
         elif leaf == PLAIN and stored[name].dtype == DType.INT8 and f"{module}.{SCALE}" in stored:
@@ -330,7 +329,7 @@ def _codec(group: Settings, settings: Settings) -> PackQuantized | IntQuantized 
 
 
 def _strategy(weights: Settings) -> str:
-    """What shares a scale; where nothing is said, compressed-tensors takes it from the group size."""
+    """The weights that share a scale; by default, this follows from the group size, as in compressed-tensors."""
     if weights.has("strategy"):
         return weights.text("strategy")
     if not weights.has("group_size"):

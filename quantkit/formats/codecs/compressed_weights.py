@@ -1,13 +1,13 @@
-"""How compressed-tensors keeps one linear: ``pack-quantized``, which quantkit writes and vLLM and transformers read,
+"""How compressed-tensors stores one linear: ``pack-quantized``, which quantkit writes and vLLM and transformers read,
 and ``int-quantized``, for products with activations in int8.
 
 ``pack-quantized``: ``weight_packed`` int32 [O, ceil(I * bits / 32)], ``weight_scale`` [O, G], ``weight_shape`` int64
 [2] and, if asymmetric, ``weight_zero_point`` packed along the outputs, int32 [ceil(O * bits / 32), G]. Codes are
 unsigned, least significant bits first. ``int-quantized``: ``weight`` int8 [O, I], ``weight_scale`` and, if
-asymmetric, ``weight_zero_point`` int8 [O, G], all signed. Others that are read: one scale for a whole weight,
-zero points in int8 beside packed codes, zero points of zero beside symmetric ones, and ``weight_g_idx`` [I] of files
-from before compressed-tensors 0.20, which says each column's group; where these are not in order the weight is read as
-floats.
+asymmetric, ``weight_zero_point`` int8 [O, G], all signed. Also read:
+one scale for a whole weight, zero points in int8 along with packed codes, zero points of zero along with symmetric
+ones, and ``weight_g_idx`` [I], the group of each column, from before compressed-tensors 0.20; if groups are not of
+adjacent columns, the weight is read as floats.
 Source: the compressed-tensors package's compressors.
 """
 
@@ -44,7 +44,7 @@ def _packed_shapes(rows: int, columns: int, bits: int, group_size: int | None, b
     one_scale = [(1,), ()] if group_size is None else []
     return {
         PACKED: [(rows, words(columns, bits))], SCALE: [(rows, groups), *one_scale], SHAPE: [(2,)],
-        _ZERO: [(words(rows, bits), groups), (rows, groups), *one_scale],  # one a byte before version 0.9
+        _ZERO: [(words(rows, bits), groups), (rows, groups), *one_scale],  # in bytes before version 0.9
         _GROUPS: [(columns,)],
     }  # fmt: skip
 
@@ -128,7 +128,7 @@ class PackQuantized(GroupedCodec):
         return tensors
 
     def _zero(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None) -> Tensor | None:
-        """Zero points, packed or one a byte."""
+        """Zero points, packed or in bytes."""
         from quantkit.tensors.qtensor import unpack_int32
 
         stored = raw.find(_ZERO)
@@ -193,10 +193,10 @@ def _stored(
 
 
 def _spec(raw: RawModule, codes: str, form: PackQuantized | IntQuantized, expected: TensorSpec) -> TensorSpec:
-    """The weight that codes and scales are; floats where each column has a group and these are not in order.
+    """The weight of codes and scales; floats if groups are not of adjacent columns.
 
     Raises:
-        CheckpointError: if a tensor is missing, zero points belie the scheme, or groups are none of this weight.
+        CheckpointError: if a tensor is missing, zero points contradict the scheme, or groups do not fit this weight.
         UnsupportedError: if groups do not divide a row.
     """
     found, scale, scheme = raw.find(codes), raw.find(SCALE), form.scheme
@@ -227,7 +227,7 @@ def _spec(raw: RawModule, codes: str, form: PackQuantized | IntQuantized, expect
 def _parts(
     raw: RawModule, stored: list[StoredTensor], scheme: QuantScheme, one_scale: bool
 ) -> list[StoredTensor]:  # fmt: skip
-    """What is there of the tensors that a weight has when it is written, in one of the forms that are read."""
+    """The tensors of a weight, in one of the forms that are read, and optional ones."""
     whole = next(tensor.shape for tensor in stored if tensor.name.endswith(SCALE))
     shapes = [(1,), (1, 1), ()] if one_scale else [whole]
     found = []
@@ -239,8 +239,8 @@ def _parts(
         elif tensor.name.endswith(_ZERO):
             forms += [(DType.INT8, shape) for shape in shapes]
         found.append(there if there is not None and (there.dtype, there.shape) in forms else tensor)
-    beside = (raw.find(_GROUPS), raw.find(_ZERO) if scheme.symmetric else None)
-    return [*found, *(tensor for tensor in beside if tensor is not None)]
+    others = (raw.find(_GROUPS), raw.find(_ZERO) if scheme.symmetric else None)
+    return [*found, *(tensor for tensor in others if tensor is not None)]
 
 
 def _value(
@@ -260,14 +260,14 @@ def _value(
 
 
 def _whole_rows(value: Tensor, spec: TensorSpec, scheme: QuantScheme, part: TensorSlice | None) -> Tensor:
-    """One value a group [O, G], of some of the rows; where all have the same, it is repeated."""
+    """One value for each group [O, G] of some rows; a single value is repeated."""
     rows, groups = spec.shape[0], scheme.groups(spec.shape[1])
     found = value.reshape(1, 1).expand(rows, 1) if value.numel() == 1 else value.reshape(rows, groups)
     return (found if part is None else part.of(found)).contiguous()
 
 
 def _unsigned(raw: RawModule, signed: Tensor, scheme: QuantScheme) -> Tensor:
-    """Signed codes or zero points, from which on they count from zero.
+    """Unsigned codes or zero points from signed ones.
 
     Raises:
         CheckpointError: if one lies outside the scheme.
@@ -286,7 +286,7 @@ def _unsigned(raw: RawModule, signed: Tensor, scheme: QuantScheme) -> Tensor:
 
 
 def _group_index(raw: RawModule, columns: int, scheme: QuantScheme) -> tuple[int, ...] | None:
-    """The group of each column; None where the order is that of the columns without being told.
+    """The group of each column; None if no tensor states it, and groups are of adjacent columns.
 
     Raises:
         CheckpointError: if it is none for this weight.
@@ -316,7 +316,7 @@ def _by_index(
     raw: RawModule, spec: TensorSpec, codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme,
     start: int,
 ) -> Tensor:  # fmt: skip
-    """The floats of columns from `start` on, each with the scale and zero point of its own group."""
+    """The floats of columns from `start` on, each with the scale and zero point of its group."""
     from quantkit.tensors.qtensor import row_chunks
 
     index = raw.read(_GROUPS)[start : start + codes.shape[1]].long()

@@ -1,5 +1,4 @@
-"""Weights in small floats with scales, and in bitsandbytes' codes, which stand in a folder's tensors for the floats
-that they mean."""
+"""Weights in small floats with scales, and in bitsandbytes' codes, which are read as floats."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODEL_OPTIMIZER = "modelopt"
-"""NVIDIA's, of which FP8 with a scale for each weight is read."""
+"""NVIDIA's method, of which only FP8 with a scale for each weight is read."""
 
 
 class SmallFloats(QuantMethod):
@@ -47,20 +46,20 @@ METHODS = (
     SmallFloats(MODEL_OPTIMIZER, (FLOAT8,), "vllm", "mlx", settings_file="hf_quant_config.json"),
     SmallFloats("mxfp4", (mxfp4.MXFP4,), "vllm", "transformers", "mlx"),
 )  # fmt: skip
-"""Those whose quantized weights are read as floats."""
+"""The methods whose weights are all read as floats."""
 _NAMES = frozenset(method.name for method in METHODS)
-_STATED_FOR_ALL = ("fbgemm_fp8", "fp8")  # whose settings are those of all linears but the head
-_ALSO = "compressed-tensors"  # some of whose formats are
+_STATED_FOR_ALL = ("fbgemm_fp8", "fp8")  # settings that apply to all linears except the head
+_ALSO = "compressed-tensors"  # of which some formats are read so
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "input_zero_point")
 _CARRIED_SCALES = (*_OF_ACTIVATIONS, "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale")
 _Weight = Float8Weight | Mxfp4Weight | FourBitWeight | EightBitWeight
 
 
 class DequantizedTensor:
-    """One tensor that is read as floats; for its readers a file like others.
+    """One tensor that is read as floats, with the interface of a file.
 
     Attributes:
-        nbytes: what it occupies, its scales included.
+        nbytes: its size on disk, with its scales.
         stored_as: see `TensorSpec`.
     """
 
@@ -76,7 +75,7 @@ class DequantizedTensor:
         return self._weight.read(part)
 
     def decode(self, raw: object, spec: object, part: TensorSlice | None = None) -> Tensor:
-        """What `read` gives, asked as a codec is."""
+        """`read` with the arguments of a codec."""
         return self._weight.read(part)
 
     def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes:
@@ -89,10 +88,10 @@ class DequantizedTensor:
 def dequantized(
     stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile], settings: Settings | None, dtype: DType
 ) -> tuple[dict[str, StoredTensor], dict[str, Home], list[str]]:
-    """A folder's tensors, those that have scales of their own replaced by the floats that they mean.
+    """A folder's tensors, with floats in place of weights in small floats or bitsandbytes' codes.
 
     Args:
-        stored, homes: the tensors as they lie, and where.
+        stored, homes: the tensors as they are stored, and their files.
         settings: of the folder's quantization; None if its config names none.
         dtype: of the floats.
 
@@ -133,14 +132,14 @@ def dequantized(
     ordered = sorted(tensors, key=lambda name: order.get(name, order.get(name + mxfp4.BLOCKS, 0)))
     notes = [f"{count} weights in {kind} are read as {dtype}, by their own scales" for kind, count in kinds.items()]
     if method in _NAMES and not kinds:
-        notes.append(f"the config names {method}, and no weight is in it: they are the floats that they are")
+        notes.append(f"the config names {method}, and no weight is stored so: all are floats")
     if _rounds_activations(settings):
-        notes.append("the config quantizes what goes into linears too; here activations stay floats")
+        notes.append("the config quantizes the inputs of linears too; here activations stay floats")
     if left_out:
         notes.append(f"{left_out} scales of activations are left out: activations stay floats")
     if others := [name for name in tensors if name.rpartition(".")[2] in _CARRIED_SCALES]:
         notes.append(
-            f"{len(others)} scales of activations or caches are carried, and nothing tells their use: {others[0]}"
+            f"{len(others)} scales of activations or caches are copied, and their use is not stated: {others[0]}"
         )
     return {name: tensors[name] for name in ordered}, found, notes
 
@@ -149,10 +148,10 @@ def _weight(
     name: str, tensor: StoredTensor, stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile],
     block: tuple[int, int] | None, dtype: DType, *, by_columns: bool,
 ) -> Float8Weight | Mxfp4Weight | None:  # fmt: skip
-    """What a tensor means together with its scales; None where it has none.
+    """The weight of a tensor and its scales; None if it has none.
 
     Args:
-        by_columns: whether stacked matrices lie transposed [E, I, O], a scale for each output.
+        by_columns: whether stacked matrices are transposed [E, I, O], with a scale for each output.
     """
     if tensor.dtype in float8.TYPES and len(tensor.shape) > 1 and 0 not in tensor.shape:
         for suffix in float8.SUFFIXES:
@@ -167,7 +166,7 @@ def _weight(
 
 
 def method_in(settings: Settings) -> str | None:
-    """What settings call the way in which a folder is quantized; None if they do not say."""
+    """The method of quantization that settings state; None if they do not."""
     if settings.has("quant_method"):
         return settings.text("quant_method")
     old = any(settings.flag(key, False) for key in ("load_in_4bit", "load_in_8bit"))
@@ -203,6 +202,6 @@ def by_small_floats(settings: Mapping[str, Any]) -> bool:
 
 
 def _of_activations(name: str) -> Sequence[str]:
-    """What the scales of the activations that go into a weight's product are called."""
+    """The names of the scales of the activations that a weight is multiplied by."""
     before = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
     return [before + one for one in _OF_ACTIVATIONS]

@@ -1,6 +1,6 @@
-"""Weights of 8-bit floats with scales: read only, as the floats that they stand for.
+"""Weights of 8-bit floats with scales: read only, as floats.
 
-A tensor ``T`` of float8 [..., O, I] has its scales beside it, in ``T_scale_inv`` or ``T_scale``: one for the whole
+A tensor ``T`` of float8 [..., O, I] has its scales in ``T_scale_inv`` or ``T_scale``: one for the whole
 tensor (or matrix), one for each row, or one for each block of rows and columns; ``w = q * scale`` whatever the name.
 Scales are floats, or exponents of two (float8_e8m0fnu, or its bytes).
 Sources: DeepSeek-V3's inference code, transformers' finegrained_fp8, compressed-tensors' float-quantized.
@@ -53,12 +53,12 @@ class Float8Weight:
         """
         Args:
             homes: the files that hold the weight and the scales.
-            block: rows and columns of a block, where the config says it.
+            block: rows and columns of a block, if the config states them.
             dtype: of the floats.
-            by_columns: whether scales are for columns, lying [E, 1, O] or [E, O, 1], as fbgemm's of experts do.
+            by_columns: whether scales are for columns [E, 1, O] or [E, O, 1], as those of fbgemm's experts.
 
         Raises:
-            UnsupportedError: if the scales' shape or type is none that goes with the weight.
+            UnsupportedError: if the shape or type of the scales does not fit the weight.
         """
         self.tensor = StoredTensor(weight.name, dtype, weight.shape)
         self.parts = (weight, scale)
@@ -94,7 +94,7 @@ class Float8Weight:
 def _grid(
     weight: StoredTensor, scale: StoredTensor, block: tuple[int, int] | None, path: Path, *, by_columns: bool
 ) -> tuple[tuple[int, ...], tuple[int, int]]:  # fmt: skip
-    """The shape [..., R, C] of the scales, and how many rows and columns one of them is for."""
+    """The shape [..., R, C] of the scales, and the rows and columns that share one."""
     *lead, rows, columns = weight.shape
     if by_columns:
         if scale.dtype in _SCALES and scale.shape in ((*lead, 1, columns), (*lead, columns, 1)):
@@ -114,13 +114,13 @@ def _grid(
                 return scale.shape, (rows // high, columns // wide)
     size = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
     raise UnsupportedError(
-        f"the scales of '{weight.name}' do not go with it", path=path, found=f"{scale.dtype} {list(scale.shape)}",
+        f"the scales of '{weight.name}' do not fit it", path=path, found=f"{scale.dtype} {list(scale.shape)}",
         expected=f"one for the tensor, one a row, or a grid, of {list(weight.shape)}{size}",
     )  # fmt: skip
 
 
 def _indices(shape: tuple[int, ...], axis: int, part: TensorSlice | None) -> Tensor:
-    """The places along an axis that a part of a tensor takes."""
+    """The indices of a part of a tensor along an axis."""
     import torch
 
     if part is None or part.axis != len(shape) + axis:

@@ -1,8 +1,8 @@
-"""GGUF's blocks of 32 weights that hold codes exactly: ``Q4_0`` and ``Q8_0``.
+"""GGUF's blocks of 32 weights that store codes exactly: ``Q4_0`` and ``Q8_0``.
 
 A block of either is a float16 scale ``d`` and its codes: 16 bytes of two 4-bit codes each, of which byte j holds those
-of weights j (low) and j + 16 (high), ``w = d * (code - 8)``; or 32 signed bytes, ``w = d * code``. Blocks lie along a
-row, so a row of I weights is ``I / 32`` of them. Scales may be negative.
+of weights j (low) and j + 16 (high), ``w = d * (code - 8)``; or 32 signed bytes, ``w = d * code``. Blocks run along
+rows, so a row of I weights has ``I / 32`` of them. Scales may be negative.
 Source: ggml's block_q4_0 and block_q8_0.
 """
 
@@ -31,7 +31,7 @@ class BlockType:
 
     Attributes:
         name: ggml's.
-        scheme: what its weights are decoded to.
+        scheme: of its weights.
     """
 
     name: str
@@ -42,7 +42,7 @@ class BlockType:
         return _SCALE_BYTES + BLOCK * self.scheme.bits // 8
 
     def row_bytes(self, columns: int) -> int:
-        """What a row with so many weights, a multiple of 32, occupies."""
+        """The size of a row of `columns` weights, a multiple of 32."""
         return columns // BLOCK * self.block_bytes
 
     def decode(self, rows: Tensor) -> QuantTensor:
@@ -69,7 +69,7 @@ class BlockType:
         return self.unsupported(self.scheme, shape[-1])
 
     def encode(self, value: QuantTensor) -> Tensor | Reason:
-        """The blocks of a weight, codes and scales as they are: [O, N] uint8; or why it has none."""
+        """The blocks [O, N] uint8 of a weight, with the same codes and scales; or why there are none."""
         import torch
 
         reason = self.unsupported(value.scheme, value.shape[1])
@@ -87,7 +87,7 @@ class BlockType:
         return torch.cat((scale.view(torch.uint8), data), -1).view(rows, -1)
 
     def unsupported(self, scheme: QuantScheme, columns: int = BLOCK) -> Reason | None:
-        """Why weights of a scheme, in rows of so many, have no such blocks; None if they have."""
+        """Why weights of a scheme, in rows of `columns`, cannot be stored in such blocks; None if they can."""
         if scheme.bits != self.scheme.bits:
             return Reason("its codes have another size", found=scheme, expected=f"{self.scheme.bits} bits")
         if not scheme.symmetric:
@@ -103,16 +103,16 @@ Q4_0 = BlockType("Q4_0", QuantScheme(4, BLOCK))
 Q8_0 = BlockType("Q8_0", QuantScheme(8, BLOCK))
 
 BLOCK_TYPES = {kind.name: kind for kind in (Q4_0, Q8_0)}
-"""Those that hold codes, by ggml's names; weights in others are read as floats."""
+"""The types that are read as codes, by ggml's names; weights in others are read as floats."""
 
 
 def block_type(scheme: QuantScheme) -> BlockType:
-    """The type whose codes are of a scheme's size."""
+    """The type with codes of a scheme's bits."""
     return Q4_0 if scheme.bits == 4 else Q8_0
 
 
 class GgmlBlocks(CodeFormat):
-    """Both of them, as what quantized weights of a file are written in."""
+    """Both types, as the format of quantized weights in a file."""
 
     name = "gguf"
     schemes = (Q4_0.scheme, Q8_0.scheme)

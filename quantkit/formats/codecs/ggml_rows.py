@@ -1,4 +1,4 @@
-"""Rows of a GGUF tensor in any of ggml's types: as codes where the type has them, otherwise as floats."""
+"""Rows of a GGUF tensor in any of ggml's types: as codes if the type has them, otherwise as floats."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from quantkit.tensors.qtensor import QuantTensor
 
 FLOATS = {GgmlType.F32: DType.FLOAT32, GgmlType.F16: DType.FLOAT16, GgmlType.BF16: DType.BFLOAT16}
-"""Types that are read as they lie."""
+"""Types of floats, which are read as they are stored."""
 SMALL_FLOATS = frozenset({GgmlType.MXFP4, GgmlType.NVFP4})
-"""Types whose numbers are floats, small ones with scales."""
+"""Types of small floats with scales."""
 EXACT = frozenset({
     GgmlType.Q4_0, GgmlType.Q5_0, GgmlType.Q8_0, GgmlType.Q3_K, GgmlType.Q6_K, GgmlType.IQ4_NL, GgmlType.IQ4_XS,
     GgmlType.TQ1_0, GgmlType.TQ2_0,
 })  # fmt: skip
-"""Types of integers times scales, of which float32 has every one: 11 bits of a float16, 7 of a scale's own factor and
-5 of a code, or 7 of a code alone."""
+"""Types of integers times scales that are exact in float32: 11 bits of a float16, 7 of a scale's factor and 5 of a
+code, or 7 of a code alone."""
 NOT_READ = frozenset({
     GgmlType.Q8_1, GgmlType.Q8_K, GgmlType.Q1_0, GgmlType.I8, GgmlType.I16, GgmlType.I32, GgmlType.I64, GgmlType.F64,
 })  # fmt: skip
-"""Types that no published model's weights have: of activations, integers; and one that gguf does not turn to floats."""
+"""Types that no published weights have: for activations, integers, and one that gguf cannot convert to floats."""
 _CHUNK = 1 << 21  # weights that are turned to floats at a time
 
 
@@ -39,8 +39,8 @@ class GgmlRows:
     """A tensor's rows in a file.
 
     Attributes:
-        view: bytes [O, N], N a whole number of blocks.
-        coded: whether its codes are asked for, of a type that has some.
+        view: bytes [O, N] of complete blocks.
+        coded: whether to read codes, of a type that has some.
         dtype: of the floats.
     """
 
@@ -60,7 +60,7 @@ class GgmlRows:
         return self._codes(part) if self.coded else self._floats(part)
 
     def _codes(self, part: TensorSlice | None) -> QuantTensor | Tensor:
-        """Codes of columns are read with those around them up to whole blocks."""
+        """Codes; of columns, complete blocks are read."""
         blocks = BLOCK_TYPES[self.type]
         if part is None or part.axis == 0:
             return blocks.decode(self.file.read_view(self.view, part))
@@ -69,7 +69,7 @@ class GgmlRows:
         return found.columns(*inside)
 
     def _floats(self, part: TensorSlice | None) -> Tensor:
-        """In float32 first, a few rows at a time, then rounded once."""
+        """Floats, computed in float32 for a few rows at a time and rounded once."""
         view, inside = self.view, None
         if part is not None and part.axis == 1:
             first, stop, inside = self._blocks_of(part)
@@ -86,23 +86,23 @@ class GgmlRows:
         return target
 
     def _blocks_of(self, part: TensorSlice) -> tuple[int, int, tuple[int, int]]:
-        """The bytes of a row whose blocks hold a part of its columns, and which of their weights it is."""
+        """The bytes of the blocks of a row that have some columns, and the columns within them."""
         ((start, stop),) = part.ranges
         first, last = start // self.type.block, -(-stop // self.type.block)
         before = first * self.type.block
         return first * self.type.block_bytes, last * self.type.block_bytes, (start - before, stop - before)
 
     def of_expert(self, expert: int) -> GgmlRows:
-        """Those of one expert, where they are of all: bytes [E, O, N]."""
+        """The rows of one expert out of bytes [E, O, N]."""
         return replace(self, view=self.view.at(0, expert))
 
 
 def dequantized(rows: Tensor, kind: GgmlType) -> Tensor:
-    """What rows of blocks, bytes [O, N], mean in float32, as the gguf package has it."""
+    """Rows of blocks, bytes [O, N], in float32, computed by the gguf package."""
     import numpy as np
     import torch
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    with np.errstate(all="ignore"):  # what is not finite is found where it matters
+    with np.errstate(all="ignore"):  # later checks find what is not finite
         return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind.value]))

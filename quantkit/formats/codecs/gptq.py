@@ -1,6 +1,6 @@
-"""GPTQ, as AutoGPTQ, GPTQModel and AutoRound write it, and transformers and vLLM read it: what its settings say.
+"""The settings of GPTQ, as AutoGPTQ, GPTQModel and AutoRound write it, and transformers and vLLM read it.
 
-Which modules are quantized is told by the tensors that are there; see `gptq_linear` for how one lies.
+The tensors decide which modules are quantized; see `gptq_linear` for the layout of one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.version import __version__
 
-_FORMATS = {"gptq": 1, "gptq_v2": 2, "gptq_p": 2}  # of which the last differs in 3 bits and others only
+_FORMATS = {"gptq": 1, "gptq_v2": 2, "gptq_p": 2}  # the last differs only for 3 bits and others
 _READ_SIZES = {None, 16, 32, 64, 128, 256, 512, 1024}  # by gptqmodel
 _MAX_PATTERNS = 4096
 _OLD_KEYS = (("w_bit", "bits"), ("q_group_size", "group_size"))
@@ -67,11 +67,11 @@ class Gptq(QuantMethod):
     def write_settings(
         self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
     ) -> dict[str, Any]:
-        """The commonest bits and group size are those of the folder; modules of others are named under ``dynamic``,
-        and so are linears without a scheme.
+        """The most common bits and group size apply to the folder; other modules, and linears without a scheme, are
+        listed under ``dynamic``.
 
         Raises:
-            UnsupportedError: for symmetric schemes beside asymmetric ones: a folder has one version of zero points.
+            UnsupportedError: for symmetric schemes along with asymmetric ones: a folder has one version of zero points.
         """
         (common, _), *others = Counter(schemes.values()).most_common()
         if other := next((scheme for scheme, _ in others if scheme.symmetric != common.symmetric), None):
@@ -107,8 +107,8 @@ class Gptq(QuantMethod):
         return GptqLinear(scheme.bits, scheme.group_size, scheme.symmetric)
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
-        """transformers asks gptqmodel with one scheme for all linears but the head, whatever ``dynamic`` says of
-        others; vLLM 0.32 has kernels for symmetric weights in order, on CPUs of 4 bits."""
+        """transformers calls gptqmodel with one scheme for all linears except the head, and ignores ``dynamic``; vLLM
+        0.32 has kernels for symmetric weights in order, on CPUs only for 4 bits."""
         found = [scheme for scheme in schemes.values() if scheme is not None]
         if not {scheme.group_size for scheme in found} <= _READ_SIZES:
             return "what reads GPTQ in such groups"
@@ -122,7 +122,7 @@ class Gptq(QuantMethod):
 
 
 def quantized_modules(modules: Iterable[str], stored: Collection[str], settings: Settings) -> list[str]:
-    """The modules whose tensors say that they are quantized; all of them where there are no tensors.
+    """The modules whose tensors show that they are quantized; all of them if there are no tensors.
 
     Raises:
         UnsupportedError: if their inputs are rotated at run time.
@@ -168,14 +168,14 @@ def claims_by_rows(
 
 
 def writers(settings: Mapping[str, Any]) -> set[str]:
-    """The programs that have quantized a folder, as GPTQModel names them: each with its version."""
+    """The programs that quantized a folder, as GPTQModel lists them, without their versions."""
     meta = settings.get("meta")
     found = meta.get("quantizer") if isinstance(meta, dict) else None
     return {one.split(":")[0].lower() for one in (found if isinstance(found, list) else [found]) if type(one) is str}
 
 
 def _stated_version(settings: Settings) -> int | None:
-    """The version of zero points that settings say; None if they do not.
+    """The version of zero points that settings state; None if they do not.
 
     Raises:
         UnsupportedError: for another layout.

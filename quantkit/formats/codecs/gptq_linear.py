@@ -1,9 +1,9 @@
-"""One linear as GPTQ lays it out.
+"""The layout of one linear in GPTQ.
 
 A weight [O, I] of codes of 4 or 8 bits is ``qweight`` int32 [ceil(I * bits / 32), O], packed down the inputs;
-``qzeros`` int32 [G, ceil(O * bits / 32)], packed along the outputs (see `gptq_zeros`); ``scales`` [G, O], float16 but
-for few writers; ``g_idx`` int32 [I], the group of each input. Words are packed from their least significant bits.
-Whether zero points are those of a symmetric scheme, and groups lie in order, is told by the tensors.
+``qzeros`` int32 [G, ceil(O * bits / 32)], packed along the outputs (see `gptq_zeros`); ``scales`` [G, O], float16 from
+most writers; ``g_idx`` int32 [I], the group of each input. Words are packed from their least significant bits.
+The tensors decide whether a weight is symmetric, and whether groups are of adjacent inputs.
 Sources: the packages auto_gptq and gptqmodel.
 """
 
@@ -63,10 +63,10 @@ class GptqLinear(GroupedCodec):
     """Codes packed down the inputs.
 
     Attributes:
-        bits, group_size: as the settings say; None for whole rows.
-        symmetric: as the settings say; of what is read, the zero points decide.
-        version: of the folder's zero points; None in what quantkit writes: 1 of symmetric weights, as all readers
-            know it, and 2 of others, since 1 does not hold all zero points.
+        bits, group_size: as the settings state them; None for whole rows.
+        symmetric: as the settings state it; if weights are read, the zero points decide.
+        version: of the folder's zero points; None if quantkit writes: 1 for symmetric weights, which all readers
+            support, and 2 for others, because 1 cannot store all zero points.
     """
 
     bits: int
@@ -85,10 +85,10 @@ class GptqLinear(GroupedCodec):
             raw.require(tensor, self.scheme)
         packed = self.packed(expected)
         ordered = self._in_order(raw, packed)
-        assert self.version is not None, "only what was written has none"
+        assert self.version is not None, "only codecs that write have none"
         symmetric = self.version.symmetric(raw)
         if not symmetric and self.version.of(raw) == 1 and require_whole(raw, packed):
-            self.version.tell_borrow(raw)
+            self.version.note_borrow(raw)
         unit = math.gcd(packed.group_size, packed.columns)
         if not ordered or (packed.groups > 1 and unit % 8):
             stored_as = f"GPTQ in groups of {unit}" if ordered else "GPTQ with act-order"
@@ -152,7 +152,7 @@ class GptqLinear(GroupedCodec):
         return [qweight, qzeros, scale.t().contiguous(), g_idx]
 
     def packed(self, spec: TensorSpec) -> Packed:
-        """How a weight of some shape lies."""
+        """The packing of a weight."""
         rows, columns = spec.shape
         return Packed(self.bits, rows, columns, min(self.group_size or columns, columns))
 
@@ -162,10 +162,10 @@ class GptqLinear(GroupedCodec):
         return GPTQ.stored(spec.name.removesuffix(".weight"), spec.shape, self.bits, self.group_size, dtypes)
 
     def _in_order(self, raw: RawModule, packed: Packed) -> bool:
-        """Whether inputs that share a scale lie side by side.
+        """Whether groups are of adjacent inputs.
 
         Raises:
-            CheckpointError: if an input is of no group.
+            CheckpointError: if an input has no group.
         """
         if raw.find(G_IDX) is None:
             return True
@@ -176,7 +176,7 @@ class GptqLinear(GroupedCodec):
         groups = [group for (group,) in struct.iter_unpack("<i", found)]
         if (stray := next((g for g in groups if not 0 <= g < packed.groups), None)) is not None:
             raise CheckpointError(
-                f"tensor '{raw.name}.{G_IDX}' names a group that is not there", path=raw.path, found=stray,
+                f"tensor '{raw.name}.{G_IDX}' names a group that does not exist", path=raw.path, found=stray,
                 expected=f"0 to {packed.groups - 1}",
             )  # fmt: skip
         return False
@@ -239,13 +239,13 @@ def read_outputs(
 
 
 def packs_outputs(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether codes are packed along the outputs, as AWQ's are: they are as wide as their zero points."""
+    """Whether codes are packed along the outputs, as in AWQ: they have the width of their zero points."""
     codes, zeros = tensors[QWEIGHT], tensors.get(QZEROS)
     return zeros is not None and codes.shape[-1:] == zeros.shape[-1:]
 
 
 def require_tensors(raw: RawModule, expected: TensorSpec) -> None:
-    """Check that a weight is a matrix, and that its codes, scales and zero points are there.
+    """Check that a weight is a matrix, and that its codes, scales and zero points exist.
 
     Raises:
         CheckpointError, UnsupportedError: if not.
@@ -275,7 +275,7 @@ def scales_dtype(raw: RawModule) -> DType:
 
 
 def odd_sizes(packed: Packed) -> Reason | None:
-    """Why a weight's sizes do not go into whole words; None if they do."""
+    """Why a weight cannot be packed into whole words; None if it can."""
     for what, size in (("outputs", packed.rows), ("inputs", packed.columns)):
         if size % packed.per_word:
             return Reason(f"its {what} fill no whole words", found=size, expected=f"a multiple of {packed.per_word}")

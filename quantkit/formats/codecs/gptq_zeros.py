@@ -1,10 +1,10 @@
-"""GPTQ's packed zero points: which of its two versions a folder has, told by the codes.
+"""GPTQ's packed zero points: which of its two versions a folder has, inferred from the codes.
 
-Version 1 stores ``z - 1``, version 2 stores ``z``; what settings say of it is often wrong. Symmetric weights tell it by
-their one zero point, ``2 ** (bits - 1)``. Of others the codes tell it: the weights of a group have a mean near zero,
-so codes lie around their zero point. Where they do not, the settings decide, and always in what quantkit wrote.
+Version 1 stores ``z - 1``, version 2 stores ``z``; settings are often wrong about it. Symmetric weights show it by
+their only zero point, ``2 ** (bits - 1)``. For others the codes show it: the weights of a group have a mean near zero,
+so the mean code is near the zero point. If it is not, the settings decide; for folders that quantkit wrote, always.
 GPTQModel makes version 1 by subtracting from whole words, so that z = 0 borrows from the next field; adding the same
-again undoes it. AutoGPTQ ORs the fields of a word, where a -1 fills all above it.
+value undoes it. AutoGPTQ ORs the fields of a word, so that a -1 fills all fields above it.
 Sources: the packages gptqmodel and auto_gptq.
 """
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 QWEIGHT, QZEROS, SCALES, G_IDX = "qweight", "qzeros", "scales", "g_idx"
 WRITER = "quantkit"
 _MODULES = 12
-_INPUTS = 512  # of a module; more of longer groups
-_MOST_INPUTS = 4096
+_INPUTS = 512  # of a module; more for longer groups
+_MAX_INPUTS = 4096
 _AT_ONCE = 128
-_ENOUGH = 6  # offsets whose spread is an error
-_SURE = 4  # such errors
-_OF_MEDIAN = 1.86  # standard error of a median, times the root of how many, in median absolute deviations
-_OWN_MEAN = 1 / 512  # of all codes, by which the weights of one module may lie beside zero
+_MIN_OFFSETS = 6  # to estimate a standard error
+_ERRORS = 4  # standard errors
+_OF_MEDIAN = 1.86  # standard error of a median, times the root of the count, in median absolute deviations
+_OWN_MEAN = 1 / 512  # of the range of codes: the mean of one module's weights may differ from zero by this
 _Offset = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """How the codes of a module lie.
+    """The packing of the codes of a module.
 
     Attributes:
         bits: of a code.
         rows, columns: of the weight [O, I].
-        group_size: inputs that share a scale; I where a row has one.
+        group_size: inputs that share a scale; I for one scale a row.
     """
 
     bits: int
@@ -66,7 +66,7 @@ class Packed:
 
 
 def constant(raw: RawModule, packed: Packed) -> int | None:
-    """The value that all stored zero points of a module have; None where they differ."""
+    """The value of all stored zero points of a module; None if they differ."""
     data = raw.read_bytes(QZEROS)
     field = data[0] & (2**packed.bits - 1) if data else 0
     if packed.rows % packed.per_word:
@@ -87,7 +87,7 @@ def _ones(bits: int) -> int:
 
 
 def stored_fields(raw: RawModule, packed: Packed) -> Tensor:
-    """What is stored for each group and output [G, O], uint8."""
+    """The stored value for each group and output [G, O], uint8."""
     from quantkit.tensors.qtensor import unpack_int32
 
     return unpack_int32(raw.read(QZEROS), packed.bits, packed.rows)
@@ -127,7 +127,7 @@ def require_whole(raw: RawModule, packed: Packed) -> bool:
 
 @dataclass(frozen=True)
 class Stated:
-    """What settings say of a module; a group size of None is for whole rows."""
+    """What settings state of a module; a group size of None is for whole rows."""
 
     bits: int
     group_size: int | None
@@ -140,15 +140,15 @@ class Version:
     def __init__(self, stated: int | None, modules: Mapping[str, Stated], writers: Collection[str] = ()) -> None:
         """
         Args:
-            stated: what the settings say; None if nothing.
+            stated: by the settings; None if they do not.
             modules: the folder's quantized modules.
-            writers: the programs that have quantized it, as the settings name them.
+            writers: the programs that quantized it, as the settings list them.
         """
         self._stated = stated
         self._modules = modules
         self._writers = writers
         self._found: int | None = None
-        self._borrow_told = False
+        self._borrow_noted = False
         self._constants: dict[str, int | None] = {}
         self._halfway: set[str] | None = None
 
@@ -166,8 +166,8 @@ class Version:
         return self._found
 
     def symmetric(self, raw: RawModule) -> bool:
-        """Whether a module's zero points are those of a symmetric scheme: where settings say so of it, or where those
-        of the whole folder are.
+        """Whether a module's zero points are those of a symmetric scheme, if the settings say so or all modules are
+        symmetric.
 
         Raises:
             CheckpointError: see `of`.
@@ -179,15 +179,15 @@ class Version:
         everywhere = len(self._halfway) == len(self._constants)
         return raw.name in self._halfway and (everywhere or self._modules[raw.name].symmetric)
 
-    def tell_borrow(self, raw: RawModule) -> None:
-        """Tell the user, once, that zero points of 0 are read as GPTQModel packs them, unless it has."""
-        if "gptqmodel" in self._writers or self._borrow_told:
+    def note_borrow(self, raw: RawModule) -> None:
+        """Add a note, once, that zero points of 0 are read as GPTQModel packs them, unless GPTQModel wrote them."""
+        if "gptqmodel" in self._writers or self._borrow_noted:
             return
-        self._borrow_told = True
+        self._borrow_noted = True
         full = 2 ** self._modules[raw.name].bits - 1
         raw.note(
             f"zero points stored as {full}, the first in '{raw.name}', are read as GPTQModel packs 0, with a borrow "
-            "from the next output's; if what wrote them packs each by itself, that one is 1 less, which no file tells"
+            "from the next output's; if their writer packs each separately, it is 1 less, which is not detectable"
         )
 
     def _decided(self, raw: RawModule) -> int:
@@ -197,92 +197,92 @@ class Version:
             if (packed := _packed(other, stated)) is not None:
                 there[name] = packed
                 self._constants[name] = constant(other, packed)
-        told = self._told_by_constants(raw, [name for name in there if self._modules[name].symmetric])
-        if told is None:
+        inferred = self._of_constants(raw, [name for name in there if self._modules[name].symmetric])
+        if inferred is None:
             try:
-                told = _told_by_codes(raw, there)
+                inferred = _of_codes(raw, there)
             except CheckpointError:
                 if WRITER not in self._writers:
                     raise
         if self._stated is None:
-            found = told or self._told_by_constants(raw, list(there)) or 1
+            found = inferred or self._of_constants(raw, list(there)) or 1
             if found != 1:
                 raw.note(
                     "its settings do not say of which of GPTQ's versions zero points are; they are of version "
                     f"{found}, and are read so"
                 )
             return found
-        if told in (None, self._stated):
+        if inferred in (None, self._stated):
             return self._stated
-        assert told is not None
+        assert inferred is not None
         lies = f"its settings say that zero points are of GPTQ's version {self._stated}, "
         if WRITER in self._writers:
-            raw.note(f"{lies}and are read so, as {WRITER} wrote them, but its codes lie as with version {told}")
+            raw.note(f"{lies}and are read so, as {WRITER} wrote them, but its codes fit version {inferred}")
             return self._stated
-        raw.note(f"{lies}but they are of version {told}, and are read so")
-        return told
+        raw.note(f"{lies}but they are of version {inferred}, and are read so")
+        return inferred
 
-    def _told_by_constants(self, raw: RawModule, names: Collection[str]) -> int | None:
-        """The version that symmetric modules tell; None if they are not all such.
+    def _of_constants(self, raw: RawModule, names: Collection[str]) -> int | None:
+        """The version of symmetric modules; None if not all are symmetric.
 
         Raises:
-            CheckpointError: if they tell different ones.
+            CheckpointError: if they have different ones.
         """
-        told: dict[int | None, str] = {}
+        versions: dict[int | None, str] = {}
         for name in names:
             half, value = 2 ** (self._modules[name].bits - 1), self._constants[name]
-            told.setdefault(None if value is None else {half - 1: 1, half: 2}.get(value), name)
-        if len(told) != 1:
-            if told and None not in told:
-                raise _disagree(raw, told[1], 1)
+            versions.setdefault(None if value is None else {half - 1: 1, half: 2}.get(value), name)
+        if len(versions) != 1:
+            if versions and None not in versions:
+                raise _disagree(raw, versions[1], 1)
             return None
-        return next(iter(told))
+        return next(iter(versions))
 
 
 def _disagree(raw: RawModule, name: str, version: int) -> CheckpointError:
     return CheckpointError(
-        f"the zero points of '{name}' are of another GPTQ version than others of the folder", path=raw.path,
-        found=f"version {version}", expected="one version", hint="files of two models lie side by side",
+        f"the zero points of '{name}' have another GPTQ version than others of the folder", path=raw.path,
+        found=f"version {version}", expected="one version", hint="there are files of two models",
     )  # fmt: skip
 
 
-def _told_by_codes(raw: RawModule, modules: Mapping[str, Packed]) -> int | None:
-    """The version that the codes of some modules tell together; None if they are too uncertain.
+def _of_codes(raw: RawModule, modules: Mapping[str, Packed]) -> int | None:
+    """The version that the codes of some modules show together; None if it is too uncertain.
 
     Raises:
-        CheckpointError: if most tell one, and not all the same.
+        CheckpointError: if most modules show one, and not all the same.
     """
     sampled = list(modules)[:: math.ceil(len(modules) / _MODULES) or 1]
     offsets = [_offsets(raw.other(name), modules[name]) for name in sampled]
-    own = {name: told for name, offset in zip(sampled, offsets, strict=True) if (told := _nearest(offset)) is not None}
+    own = {name: one for name, offset in zip(sampled, offsets, strict=True) if (one := _nearest(offset)) is not None}
     if len(set(own.values())) > 1 and 2 * len(own) > len(sampled):
-        raise _disagree(raw, next(name for name, told in own.items() if told == 1), 1)
+        raise _disagree(raw, next(name for name, one in own.items() if one == 1), 1)
     return _nearest([_together(offset) for offset in zip(*offsets, strict=True)]) if offsets else None
 
 
 def _together(offsets: Sequence[_Offset]) -> _Offset:
-    """The middle one of several mean offsets, so that single modules of odd weights do not count, and its error."""
+    """The median of mean offsets, which single unusual modules do not change, and its error."""
     means = [mean for mean, _ in offsets]
     middle = statistics.median(means)
-    if len(means) < _ENOUGH:
+    if len(means) < _MIN_OFFSETS:
         return middle, math.hypot(*(error for _, error in offsets)) / len(means)
     deviation = statistics.median(abs(mean - middle) for mean in means)
     return middle, _OF_MEDIAN * deviation / math.sqrt(len(means))
 
 
 def _nearest(offsets: Sequence[_Offset]) -> int | None:
-    """The version under which codes lie around zero points, and do not under the other; None if it is too uncertain.
+    """The version for which codes are near zero points, if they are not for the other; None if it is too uncertain.
 
     Args:
-        offsets: the mean offset of codes from zero points under version 1, and under version 2.
+        offsets: the mean offset of codes from zero points with version 1, and with version 2.
     """
     (near, error), (far, other_error) = sorted(offsets, key=lambda offset: abs(offset[0]))
-    sure = abs(near) + _SURE * error < 0.5 < abs(far) - _SURE * other_error
+    sure = abs(near) + _ERRORS * error < 0.5 < abs(far) - _ERRORS * other_error
     return (1 if offsets[0] == (near, error) else 2) if sure else None
 
 
 def _packed(raw: RawModule, stated: Stated) -> Packed | None:
-    """How a module lies as its own headers tell it; None where they contradict each other."""
+    """The packing of a module, from its headers; None if they contradict each other."""
     found, g_idx = [raw.find(suffix) for suffix in (QWEIGHT, QZEROS, SCALES)], raw.find(G_IDX)
     shapes = [one.shape for one in found if one is not None and len(one.shape) == 2 and 0 not in one.shape]
     words_of = [one for one in (found[0], found[1], g_idx) if one is not None]
@@ -302,19 +302,18 @@ def _packed(raw: RawModule, stated: Stated) -> Packed | None:
 
 
 def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
-    """By how much the codes of some inputs lie above their zero points, under version 1 and under 2, with the standard
-    error of each."""
+    """The mean of codes minus zero points for some inputs, with version 1 and with 2, and its standard error."""
     import torch
 
     from quantkit.tensors.qtensor import unpack_int32
     from quantkit.tensors.tensor_slice import TensorSlice
 
-    inputs = min(packed.columns, max(_INPUTS, min(packed.group_size, _MOST_INPUTS)))
+    inputs = min(packed.columns, max(_INPUTS, min(packed.group_size, _MAX_INPUTS)))
     group = torch.arange(inputs) // packed.group_size
     if raw.find(G_IDX) is not None:
         group = raw.read(G_IDX)[:inputs].long().clamp(0, packed.groups - 1)
     elif inputs == packed.columns > packed.per_word:
-        inputs -= packed.per_word  # how many codes the last word holds is not known here
+        inputs -= packed.per_word  # the number of codes in the last word is not known here
     totals, counts = torch.zeros(packed.rows, packed.groups), torch.zeros(packed.groups)
     for start in range(0, inputs, _AT_ONCE):
         stop = min(start + _AT_ONCE, inputs)
@@ -324,7 +323,7 @@ def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
         counts.index_add_(0, group[start:stop], torch.ones(stop - start))
     there = counts > 0
     stored = stored_fields(raw, packed).t()[:, there]
-    inner = (stored > 0) & (stored < 2**packed.bits - 1)  # the weights of others may be of one sign
+    inner = (stored > 0) & (stored < 2**packed.bits - 1)  # other groups may have weights of one sign
     means, weights = totals[:, there] / counts[there], (counts[there] * inner).flatten().double()
     if not inner.any():
         return [(math.inf, math.inf)] * 2
@@ -334,6 +333,6 @@ def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
         offsets = (means - zeros[:, there]).flatten().double()
         mean = float((offsets * weights).sum() / weights.sum())
         spread = float(((offsets - mean).square() * weights).sum() / weights.sum())
-        error = math.sqrt(spread / (len(offsets) - 1)) if len(offsets) >= _ENOUGH else math.inf
+        error = math.sqrt(spread / (len(offsets) - 1)) if len(offsets) >= _MIN_OFFSETS else math.inf
         found.append((mean, max(error, 2**packed.bits * _OWN_MEAN)))
     return found

@@ -1,4 +1,4 @@
-"""How weights lie in a format: which tensors a module has, in which shapes; and what was found there of one module."""
+"""The layouts of weights: the tensors of a module and their shapes; and what was found of a module."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class Description:
 
     @property
     def bits(self) -> int | None:
-        """Bits of a code, if the tensors tell."""
+        """Bits of a code, if the tensors show them."""
         if self.layout is None or not self.layout.packed_outputs:
             return None if self.layout is None else self.layout.bits
         parts = [self.codes, self.scale, self.tensors.get(self.layout.packed_outputs)]

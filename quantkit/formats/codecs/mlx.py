@@ -34,7 +34,7 @@ _LEAVES = (_CODES, _SCALES, _BIASES)
 _AFFINE = "affine"
 _KEYS = {"group_size", "bits", "mode", "quant_method", "linear_class", "quantize_activations"}
 """Of the settings that are not names of modules."""
-_GROUP_SIZES = (128, 64, 32)  # that MLX computes with
+_GROUP_SIZES = (128, 64, 32)  # that MLX supports
 _BITS = (2, 3, 4, 5, 6, 8)
 _CHUNK = 1 << 17  # scales at a time
 _EXACT_OFFSETS = {
@@ -59,9 +59,9 @@ class Affine(GroupedCodec):
     """Codes packed into words, with a scale and an offset for each group.
 
     Attributes:
-        scheme: of what is written; None for what is found, which the tensors tell.
-        bits, group_size: that the settings give a module by its name; None where the tensors tell it, as mlx-lm
-            does.
+        scheme: of weights that are written; None for weights that are read, whose tensors decide.
+        bits, group_size: as the settings state them for a module by its name; None if the tensors decide, as in
+            mlx-lm.
     """
 
     scheme: QuantScheme | None = None
@@ -74,7 +74,7 @@ class Affine(GroupedCodec):
             scheme = stated_scheme_of(_groups(raw), bits, group_size)
             if scheme is not None:
                 scales = raw.find(_SCALES)
-                assert scales is not None, "the layout has been looked at"
+                assert scales is not None, "the layout was checked"
                 return TensorSpec(expected.name, expected.shape, scales.dtype, scheme)
             return TensorSpec(expected.name, expected.shape, expected.dtype, stored_as="MLX with float offsets")
         return TensorSpec(expected.name, expected.shape, expected.dtype, stored_as=f"MLX with {bits} bits")
@@ -146,7 +146,7 @@ class Affine(GroupedCodec):
         zero = torch.tensor(scheme.levels // 2) if value.zero is None else value.zero
         offset = (scale.double() * -zero.double()).to(scale.dtype)
         rounded = (offset.double() != scale.double() * -zero.double()) | ~offset.isfinite()
-        lost = ~scale.isfinite() | ((scale == 0) & (zero != scheme.levels // 2))  # which no offset tells
+        lost = ~scale.isfinite() | ((scale == 0) & (zero != scheme.levels // 2))  # which an offset cannot express
         if (wrong := rounded | lost).any():
             step, point = (one.expand(scale.shape)[wrong][0].item() for one in (scale, zero))
             return Reason(
@@ -159,20 +159,20 @@ class Affine(GroupedCodec):
         return [pack_int32(value.codes, scheme.bits).view(torch.uint32), *groups]
 
     def _layout(self, raw: RawModule, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Bits and group size of a module, as its tensors tell them.
+        """Bits and group size of a module, from its tensors.
 
         Args:
             shape: of the weight.
 
         Raises:
-            CheckpointError: if one is missing, or they do not go together or with the settings.
+            CheckpointError: if one is missing, or they do not fit together, or contradict the settings.
         """
         found = [raw.find(leaf) for leaf in _LEAVES]
         for leaf, tensor in zip(_LEAVES, found, strict=True):
             if tensor is None:
                 raise CheckpointError(
                     f"tensor '{raw.name}.{leaf}' is missing", path=raw.path,
-                    expected=" and ".join(_LEAVES[1:]) + " beside the codes of MLX",
+                    expected=" and ".join(_LEAVES[1:]) + " along with the codes of MLX",
                 )  # fmt: skip
         codes, scales, biases = (tensor for tensor in found if tensor is not None)
         *rows, columns = shape
@@ -189,7 +189,7 @@ class Affine(GroupedCodec):
         )
         if not fitting:
             raise CheckpointError(
-                f"the tensors of '{raw.name}' do not go together as MLX's", path=raw.path,
+                f"the tensors of '{raw.name}' do not fit together as MLX's", path=raw.path,
                 found=", ".join(f"{one.dtype} {list(one.shape)}" for one in (codes, scales, biases)),
                 expected=f"codes, scales and biases of {list(shape)}",
             )  # fmt: skip
@@ -268,7 +268,7 @@ class Mlx(QuantMethod):
     def write_settings(
         self, schemes: Mapping[str, QuantScheme], modules: Mapping[str, int], *, every: bool = True
     ) -> dict[str, Any]:
-        """What most modules have goes before; the others are named.
+        """The layout of most modules comes first; other modules are listed by name.
 
         Raises:
             UnsupportedError: if no group size of MLX divides a module's groups.
@@ -315,7 +315,7 @@ def _groups(raw: RawModule) -> Iterator[tuple[Tensor, Tensor]]:
     from quantkit.tensors.qtensor import row_chunks
 
     scales = raw.find(_SCALES)
-    assert scales is not None, "the layout has been looked at"
+    assert scales is not None, "the layout was checked"
     rows, *rest = scales.shape
     for start, stop in row_chunks(rows, math.prod(rest), _CHUNK):
         part = TensorSlice(0, ((start, stop),))

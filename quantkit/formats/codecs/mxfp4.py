@@ -1,4 +1,4 @@
-"""MXFP4, the 4-bit floats of gpt-oss's experts: read only, as the floats that they stand for.
+"""MXFP4, the 4-bit floats of gpt-oss's experts: read only, as floats.
 
 ``T_blocks`` uint8 [..., O, I / 32, 16] holds two codes e2m1 a byte, the low half first, ``T_scales`` uint8
 [..., O, I / 32] the exponents of two of each 32 of them, plus 127. In float folders of these models ``T`` is
@@ -42,7 +42,7 @@ class Mxfp4Weight:
             dtype: of the floats.
 
         Raises:
-            UnsupportedError: if the two do not go together.
+            UnsupportedError: if they do not fit together.
         """
         if len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES or scales.shape != blocks.shape[:-1]:
             raise _misshapen(blocks, scales, homes[0].path)
@@ -53,7 +53,7 @@ class Mxfp4Weight:
         self._homes = homes
 
     def read(self, part: TensorSlice | None) -> Tensor:
-        """The floats, or a part of them: of experts no more is read than that."""
+        """The floats, or a part of them; only the experts of the part are read."""
         of_experts = part if part is not None and part.axis == 0 else None
         blocks = self._homes[0].read(self.parts[0].name, of_experts)
         scales = self._homes[1].read(self.parts[1].name, of_experts)
@@ -81,6 +81,6 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: DType) -> Tensor:
 
 def _misshapen(blocks: StoredTensor, scales: StoredTensor, path: Path) -> UnsupportedError:
     return UnsupportedError(
-        f"the scales of '{blocks.name}' do not go with it", path=path, found=f"{list(scales.shape)}",
+        f"the scales of '{blocks.name}' do not fit it", path=path, found=f"{list(scales.shape)}",
         expected=f"[experts, rows, groups] of {list(blocks.shape)}, each group of {_BYTES} bytes",
     )  # fmt: skip

@@ -15,20 +15,20 @@ from quantkit.errors import CheckpointError
 from quantkit.json_values import Settings, shown
 
 BY_NAME, BY_PATTERN, BY_CLASS, NO_MATCH = range(4)
-"""How closely a target names a module."""
+"""How closely a target matches a module."""
 
 _SECONDS = 2.0
 _SKIPPED = ("modules_to_not_convert", "ignored_layers", "modules_in_block_to_skip", "llm_int8_skip_modules")
 _HEADS = ("lm_head", "embed_out", "output")
-_LONGEST_PATTERN = 1000
-# `regex` writes repetitions out, which names of modules need no more of.
-_MOST_REPEATED = 1000
+_MAX_PATTERN = 1000
+# `regex` expands repetitions; names of modules need no more.
+_MAX_REPETITIONS = 1000
 _COUNTS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 _PATTERN = "re:"
 
 
 class Deadline:
-    """When the patterns of one file must have been matched against all modules."""
+    """The time by which the patterns of one file must have been matched with all modules."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -37,7 +37,7 @@ class Deadline:
     def left(self) -> float:
         """
         Raises:
-            CheckpointError: if nothing is.
+            CheckpointError: if no time is left.
         """
         left = self._end - time.monotonic()
         if left <= 0:
@@ -69,7 +69,7 @@ class Targets:
         """`BY_NAME`, `BY_PATTERN`, `BY_CLASS` or `NO_MATCH`.
 
         Raises:
-            CheckpointError: if the time for all patterns is up.
+            CheckpointError: after the deadline.
         """
         if module in self._names:
             return BY_NAME
@@ -85,17 +85,17 @@ class Targets:
 def _compiled(pattern: str, deadline: Deadline) -> Any:
     deadline.left()
     repeated = 1
-    for least, most in _COUNTS.findall(pattern):
-        repeated *= max(1, *(int(count[:9] or 1) for count in (least, most)))
-    if len(pattern) > _LONGEST_PATTERN or repeated > _MOST_REPEATED:
+    for counts in _COUNTS.findall(pattern):
+        repeated *= max(1, *(int(count[:9] or 1) for count in counts))
+    if len(pattern) > _MAX_PATTERN or repeated > _MAX_REPETITIONS:
         raise CheckpointError(
             "a pattern of quantization_config is too large", path=deadline.path, found=shown(pattern),
-            expected=f"at most {_LONGEST_PATTERN} letters and {_MOST_REPEATED} repetitions",
+            expected=f"at most {_MAX_PATTERN} letters and {_MAX_REPETITIONS} repetitions",
         )  # fmt: skip
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            re.compile(pattern)  # the dialect that the config is written in; `regex` knows more
+            re.compile(pattern)  # the dialect of configs; `regex` supports more
         return regex.compile(pattern)
     except (re.error, regex.error, RecursionError, OverflowError) as error:
         raise CheckpointError(

@@ -57,9 +57,9 @@ TORCHAO = Layout(
 
 
 class Plain(GroupedCodec):
-    """Codes that lie in the order of the weights, in the class that the header names."""
+    """Codes in the order of the weights, in the class that the header states."""
 
-    scheme: QuantScheme | None = None  # the tensors tell it
+    scheme: QuantScheme | None = None  # the tensors decide
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         weight = _Weight.of(raw, expected.shape)
@@ -101,14 +101,14 @@ class Plain(GroupedCodec):
 
 @dataclass(frozen=True)
 class _Weight:
-    """A weight as the header tells it, its tensors found fitting.
+    """A weight as the header describes it; its tensors were checked.
 
     Attributes:
-        kind: the class.
+        kind: the class of tensor.
         bits: of its codes, 4 or 8.
         dtype: of its scales.
         group_size: inputs that share a scale.
-        by_row: whether rows have scales of their own.
+        by_row: whether each row has separate scales.
     """
 
     raw: RawModule
@@ -132,10 +132,10 @@ class _Weight:
 
         Raises:
             UnsupportedError: for another class, and for scales of activations.
-            CheckpointError: if the header does not tell, or the tensors contradict it.
+            CheckpointError: if the header has no description, or the tensors contradict it.
         """
-        told = _told(raw)
-        kind = told.text("_type")
+        described = _described(raw)
+        kind = described.text("_type")
         if kind not in (_INT8, _INTX, _INT4):
             raise UnsupportedError(
                 f"'{raw.name}' is a tensor of torchao that is not read", path=raw.path, found=shown(kind),
@@ -146,7 +146,7 @@ class _Weight:
                 raise UnsupportedError(
                     "scales of activations are not supported", path=raw.path, found=f"'{raw.name}.{leaf}'"
                 )
-        data = told.inside("_data")
+        data = described.inside("_data")
         rows, columns = shape
         block = data.numbers("block_size", 1, _MAX_COLUMNS)
         whole = len(block) == 2 and all(one.is_integer() for one in block)
@@ -175,14 +175,14 @@ class _Weight:
         if not fitting or scale is None:
             found = (one for one in (codes, scale, zero) if one is not None)
             raise CheckpointError(
-                f"the tensors of '{raw.name}' do not go together as an {kind}", path=raw.path,
+                f"the tensors of '{raw.name}' do not fit together as an {kind}", path=raw.path,
                 found=", ".join(f"{one.dtype} {list(one.shape)}" for one in found),
                 expected=f"codes, scales and zero points of {list(shape)} in blocks of {shown(list(block))}",
             )  # fmt: skip
         return cls(raw, kind, bits, scale.dtype, rows, columns, size, high == 1)
 
     def scheme(self) -> QuantScheme | None:
-        """Of its codes; None where offsets are no whole steps.
+        """The scheme of its codes; None if offsets are not multiples of scales.
 
         Raises:
             UnsupportedError: see `points`.
@@ -233,7 +233,7 @@ class _Weight:
         """Zero points as codes, uint8.
 
         Raises:
-            UnsupportedError: for such as are between or beyond the codes.
+            UnsupportedError: for values that are not codes.
         """
         import torch
 
@@ -245,10 +245,10 @@ class _Weight:
             wide = zero.double() + self.middle
             if bool(((wide == wide.round()) & (wide >= 0) & (wide < 1 << self.bits)).all()):
                 return wide.to(torch.uint8)
-        raise UnsupportedError(f"zero points of '{self.raw.name}' are none of its codes", path=self.raw.path)
+        raise UnsupportedError(f"zero points of '{self.raw.name}' are not codes", path=self.raw.path)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Scales and offsets as they lie, some groups at a time."""
+        """Scales and offsets as they are stored, some groups at a time."""
         from quantkit.tensors.qtensor import row_chunks
 
         for start, stop in row_chunks(self.columns // self.group_size, self.rows, _CHUNK):
@@ -269,23 +269,23 @@ class TorchAo(QuantMethod):
         return "transformers with torchao"
 
 
-def _told(raw: RawModule) -> Settings:
-    """What the header of its file says of a weight.
+def _described(raw: RawModule) -> Settings:
+    """The description of a weight in the header of its file.
 
     Raises:
-        CheckpointError: if it says nothing, or no JSON.
+        CheckpointError: if it is missing, or no JSON.
     """
     name = f"{raw.name}.weight"
     text = raw.metadata(_CODES, name)
     if text is None:
         raise CheckpointError(
-            f"the header does not tell what '{raw.name}.{_CODES}' is", path=raw.path,
+            f"the header does not describe '{raw.name}.{_CODES}'", path=raw.path,
             expected=f"torchao's metadata under '{name}'",
         )  # fmt: skip
     return Settings(parsed(text, raw.path), raw.path, name)
 
 
 def _target(data: Settings) -> str:
-    """The type whose range the codes have."""
+    """The type with the range of the codes."""
     target = data.inside("target_dtype")
     return target.text("_data")

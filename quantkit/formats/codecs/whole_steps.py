@@ -1,5 +1,5 @@
-"""Groups with an offset in floats, as some formats keep them: ``w = scale * (code - origin) + offset``. Where every
-offset is a whole number of steps, they are codes with zero points; otherwise they are read as floats."""
+"""Groups with an offset in floats, as in some formats: ``w = scale * (code - origin) + offset``. If every offset is an
+integer multiple of its scale, they are codes with zero points; otherwise they are read as floats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def zero_points(scale: Tensor, offset: Tensor, bits: int, origin: int = 0) -> Tensor | None:
-    """The codes that stand for zero, uint8 in the shape of the scales; None where a group has none.
+    """The zero points, uint8 in the shape of the scales; None if a group has none.
 
     A group whose scale and offset are zero gets the middle code.
 
@@ -35,10 +35,9 @@ def zero_points(scale: Tensor, offset: Tensor, bits: int, origin: int = 0) -> Te
 def stated_scheme_of(
     pairs: Iterable[tuple[Tensor, Tensor]], bits: int, group_size: int, origin: int = 0
 ) -> QuantScheme | None:  # fmt: skip
-    """What scales and offsets make of codes; None where some offset is no whole number of steps: no further pair is
-    taken then.
+    """The scheme of codes with such groups; None if some offset is not an integer multiple of its scale.
 
-    Codes of 8 bits whose groups are alike in each row are int8 per row, which such formats hold in groups.
+    Codes of 8 bits with equal groups in each row are int8 per row, which such formats store in groups.
 
     Args:
         pairs: scales and offsets [..., G], some rows at a time.

@@ -117,7 +117,7 @@ def test_a_scale_that_float16_has_not_is_a_reason(number: float) -> None:
     found = Q4_0.encode(value)
 
     assert isinstance(found, Reason)
-    assert found.problem == "a scale is no number that float16 has"
+    assert found.problem == "a scale is not representable in float16"
     assert found.found == f"{value.scale[1, 1].item():.9g}"
 
 

@@ -168,7 +168,7 @@ def test_codes_of_two_versions_are_refused_and_odd_weights_outvoted(tmp_path: Pa
     for value, expected in zip(_read(tmp_path, modules, settings)[0], values, strict=True):
         assert torch.equal(value.dequantize(), expected.dequantize())
     modules |= {f"m{number}": _gptq(values[number], version=1) for number in range(4)}
-    with pytest.raises(CheckpointError, match="of another GPTQ version than others"):
+    with pytest.raises(CheckpointError, match="have another GPTQ version than others"):
         _read(tmp_path, modules, settings)
 
 

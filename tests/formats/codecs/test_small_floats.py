@@ -165,7 +165,7 @@ def test_mxfp4_without_its_other_half_is_refused(left: str, tmp_path: Path) -> N
         "q_proj.weight": torch.ones(8, 8),
     }
     folder = _folder(tmp_path / "src", tensors, {"quant_method": "mxfp4"})
-    with pytest.raises(CheckpointError, match=f"'experts.down_proj_{left}' lacks what goes with it"):
+    with pytest.raises(CheckpointError, match=f"'experts.down_proj_{left}' lacks its codes or scales"):
         open_checkpoint(folder, tensors_only=True)
 
 
@@ -220,7 +220,7 @@ def test_fbgemms_experts_have_a_scale_for_each_output(tmp_path: Path) -> None:
     part = TensorSlice(2, ((1, 5),))
     found = source.load("experts.down_proj", part)
     assert torch.equal(found, (codes.float() * scale).bfloat16()[:, :, 1:5])  # type: ignore[arg-type]
-    assert any("2 scales of activations or caches are carried" in note for note in source.notes)
+    assert any("2 scales of activations or caches are copied" in note for note in source.notes)
 
 
 def test_scales_that_do_not_go_with_their_weight_are_refused(tmp_path: Path) -> None:

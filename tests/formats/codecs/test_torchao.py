@@ -143,24 +143,24 @@ DAMAGES: dict[str, tuple[Callable[[], Made], str]] = {
     "small floats": (lambda: _with(PER_ROW, {"_type": "Float8Tensor"}), "is not read .*'Float8Tensor'"),
     "no class": (lambda: _with(PER_ROW, {"_type": 3}), "wrong type for .*_type"),
     "no blocks": (lambda: _with(PER_ROW, {"_data": {}}), "lacks the key 'block_size'"),
-    "blocks of three": (lambda: _with(PER_ROW, {"_data": {"block_size": [1, 1, 64]}}), "do not go together"),
-    "blocks between": (lambda: _with(PER_ROW, {"_data": {"block_size": [1, 24]}}), "do not go together"),
-    "small blocks": (lambda: _with(PER_ROW, {"_data": {"block_size": [1, 4]}}), "do not go together"),
-    "blocks of halves": (lambda: _with(PER_ROW, {"_data": {"block_size": [1.5, 64]}}), "do not go together"),
-    "blocks of rows": (lambda: _with(PER_ROW, {"_data": {"block_size": [2, 64]}}), "do not go together"),
-    "no scale": (lambda: _with(PER_ROW, scale=None), "do not go together"),
-    "scales as integers": (lambda: _with(PER_ROW, scale=torch.ones(96, 1).int()), "do not go together"),
-    "other zero points": (lambda: _with(PER_ROW, zero_point=torch.zeros(96, 2).char()), "do not go together"),
-    "zero points of floats": (lambda: _with(PER_ROW, zero_point=torch.zeros(96, 1)), "do not go together"),
-    "codes as floats": (lambda: _with(PER_ROW, qdata=torch.zeros(96, 64)), "do not go together"),
-    "too few codes": (lambda: _with(PLAIN_INT4, qdata=torch.zeros(96, 31).char()), "do not go together"),
-    "int4 without offsets": (lambda: _with(PLAIN_INT4, zero_point=None), "do not go together"),
-    "zero points between codes": (lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), 0.5)), "none of its codes"),
+    "blocks of three": (lambda: _with(PER_ROW, {"_data": {"block_size": [1, 1, 64]}}), "do not fit together"),
+    "blocks between": (lambda: _with(PER_ROW, {"_data": {"block_size": [1, 24]}}), "do not fit together"),
+    "small blocks": (lambda: _with(PER_ROW, {"_data": {"block_size": [1, 4]}}), "do not fit together"),
+    "blocks of halves": (lambda: _with(PER_ROW, {"_data": {"block_size": [1.5, 64]}}), "do not fit together"),
+    "blocks of rows": (lambda: _with(PER_ROW, {"_data": {"block_size": [2, 64]}}), "do not fit together"),
+    "no scale": (lambda: _with(PER_ROW, scale=None), "do not fit together"),
+    "scales as integers": (lambda: _with(PER_ROW, scale=torch.ones(96, 1).int()), "do not fit together"),
+    "other zero points": (lambda: _with(PER_ROW, zero_point=torch.zeros(96, 2).char()), "do not fit together"),
+    "zero points of floats": (lambda: _with(PER_ROW, zero_point=torch.zeros(96, 1)), "do not fit together"),
+    "codes as floats": (lambda: _with(PER_ROW, qdata=torch.zeros(96, 64)), "do not fit together"),
+    "too few codes": (lambda: _with(PLAIN_INT4, qdata=torch.zeros(96, 31).char()), "do not fit together"),
+    "int4 without offsets": (lambda: _with(PLAIN_INT4, zero_point=None), "do not fit together"),
+    "zero points between codes": (lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), 0.5)), "are not codes"),
     "zero points beyond codes": (
         lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), 8).char()),
-        "none of its codes",
+        "are not codes",
     ),
-    "no numbers": (lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), float("nan"))), "none of its codes"),
+    "no numbers": (lambda: _with(IN_BYTES, zero_point=torch.full((96, 2), float("nan"))), "are not codes"),
     "of activations": (lambda: _with(PER_ROW, act_pre_scale=torch.ones(64)), "scales of activations are not supported"),
 }
 
@@ -182,5 +182,5 @@ def test_codes_beyond_their_bits_are_an_error(model: Path, tmp_path: Path) -> No
 def test_a_header_that_does_not_tell_is_an_error(model: Path, tmp_path: Path) -> None:
     folder = _folder(PER_ROW, model, tmp_path / "src")
     save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
-    with pytest.raises(QuantkitError, match=r"the header does not tell what '.*up_proj\._weight_qdata' is"):
+    with pytest.raises(QuantkitError, match=r"the header does not describe '.*up_proj\._weight_qdata'"):
         open_checkpoint(folder)

@@ -124,11 +124,11 @@ def test_a_head_in_int8_is_no_longer_the_embedding(model: Path, tmp_path: Path) 
 def test_the_download_goes_before_what_was_made_of_it(model: Path, tmp_path: Path) -> None:
     folder = _folder(model, tmp_path / "src", _floats(model), "model.pth")
     _folder(model, folder, _int8(_floats(model)))
-    assert open_checkpoint(folder).notes == [f"{folder}: model_int8.pth beside model.pth; ignored"]
+    assert open_checkpoint(folder).notes == [f"{folder}: model_int8.pth along with model.pth; ignored"]
     shutil.copy(model / "model.safetensors", folder)
     both = open_checkpoint(folder)
     assert both.format == "hf"
-    assert any("model.pth beside safetensors; ignored" in note for note in both.notes)
+    assert any("model.pth along with safetensors; ignored" in note for note in both.notes)
     assert open_checkpoint(folder, "gpt-fast").format == "gpt-fast"
     assert open_checkpoint(folder, "gpt-fast-int8").info("lm_head.weight").scheme is not None
 
