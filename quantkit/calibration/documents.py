@@ -188,7 +188,7 @@ def _revision(name: str, path: str) -> str:
     try:
         info = call_in_time(lambda: HfApi().dataset_info(name, timeout=SECONDS, expand=["sha"]), path, "dataset")
     except RequestError as error:
-        hint = error.hint or "give a file of plain text, JSON lines or Parquet"
+        hint = "; or ".join([*filter(None, [error.hint]), "give a file of plain text, JSON lines or Parquet"])
         raise type(error)(f"no such file, and {error.problem}", path=path, hint=hint) from error
     return checked_commit(info.sha, path)
 
