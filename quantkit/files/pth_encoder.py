@@ -9,6 +9,7 @@ Sources: PyTorch's serialization notes, PKWARE's APPNOTE for the zip records.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
 import zlib
@@ -18,7 +19,8 @@ from typing import Any
 
 import torch
 
-from quantkit.files.tensor_file import StoredTensor
+from quantkit.files.pickles import Reference, Storage
+from quantkit.files.tensor_file import StoredTensor, contiguous_strides
 from quantkit.tensors.dtypes import DType
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -83,7 +85,13 @@ class PthEncoder:
         tail = self._record("version", b"3\n") + b"3\n"
         self._position += 2
         start = self._position
-        directory = b"".join(self._central(*record) for record in self._records)
+        directory = b""
+        for name, checksum, size, position in self._records:
+            encoded, extra = name.encode(), struct.pack("<HHQQQ", 1, 24, size, size, position)
+            directory += _CENTRAL.pack(
+                0x02014B50, _VERSION_ZIP64, _VERSION_ZIP64, 0, 0, 0, _DATE_1980, checksum, _FULL, _FULL,
+                len(encoded), len(extra), 0, 0, 0, 0, _FULL,
+            ) + encoded + extra  # fmt: skip
         count = len(self._records)
         after = start + len(directory)
         tail += directory
@@ -109,56 +117,27 @@ class PthEncoder:
         self._position += len(header) + len(name) + len(extra)
         return header + name + extra
 
-    @staticmethod
-    def _central(name: str, checksum: int, size: int, position: int) -> bytes:
-        encoded = name.encode()
-        extra = struct.pack("<HHQQQ", 1, 24, size, size, position)
-        return (
-            _CENTRAL.pack(
-                0x02014B50, _VERSION_ZIP64, _VERSION_ZIP64, 0, 0, 0, _DATE_1980, checksum, _FULL, _FULL,
-                len(encoded), len(extra), 0, 0, 0, 0, _FULL,
-            )
-            + encoded
-            + extra
-        )  # fmt: skip
 
+class _Pickler(pickle.Pickler):
+    """Pickles a `Reference` as the call that rebuilds its tensor, and a `Storage` as its number."""
 
-class _Storage:
-    """Storage number `key` in the pickle."""
+    def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
+        if not isinstance(obj, Storage):
+            return None
+        return "storage", getattr(torch, _STORAGES[obj.dtype]), obj.key, "cpu", obj.count
 
-    def __init__(self, dtype: DType, key: int, count: int) -> None:
-        self.reference = ("storage", getattr(torch, _STORAGES[dtype]), str(key), "cpu", count)
-
-
-class _TensorReference:
-    """Pickles as the call that rebuilds a contiguous tensor from its storage."""
-
-    def __init__(self, storage: _Storage, shape: tuple[int, ...]) -> None:
-        self._storage = storage
-        self._shape = shape
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        strides: list[int] = []
-        step = 1
-        for size in reversed(self._shape):
-            strides.insert(0, step)
-            step *= size
-        arguments: tuple[Any, ...] = (self._storage, 0, self._shape, tuple(strides), False, OrderedDict())
+    def reducer_override(self, obj: object) -> Any:
+        if not isinstance(obj, Reference):
+            return NotImplemented
+        arguments = (obj.storage, obj.offset, obj.shape, obj.stride, False, OrderedDict())
         return torch._utils._rebuild_tensor_v2, arguments
 
 
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
-        return obj.reference if isinstance(obj, _Storage) else None
-
-
 def _pickled(tensors: Sequence[StoredTensor]) -> bytes:
-    values = {
-        tensor.name: _TensorReference(
-            _Storage(tensor.dtype, index, tensor.nbytes // tensor.dtype.itemsize), tensor.shape
-        )
-        for index, tensor in enumerate(tensors)
-    }
+    values = {}
+    for index, tensor in enumerate(tensors):
+        storage = Storage(str(index), tensor.dtype, math.prod(tensor.shape))
+        values[tensor.name] = Reference(storage, tensor.dtype, 0, tensor.shape, contiguous_strides(tensor.shape))
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(values)
     return buffer.getvalue()

@@ -163,6 +163,23 @@ def windows_by_kind(interval: int, key: str | None = None, default: int = DEFAUL
     return Keys(read, write)
 
 
+def switched_windows(
+    read: Callable[[Settings], Sequence[int | None]], more: Callable[[ModelConfig], dict[str, Any]]
+) -> Keys:  # fmt: skip
+    """Windows that ``use_sliding_window`` enables.
+
+    Args:
+        read: the window of each layer.
+        more: further keys to write.
+    """
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        window = only_window(config)
+        return {"use_sliding_window": window is not None, "sliding_window": window, **more(config)}
+
+    return Keys(lambda settings: {"windows": read(settings)}, write)
+
+
 def windows_of(settings: Settings, windowed: Sequence[bool], window: int | None) -> list[int | None]:
     """The window of each layer.
 

@@ -8,11 +8,10 @@ from quantkit.architectures.config import MAX_CONTEXT, ModelConfig
 from quantkit.architectures.families.family import Family
 from quantkit.architectures.families.gguf_architecture import GgufArchitecture
 from quantkit.architectures.families.keys import (
-    Keys,
     layer_count,
     layer_types,
-    only_window,
     sliding_window,
+    switched_windows,
     written_layer_types,
 )
 from quantkit.architectures.rope import SLIDING
@@ -21,30 +20,25 @@ from quantkit.json_values import Settings
 _FIRST_WINDOW_LAYER = 28  # of transformers, if the key is absent
 
 
-def _read_windows(settings: Settings) -> dict[str, Any]:
+def _windows(settings: Settings) -> list[int | None]:
     """Windows, if the config enables them, in the layers that it lists, or from a layer on."""
     layers = layer_count(settings)
     types = layer_types(settings, layers)
     window = sliding_window(settings)
     if window is None or not settings.flag("use_sliding_window", False):
-        return {}
+        return [None] * layers
     key = "max_window_layers"
     first = settings.whole(key, 0, MAX_CONTEXT) if settings.has(key) and not types else _FIRST_WINDOW_LAYER
     windowed = [kind == SLIDING for kind in types] or [layer >= first for layer in range(layers)]
-    return {"windows": [window if has_window else None for has_window in windowed]}
+    return [window if has_window else None for has_window in windowed]
 
 
-def _write_windows(config: ModelConfig) -> dict[str, Any]:
-    width = only_window(config)
-    return {
-        "use_sliding_window": width is not None,
-        "sliding_window": width,
-        "max_window_layers": next((i for i, one in enumerate(config.windows) if one is not None), config.num_layers),
-        "layer_types": written_layer_types(config),
-    }
+def _write(config: ModelConfig) -> dict[str, Any]:
+    first = next((i for i, window in enumerate(config.windows) if window is not None), config.num_layers)
+    return {"max_window_layers": first, "layer_types": written_layer_types(config)}
 
 
-WINDOWS = Keys(_read_windows, _write_windows)
+WINDOWS = switched_windows(_windows, _write)
 FAMILY = Family(
     "qwen2", "Qwen2ForCausalLM", (WINDOWS,), {"qkv_bias": True}, gguf=GgufArchitecture("qwen2", biases=("qkv",))
 )  # fmt: skip

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from quantkit.architectures.config import MAX_CONTEXT, ModelConfig
+from quantkit.architectures.config import MAX_CONTEXT
 from quantkit.architectures.families.family import Family
 from quantkit.architectures.families.gguf_architecture import EXPERT_KEYS, GgufArchitecture
 from quantkit.architectures.families.keys import (
     SPARSE_LAYERS,
-    Keys,
     experts,
     flag,
     layer_count,
     layer_types,
-    only_window,
     sliding_window,
+    switched_windows,
     windows_of,
     written_layer_types,
 )
@@ -27,7 +24,7 @@ _SHARED = BLOCK + "mlp.shared_expert."
 _LAST_WINDOW_LAYER = 28  # of transformers, if the key is absent
 
 
-def _read_windows(settings: Settings) -> dict[str, Any]:
+def _windows(settings: Settings) -> list[int | None]:
     """Windows in the layers that the config lists, or else in every other one up to a layer, as in transformers."""
     layers, key = layer_count(settings), "max_window_layers"
     enabled = settings.flag("use_sliding_window", False)
@@ -35,23 +32,17 @@ def _read_windows(settings: Settings) -> dict[str, Any]:
     windowed = [kind == SLIDING for kind in layer_types(settings, layers)] or [
         enabled and layer % 2 == 0 and layer < last for layer in range(layers)
     ]
-    return {"windows": windows_of(settings, windowed, sliding_window(settings) if enabled else None)}
+    return windows_of(settings, windowed, sliding_window(settings) if enabled else None)
 
 
-def _write_windows(config: ModelConfig) -> dict[str, Any]:
-    window = only_window(config)
-    return {
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "max_window_layers": config.num_layers,
-        "layer_types": written_layer_types(config),
-    }
-
-
+_WINDOWS = switched_windows(
+    _windows,
+    lambda config: {"max_window_layers": config.num_layers, "layer_types": written_layer_types(config)},
+)
 FAMILY = Family(
     "qwen2_moe", "Qwen2MoeForCausalLM",
     (
-        flag("qkv_bias", "qkv_bias", default=True), Keys(_read_windows, _write_windows),
+        flag("qkv_bias", "qkv_bias", default=True), _WINDOWS,
         experts(
             size_key="moe_intermediate_size", shared_key="shared_expert_intermediate_size", norm_key="norm_topk_prob",
             shared_gate=True,

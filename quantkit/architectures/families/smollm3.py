@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from quantkit.architectures.config import MAX_LAYERS, ModelConfig
+from quantkit.architectures.config import MAX_LAYERS
 from quantkit.architectures.families.family import Family
 from quantkit.architectures.families.gguf_architecture import GgufArchitecture
 from quantkit.architectures.families.keys import (
@@ -13,8 +11,8 @@ from quantkit.architectures.families.keys import (
     Keys,
     layer_count,
     layer_types,
-    only_window,
     sliding_window,
+    switched_windows,
     windows_of,
     written_layer_types,
 )
@@ -25,16 +23,14 @@ from quantkit.json_values import Settings, shown
 _INTERVAL = 4
 
 
-def _read(settings: Settings) -> dict[str, Any]:
+def _windows(settings: Settings) -> list[int | None]:
     count = layer_count(settings)
-    rotary = _rotary(settings, count)
     enabled = settings.flag("use_sliding_window", False)
-    types = layer_types(settings, count)  # if they are listed the flag has no effect, as in transformers
-    windowed = [kind == SLIDING for kind in types]
+    windowed = [kind == SLIDING for kind in layer_types(settings, count)]
     window = sliding_window(settings, None)
-    if not types:
-        windowed = [enabled and window is not None and not rotated for rotated in rotary]
-    return {"rotary": rotary, "windows": windows_of(settings, windowed, window)}
+    if not windowed:  # otherwise the flag has no effect, as in transformers
+        windowed = [enabled and window is not None and not rotated for rotated in _rotary(settings, count)]
+    return windows_of(settings, windowed, window)
 
 
 def _rotary(settings: Settings, count: int) -> list[bool]:
@@ -57,18 +53,13 @@ def _rotary(settings: Settings, count: int) -> list[bool]:
     return [rotated == 1 for rotated in stated[:count]]
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    window = only_window(config)
-    return {
-        "no_rope_layers": [int(layer.rotary) for layer in config.layers],
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "layer_types": written_layer_types(config),
-    }
-
-
+_ROTARY = Keys(
+    lambda settings: {"rotary": _rotary(settings, layer_count(settings))},
+    lambda config: {"no_rope_layers": [int(layer.rotary) for layer in config.layers]},
+)
+_WINDOWS = switched_windows(_windows, lambda config: {"layer_types": written_layer_types(config)})
 FAMILY = Family(
-    "smollm3", "SmolLM3ForCausalLM", (ATTENTION_BIAS, MLP_BIAS, Keys(_read, _write)),
+    "smollm3", "SmolLM3ForCausalLM", (ATTENTION_BIAS, MLP_BIAS, _ROTARY, _WINDOWS),
     options={"tied_by_default": True, "default_theta": 2e6},
     gguf=GgufArchitecture(
         "smollm3", interleaved_rotary=True,
