@@ -15,7 +15,7 @@ import torch
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError
-from quantkit.files.text_file import text_of
+from quantkit.files.located import text_of
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.progress import Progress, silent

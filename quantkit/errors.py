@@ -32,33 +32,21 @@ class QuantkitError(Exception):
     retryable = False
 
     def __init__(
-        self,
-        problem: str,
-        *,
-        path: str | Path | None = None,
-        found: object = None,
-        expected: object = None,
+        self, problem: str, *, path: str | Path | None = None, found: object = None, expected: object = None,
         hint: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.problem = problem
         self.path = None if path is None else _named(Path(path))
         self.found = found
         self.expected = expected
         self.hint = hint
-        super().__init__(self._line())
-
-    def _line(self) -> str:
-        line = self.problem if self.path is None else f"{self.path}: {self.problem}"
-        facts = [
-            f"{label} {value}"
-            for label, value in (("found", self.found), ("expected", self.expected))
-            if value is not None
-        ]
+        line = problem if self.path is None else f"{self.path}: {problem}"
+        facts = [f"{label} {value}" for label, value in (("found", found), ("expected", expected)) if value is not None]
         if facts:
             line += f" ({', '.join(facts)})"
-        if self.hint:
-            line += f"; {self.hint}"
-        return " ".join(line.split())
+        if hint:
+            line += f"; {hint}"
+        super().__init__(" ".join(line.split()))
 
 
 def _named(path: Path) -> Path:

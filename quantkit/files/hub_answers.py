@@ -165,7 +165,14 @@ def _install(file_download: Any) -> None:
         if (found.commit_hash, expected.commit) != (None, None):  # without one the library downloads nothing
             checked_commit(found.commit_hash, expected.path, expected.commit)
         _require_matching(found, expected)
-        _require_own_storage(getattr(found, "xet_file_data", None), url, expected.path)
+        # Storage must be requested through the hub itself, as the library sends the user's token there.
+        if (xet := getattr(found, "xet_file_data", None)) is not None:
+            if not isinstance(xet.file_hash, str) or not _SHA256.fullmatch(xet.file_hash):
+                raise _refused("names no hash for its storage", expected.path, xet.file_hash, "64 hexadecimal digits")
+            route, own = urlsplit(str(xet.refresh_route)), urlsplit(url)
+            if (route.scheme, route.netloc) != (own.scheme, own.netloc):
+                problem = "leads to another host for its storage"
+                raise _refused(problem, expected.path, xet.refresh_route, own.netloc)
         return found
 
     file_download.get_hf_file_metadata = checked
@@ -197,21 +204,6 @@ class _Limited:
             name, size = shown(self._file.name), self._file.size
             raise _refused(f"sends more of {name} than it announced", self._path, f"over {size} bytes", f"{size} bytes")
         return self._inner.write(chunk)
-
-
-def _require_own_storage(xet: Any, url: str, path: str | None) -> None:
-    """Require that a file's storage is requested through the hub itself, as the library sends the user's token there.
-
-    Raises:
-        CheckpointError: if it is another host, or the file's hash is invalid.
-    """
-    if xet is None:
-        return
-    if not isinstance(xet.file_hash, str) or not _SHA256.fullmatch(xet.file_hash):
-        raise _refused("names no hash for its storage", path, xet.file_hash, "64 hexadecimal digits")
-    route, own = urlsplit(str(xet.refresh_route)), urlsplit(url)
-    if (route.scheme, route.netloc) != (own.scheme, own.netloc):
-        raise _refused("leads to another host for its storage", path, xet.refresh_route, own.netloc)
 
 
 def _require_matching(found: Any, expected: _Expected) -> None:

@@ -1,15 +1,20 @@
-"""The path of a model that the user names."""
+"""The files that a user names: models on this machine or on the hub, all files of a GGUF model, and plain texts."""
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.files.gguf_types import GGUF, first_parts
+from quantkit.files.gguf_io import MAGIC, GgufHeader, read_header
+from quantkit.files.gguf_types import GGUF, first_parts, split_count, split_name, split_stem
 from quantkit.files.hub import PREFIX, HubModel, download, hub_model
+from quantkit.files.source import damaged_file
 
 _downloaded: dict[HubModel, Path] = {}
+_NO_MODELS = ("mmproj", "imatrix")  # names of files with a projector for images, or with statistics of activations
 
 
 def located(path: str | Path) -> Path:
@@ -41,15 +46,99 @@ def require_there(path: str | Path) -> Path:
     """
     found = located(path)
     if not found.exists():
-        raise CheckpointError("does not exist", path=path, hint=_spelled(str(path)))
+        name = re.sub(r"^(https?:/+huggingface\.co/|HF:)", "", str(path))
+        try:
+            model = hub_model(f"{PREFIX}{name}")
+        except RequestError:
+            model = None
+        hint = None if model is None else f"if it is a model of the Hugging Face hub: {model}"
+        raise CheckpointError("does not exist", path=path, hint=hint)
     return found
 
 
-def _spelled(path: str) -> str | None:
-    """A hint with the name of the model on the hub, if a missing path looks like one."""
-    name = re.sub(r"^(https?:/+huggingface\.co/|HF:)", "", path)
-    try:
-        model = hub_model(f"{PREFIX}{name}")
-    except RequestError:
+def gguf_models(folder: Path) -> list[Path]:
+    """The GGUF models in a folder: the first file of each."""
+    paths = sorted(path for path in folder.glob(f"*{GGUF}") if not path.name.lower().startswith(_NO_MODELS))
+    return list({split_stem(path.name) or path.name: path for path in reversed(paths)}.values())[::-1]
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file at a path: the path itself, by its suffix or first bytes, or the only model of a folder; None if
+    there is none."""
+    if path.is_dir():
+        models = gguf_models(path)
+        return models[0] if len(models) == 1 else None
+    if not path.is_file():
         return None
-    return None if model is None else f"if it is a model of the Hugging Face hub: {model}"
+    if path.suffix == GGUF:
+        return path
+    with path.open("rb") as file:
+        return path if file.read(len(MAGIC)) == MAGIC else None
+
+
+def read_parts(path: Path) -> list[GgufHeader]:
+    """The headers of all files of the model that a file belongs to, in order.
+
+    Raises:
+        CheckpointError: see `read_header`; if a part is missing, or belongs to another model.
+        UnsupportedError: see `read_header`.
+    """
+    header = read_header(path)
+    if header.split is None or header.split.count == 1:
+        if split_count(path.name) > 1:
+            raise CheckpointError("has the name of a part of a model, and is a whole one", path=path)
+        return [header]
+    stem, (index, count) = split_stem(path.name), (header.split.index, header.split.count)
+    if stem is None or path.name != split_name(stem, index, count):
+        raise CheckpointError(
+            f"is part {index + 1} of {count} of a model, and has another name", path=path,
+            expected=split_name(stem or path.stem, index, count),
+        )  # fmt: skip
+    found = []
+    for number in range(count):
+        name = path.with_name(split_name(stem, number, count))
+        if not name.exists():
+            present = sum(path.with_name(split_name(stem, one, count)).exists() for one in range(count))
+            raise damaged_file("the weight file is missing", name, f"{present} of {count} parts")
+        part = header if number == index else read_header(name)
+        if part.split is None or (part.split.index, part.split.count) != (number, count):
+            raise CheckpointError(f"is not part {number + 1} of {count} of the model", path=name)
+        found.append(part)
+    _require_whole(found)
+    return found
+
+
+def _require_whole(parts: Iterable[GgufHeader]) -> None:
+    """Refuse parts with a tensor twice, or another number of tensors than each of them states."""
+    names: dict[str, Path] = {}
+    for part in parts:
+        for name in part.tensors:
+            if name in names:
+                raise CheckpointError(
+                    f"tensor '{name}' is in two files", path=part.path, found=f"also in {names[name].name}"
+                )
+            names[name] = part.path
+    for part in parts:
+        if part.split is not None and part.split.tensors != len(names):
+            raise CheckpointError(
+                "the parts have another number of tensors than the model", path=part.path, found=len(names),
+                expected=part.split.tensors, hint="a part is another model's",
+            )  # fmt: skip
+
+
+def text_of(path: Path) -> tuple[str, str]:
+    """A file's text, and its sha256.
+
+    Raises:
+        RequestError: if it cannot be read, is not UTF-8, or is empty.
+    """
+    try:
+        raw = path.read_bytes()
+        text = raw.decode("utf-8")
+    except OSError as error:
+        raise RequestError(f"the text cannot be read: {error.strerror}", path=path) from error
+    except UnicodeDecodeError as error:
+        raise RequestError("is not plain text", path=path, found=f"byte {error.start}", expected="UTF-8") from error
+    if not text.strip():
+        raise RequestError("the text is empty", path=path)
+    return text, hashlib.sha256(raw).hexdigest()

@@ -129,7 +129,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         if not isinstance(obj, Reference):
             return NotImplemented
-        arguments = (obj.storage, obj.offset, obj.shape, obj.stride, False, OrderedDict())
+        arguments: tuple[Any, ...] = (obj.storage, obj.offset, obj.shape, obj.stride, False, OrderedDict())
         return torch._utils._rebuild_tensor_v2, arguments
 
 

@@ -8,8 +8,7 @@ from typing import Literal
 
 from quantkit.arguments import as_path, as_text
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
-from quantkit.files.gguf_parts import gguf_models
-from quantkit.files.located import located, require_there
+from quantkit.files.located import gguf_models, located, require_there
 from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
 from quantkit.formats.container import Container, StoredCheckpoint

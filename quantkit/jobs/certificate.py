@@ -13,7 +13,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import as_path, as_whole
 from quantkit.data.files import gate_texts
 from quantkit.errors import RequestError
-from quantkit.files.text_file import text_of
+from quantkit.files.located import text_of
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.labels import file_name
 from quantkit.progress import Progress

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quantkit.errors import CheckpointError, QualityError
-from quantkit.files.gguf_parts import gguf_file
+from quantkit.files.located import gguf_file
 from quantkit.formats import manifest
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.destination import manifest_path

@@ -28,12 +28,12 @@ def contained(path: Path, problem: str) -> Iterator[None]:
         yield
     except QuantkitError:
         raise
-    except Exception as error:
-        raise CheckpointError(f"{problem}: {_short(error)}", path=path) from error
     except BaseException as error:
-        if not is_panic(error):
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
-        raise CheckpointError(f"{problem}: its library failed: {_short(error)}", path=path) from error
+        reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
+        library = "" if isinstance(error, Exception) else "its library failed: "
+        raise CheckpointError(f"{problem}: {library}{reason}", path=path) from error
 
 
 def is_panic(error: BaseException) -> bool:
@@ -72,7 +72,3 @@ def quiet_on_failure() -> Iterator[None]:
 def _flush() -> None:
     if sys.stderr is not None and not sys.stderr.closed:
         sys.stderr.flush()
-
-
-def _short(error: BaseException) -> str:
-    return textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")

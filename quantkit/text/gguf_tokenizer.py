@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, name_as
-from quantkit.files.gguf_parts import gguf_file, read_parts
-from quantkit.files.located import located
+from quantkit.files.located import gguf_file, located, read_parts
 from quantkit.json_values import Settings, parsed, shortest, shown
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.gguf_vocabulary import GgufUnstated, Vocabulary, gguf_unstated
@@ -99,7 +98,11 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     if vocabulary.model == keys.BPE or scores_are_ranks(_mergeable(vocabulary), vocabulary.ids()):
         raw = tokenizer_json(vocabulary, ids, adds)
         if keys.PIPELINE in metadata:
-            raw = _with_own(raw, own)
+            raw |= {part: own.values[part] for part in PIPELINE_PARTS if part in own.values}
+            flags = own.inside("added_tokens") if own.has("added_tokens") else Settings({}, own.path)
+            for token in raw["added_tokens"]:
+                if flags.has(number := str(token["id"])):
+                    token.update({flag: flags.inside(number).flag(flag, False) for flag in TOKEN_FLAGS})
         elif any(name in str(metadata.get("general.name")).lower() for name in ("phi-3", "phi3")):
             for token in raw["added_tokens"]:  # as llama.cpp does for models of this name
                 token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
@@ -221,15 +224,6 @@ def _own(metadata: Mapping[str, Any], path: Path) -> Settings:
     if unknown := sorted(set(own.values) - {*PIPELINE_PARTS, "added_tokens", "bos_token"}):
         raise CheckpointError("holds an unknown key", path=where, found=shown(unknown[0]))
     return own
-
-
-def _with_own(raw: dict[str, Any], own: Settings) -> dict[str, Any]:
-    raw = {**raw, **{part: own.values[part] for part in PIPELINE_PARTS if part in own.values}}
-    flags = own.inside("added_tokens") if own.has("added_tokens") else Settings({}, own.path)
-    for token in raw["added_tokens"]:
-        if flags.has(number := str(token["id"])):
-            token.update({flag: flags.inside(number).flag(flag, False) for flag in TOKEN_FLAGS})
-    return raw
 
 
 def _generation(

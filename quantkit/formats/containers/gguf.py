@@ -13,7 +13,7 @@ from quantkit.architectures.gguf_config import metadata_of, notes_of
 from quantkit.architectures.gguf_rope import rope_tensors
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import UnsupportedError
-from quantkit.files.gguf_parts import gguf_file
+from quantkit.files.located import gguf_file
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.ggml_blocks import GgmlBlocks
 from quantkit.formats.container import Container, Output, refuse_tensors_only

@@ -15,8 +15,8 @@ from quantkit.architectures.gguf import ROPE_TENSORS, gguf_tensors, keeps_float3
 from quantkit.architectures.gguf_config import MODEL_TYPE, config_of, notes_of
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.files.gguf_parts import read_parts
 from quantkit.files.gguf_types import GgmlType, GgufTensor
+from quantkit.files.located import read_parts
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import TensorFile, View, contiguous_strides, same_tensor
 from quantkit.formats.checkpoint import require_tensors
