@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import families
+from quantkit.architectures.families.family import Family
 from quantkit.architectures.names import BLOCK
 from quantkit.errors import CheckpointError
 from quantkit.files.source import SourceFile
@@ -377,13 +378,14 @@ def turn(monkeypatch: pytest.MonkeyPatch, *, interleaved: bool, partial: int | N
     """Have Qwen3's folders read as if their rotary rows lay otherwise."""
     plain = families()["qwen3"].read
 
-    def read(settings: Settings) -> ModelConfig:
+    def read(self: Family, settings: Settings) -> ModelConfig:
         known = {k: v for k, v in settings.values.items() if k != "partial_rotary_factor"}
         inner = {k: v for k, v in known["rope_parameters"].items() if k != "partial_rotary_factor"}
         config = plain(Settings({**known, "rope_parameters": inner}, settings.path))
         return replace(config, rope=replace(config.rope, rotary_dim=partial))
 
-    let_run(monkeypatch, "qwen3", read=read, interleaved_rotary=interleaved)
+    let_run(monkeypatch, "qwen3", interleaved_rotary=interleaved)
+    monkeypatch.setattr(Family, "read", read)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
