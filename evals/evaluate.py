@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quantkit.arguments import as_path, as_paths, as_texts, as_whole, require_flags, require_instance
+from quantkit.arguments import as_integer, as_path, as_paths, as_strings, require_flags, require_instance
 from quantkit.data.files import EXCERPT, excerpt
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
@@ -89,13 +89,13 @@ def evaluate(
         >>> found = quantkit.evaluate("model-int4", against="model", texts="wiki.txt")
         >>> found.rows[1].texts["wiki"].divergence.kl
     """
-    folders, files, tasks = as_paths("paths", paths), as_paths("texts", texts), as_texts("tasks", tasks)
+    folders, files, tasks = as_paths("paths", paths), as_paths("texts", texts), as_strings("tasks", tasks)
     if not folders:
         raise RequestError("there is no model to measure: `paths` is empty")
     against = None if against is None else as_path("against", against)
     data = None if task_data is None else as_path("task_data", task_data)
     kept = None if cache_logits is None else as_path("cache_logits", cache_logits)
-    window = None if window is None else as_whole("window", window)
+    window = None if window is None else as_integer("window", window)
     require_flags(speed=speed, details=details)
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress = deduplicated(progress)
@@ -269,7 +269,8 @@ def _checked_positions(positions: object, windows: object, *, against: bool) -> 
         if windows is not None:
             raise RequestError("`position_windows` goes with `positions`")
         return None
-    length, count = as_whole("positions", positions), None if windows is None else as_whole("position_windows", windows)
+    length = as_integer("positions", positions)
+    count = None if windows is None else as_integer("position_windows", windows)
     for name, value, minimum in (("positions", length, 2), ("position_windows", count, 1)):
         if value is not None and value < minimum:
             raise RequestError(f"`{name}` must be at least {minimum}", found=value)

@@ -41,7 +41,7 @@ def require_tokenizer(tokenizer: object) -> None:
         raise wrong_type("tokenizer", tokenizer, "the one that quantkit.load(path) returns")
 
 
-def as_whole(name: str, value: object) -> int:
+def as_integer(name: str, value: object) -> int:
     """An integer, also numpy's, but not a boolean."""
     if hasattr(value, "__index__") and not _is_boolean(value):
         try:
@@ -63,25 +63,25 @@ def as_number(name: str, value: object) -> float:
 
 def as_seed(name: str, value: object) -> int:
     """An integer that torch's generators accept: one of 64 bits."""
-    found = as_whole(name, value)
+    found = as_integer(name, value)
     if not -(2**63) <= found < 2**64:
         raise RequestError(f"{name} does not fit 64 bits", found=found)
     return found
 
 
-def as_text(name: str, value: object) -> str:
+def as_string(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise wrong_type(name, value, "a string")
     return value
 
 
-def as_texts(name: str, value: object) -> list[str]:
+def as_strings(name: str, value: object) -> list[str]:
     """One string or several."""
     if isinstance(value, str):
         return [value]
     if not is_several(value):
         raise wrong_type(name, value, "a string, or several in a list")
-    return [as_text(name, one) for one in value]
+    return [as_string(name, one) for one in value]
 
 
 def as_path(name: str, value: object) -> Path:

@@ -107,7 +107,7 @@ class Settings:
             raise CheckpointError(f"{within}lacks the key '{key}'", path=self.path, hint=hint)
         return self.values[key]
 
-    def whole(self, key: str, low: int, high: int) -> int:
+    def integer(self, key: str, low: int, high: int) -> int:
         """An integer; floats, strings and booleans are refused."""
         value = self.need(key)
         if type(value) is not int:
@@ -134,13 +134,13 @@ class Settings:
             self.wrong_type(key, "true or false")
         return value
 
-    def text(self, key: str, hint: str | None = None) -> str:
+    def string(self, key: str, hint: str | None = None) -> str:
         value = self.need(key, hint)
         if not isinstance(value, str):
             self.wrong_type(key, "a string")
         return value
 
-    def texts(self, key: str) -> list[str]:
+    def strings(self, key: str) -> list[str]:
         """A list of strings."""
         value = self.need(key)
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):

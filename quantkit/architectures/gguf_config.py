@@ -67,11 +67,13 @@ def config_of(
     """
     architecture = _architecture(metadata, path)
     keys = _own_keys(metadata, architecture, path)
-    layers = keys.whole("block_count", 1, MAX_LAYERS)
+    layers = keys.integer("block_count", 1, MAX_LAYERS)
     heads = _one(keys, "attention.head_count", MAX_HEADS)
-    hidden, context = keys.whole("embedding_length", 1, MAX_WIDTH), keys.whole("context_length", 1, MAX_CONTEXT)
-    head_dim = keys.whole("attention.key_length", 1, MAX_HEADS) if keys.has("attention.key_length") else hidden // heads
-    if keys.has("attention.value_length") and keys.whole("attention.value_length", 1, MAX_HEADS) != head_dim:
+    hidden, context = keys.integer("embedding_length", 1, MAX_WIDTH), keys.integer("context_length", 1, MAX_CONTEXT)
+    head_dim = hidden // heads
+    if keys.has("attention.key_length"):
+        head_dim = keys.integer("attention.key_length", 1, MAX_HEADS)
+    if keys.has("attention.value_length") and keys.integer("attention.value_length", 1, MAX_HEADS) != head_dim:
         raise UnsupportedError("keys and values of different sizes are not supported", path=str(path))
     if not keys.flag("attention.causal", True):
         raise UnsupportedError("bidirectional attention is not supported", path=str(path))
@@ -80,7 +82,7 @@ def config_of(
     embedding = shapes.get("token_embd.weight", ())
     if len(embedding) != 2:
         raise CheckpointError("tensor 'token_embd.weight' is missing or no matrix", path=str(path))
-    if keys.has("vocab_size") and keys.whole("vocab_size", 1, MAX_WIDTH) != embedding[0]:
+    if keys.has("vocab_size") and keys.integer("vocab_size", 1, MAX_WIDTH) != embedding[0]:
         raise CheckpointError(
             f"{architecture.name}.vocab_size does not fit the embedding", path=str(path),
             found=keys.values["vocab_size"], expected=embedding[0],
@@ -177,10 +179,10 @@ def notes_of(config: ModelConfig) -> list[str]:
 
 def _architecture(metadata: Mapping[str, Any], path: object) -> GgufArchitecture:
     general = Settings(metadata, path)
-    kind = general.text("general.type") if general.has("general.type") else "model"
+    kind = general.string("general.type") if general.has("general.type") else "model"
     if kind != "model":
         raise UnsupportedError("is not a complete model", path=str(path), found=shown(kind))
-    name = general.text("general.architecture")
+    name = general.string("general.architecture")
     known = sharing_families()
     if name not in known:
         raise UnsupportedError(
@@ -217,17 +219,17 @@ def _one(keys: Settings, key: str, high: int, default: int | None = None) -> int
         return default
     value = keys.need(key)
     if not isinstance(value, list):
-        return keys.whole(key, 1, high)
+        return keys.integer(key, 1, high)
     if len(set(map(str, value))) != 1 or len(value) != keys.values["block_count"]:
         raise UnsupportedError(
             f"layers that differ in {keys.name}.{key} are not supported", path=keys.path, found=shown(value)
         )
-    return Settings({key: value[0]}, keys.path, keys.name).whole(key, 1, high)
+    return Settings({key: value[0]}, keys.path, keys.name).integer(key, 1, high)
 
 
 def _windows(keys: Settings, architecture: GgufArchitecture, layers: int) -> tuple[int | None, list[bool]]:
     """The width of the windows, and which layers have one."""
-    window = keys.whole(_WINDOW, 0, MAX_CONTEXT) if keys.has(_WINDOW) else architecture.default_window or 0
+    window = keys.integer(_WINDOW, 0, MAX_CONTEXT) if keys.has(_WINDOW) else architecture.default_window or 0
     stated = keys.values.get(_PATTERN)
     if isinstance(stated, list):
         if len(stated) != layers or not all(one in (0, 1) for one in stated):
@@ -237,7 +239,7 @@ def _windows(keys: Settings, architecture: GgufArchitecture, layers: int) -> tup
             )  # fmt: skip
         windowed = [bool(one) for one in stated]
     else:
-        period = keys.whole(_PATTERN, 0, MAX_LAYERS) if keys.has(_PATTERN) else architecture.window_period
+        period = keys.integer(_PATTERN, 0, MAX_LAYERS) if keys.has(_PATTERN) else architecture.window_period
         windowed = _by_period(period, layers)
     if window and any(windowed):
         return window, windowed
@@ -253,15 +255,15 @@ def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
     """The keys of a mixture of experts, under the names of any family."""
     if architecture.normalized is None or (architecture.dense_too and not keys.values.get("expert_count")):
         return {}
-    count = keys.whole("expert_count", 0, MAX_EXPERTS)
-    used, width = keys.whole("expert_used_count", 1, MAX_EXPERTS), _one(keys, "feed_forward_length", MAX_WIDTH)
+    count = keys.integer("expert_count", 0, MAX_EXPERTS)
+    used, width = keys.integer("expert_used_count", 1, MAX_EXPERTS), _one(keys, "feed_forward_length", MAX_WIDTH)
     size_key, shared_key = "expert_feed_forward_length", "expert_shared_feed_forward_length"
-    size = keys.whole(size_key, 1, MAX_WIDTH) if keys.has(size_key) else max(width // used, 1)
+    size = keys.integer(size_key, 1, MAX_WIDTH) if keys.has(size_key) else max(width // used, 1)
     return {
         "num_experts": count,
         "num_experts_per_tok": used,
         "moe_intermediate_size": size,
-        "shared_expert_intermediate_size": keys.whole(shared_key, 1, MAX_WIDTH) if keys.has(shared_key) else width,
+        "shared_expert_intermediate_size": keys.integer(shared_key, 1, MAX_WIDTH) if keys.has(shared_key) else width,
         "norm_topk_prob": architecture.normalized,
     }
 

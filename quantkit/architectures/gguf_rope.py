@@ -92,7 +92,7 @@ def read_rope(
     """
     theta = keys.number("rope.freq_base", MIN_THETA, MAX_THETA) if keys.has("rope.freq_base") else DEFAULT_THETA
     count_key = "rope.dimension_count"
-    rotated = keys.whole(count_key, 2, MAX_HEADS) if keys.has(count_key) else head_dim
+    rotated = keys.integer(count_key, 2, MAX_HEADS) if keys.has(count_key) else head_dim
     if rotated > head_dim or (rotated != head_dim and not architecture.partial_rotary):
         raise CheckpointError(
             f"{architecture.name}.{count_key} does not fit the heads", path=keys.path, found=rotated, expected=head_dim
@@ -104,7 +104,7 @@ def read_rope(
                 expected=f"{rotated // 2} factors from {SCALE[0]:g} to {SCALE[1]:g}",
             )  # fmt: skip
     original_key = "rope.scaling.original_context_length"
-    original = keys.whole(original_key, 1, MAX_CONTEXT) if keys.has(original_key) else None
+    original = keys.integer(original_key, 1, MAX_CONTEXT) if keys.has(original_key) else None
     scaling = _scaling(keys, original or context)
     if ROPE_FREQS in factors and any(value != 1 for value in factors[ROPE_FREQS]):
         _require(architecture.rope_freqs and scaling is None, architecture, ROPE_FREQS, keys)
@@ -138,7 +138,7 @@ def _scaling(keys: Settings, original: int) -> dict[str, Any] | None:
     """The scaling that the keys state; LongRoPE is stated by tensors."""
     factor_key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
     factor = keys.number(factor_key, 0, SCALE[1]) if keys.has(factor_key) else 0.0
-    kind = keys.text("rope.scaling.type") if keys.has("rope.scaling.type") else "linear"
+    kind = keys.string("rope.scaling.type") if keys.has("rope.scaling.type") else "linear"
     for key in ("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"):
         if keys.has(key) and keys.number(key, -1, SCALE[1]) not in (1, -1):
             raise UnsupportedError(f"{keys.name}.{key} is not supported", path=keys.path, found=keys.values[key])

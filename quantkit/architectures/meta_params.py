@@ -71,11 +71,11 @@ def config_from_meta(
         raise UnsupportedError("mixture-of-experts and vision models are not supported", path=where)
     if unknown := sorted(set(params) - _KNOWN - {"quantization_args", "lora_args"}):
         raise UnsupportedError("unknown keys", path=where, found=shown(unknown))
-    stated = settings.whole("vocab_size", -1, MAX_WIDTH) if settings.has("vocab_size") else -1
+    stated = settings.integer("vocab_size", -1, MAX_WIDTH) if settings.has("vocab_size") else -1
     if stated not in (-1, vocab_size):
         raise CheckpointError("vocab_size disagrees with the embedding", path=where, found=stated, expected=vocab_size)
-    heads, dim = settings.whole("n_heads", 1, MAX_HEADS), settings.whole("dim", 1, MAX_WIDTH)
-    layers = settings.whole("n_layers", 1, MAX_LAYERS)
+    heads, dim = settings.integer("n_heads", 1, MAX_HEADS), settings.integer("dim", 1, MAX_WIDTH)
+    layers = settings.integer("n_layers", 1, MAX_LAYERS)
     norm_eps = settings.number("norm_eps", MIN_EPS, MAX_EPS)
     rope = _rope(settings, dim)
     return ModelConfig(
@@ -85,12 +85,12 @@ def config_from_meta(
         intermediate_size=intermediate_size,
         layers=(LayerConfig(),) * layers,
         num_heads=heads,
-        num_kv_heads=settings.whole("n_kv_heads", 1, MAX_HEADS) if settings.has("n_kv_heads") else heads,
-        head_dim=settings.whole("head_dim", 1, MAX_HEADS) if settings.has("head_dim") else dim // heads,
+        num_kv_heads=settings.integer("n_kv_heads", 1, MAX_HEADS) if settings.has("n_kv_heads") else heads,
+        head_dim=settings.integer("head_dim", 1, MAX_HEADS) if settings.has("head_dim") else dim // heads,
         norm_eps=norm_eps,
         rope=rope,
         max_context=(
-            settings.whole("max_seq_len", 1, MAX_CONTEXT)
+            settings.integer("max_seq_len", 1, MAX_CONTEXT)
             if settings.has("max_seq_len")
             else _family_context(rope, norm_eps)
         ),

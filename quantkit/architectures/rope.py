@@ -108,7 +108,7 @@ class RopeConfig:
         inner = next((one for one in settings if one.values), Settings({}, path))
         stated, where = inner.values, whole.path
         spelled = next((name for name in ("rope_type", "type") if name in stated), None)
-        kind = "default" if spelled is None else inner.text(spelled)
+        kind = "default" if spelled is None else inner.string(spelled)
         kind = _OLD_NAMES.get(kind, kind)
         if kind not in _REQUIRED:
             raise UnsupportedError("rope type is not supported", path=where, found=kind, expected=", ".join(_REQUIRED))
@@ -140,7 +140,7 @@ class RopeConfig:
         )
         rope._require_order(where)
         if kind == "longrope" and not inner.has("factor") and whole.has(_CONTEXT) and rope.original_context:
-            return replace(rope, factor=whole.whole(_CONTEXT, 1, _MAX_CONTEXT) / rope.original_context)
+            return replace(rope, factor=whole.integer(_CONTEXT, 1, _MAX_CONTEXT) / rope.original_context)
         return rope
 
     def _require_order(self, where: str) -> None:
@@ -265,5 +265,5 @@ def _original_context(kind: str, inner: Settings, whole: Settings) -> int | None
     low = 2 if kind == "longrope" else 1  # its logarithm divides
     for settings, name in ((whole, _ORIGINAL), (inner, _ORIGINAL), (whole, _CONTEXT)):
         if settings.has(name):
-            return settings.whole(name, low, _MAX_CONTEXT)
+            return settings.integer(name, low, _MAX_CONTEXT)
     return None

@@ -11,7 +11,7 @@ from typing import Any
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.topology import Parameter, fused_modules, parameters
-from quantkit.arguments import as_number, as_whole
+from quantkit.arguments import as_integer, as_number
 from quantkit.errors import RequestError
 from quantkit.memory import size_text
 from quantkit.model.load import BLOCK_PREFIX
@@ -138,7 +138,7 @@ def size_target(target_bits: float | None, max_size: int | None, scheme: object)
             raise RequestError("`target_bits` is no number of bits", found=bits, expected="such as 4.5")
         return SizeTarget(bits=bits)
     if max_size is not None:
-        size = as_whole("max_size", max_size)
+        size = as_integer("max_size", max_size)
         if size <= 0:
             raise RequestError("`max_size` must be positive", found=size)
         return SizeTarget(bytes=size)

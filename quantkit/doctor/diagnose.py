@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.arguments import as_path, as_text, as_whole, require_flags
+from quantkit.arguments import as_integer, as_path, as_string, require_flags
 from quantkit.doctor import files, gguf, kv_cache, quantization, readers, text, weights, zero_points
 from quantkit.doctor.findings import RUNTIMES, Finding, Runtime, finding, ordered
 from quantkit.doctor.folder import Folder
@@ -58,9 +58,9 @@ def diagnose(
         >>> print(*quantkit.diagnose("model-awq", runtime="vllm", tp=2).lines(), sep="\\n")
     """
     require_flags(deep=deep)
-    if runtime is not None and as_text("runtime", runtime) not in RUNTIMES:
+    if runtime is not None and as_string("runtime", runtime) not in RUNTIMES:
         raise RequestError("no such runtime", found=shown(runtime), expected=", ".join(RUNTIMES))
-    if not 1 <= as_whole("tp", tp) <= _MAX_DEGREE:
+    if not 1 <= as_integer("tp", tp) <= _MAX_DEGREE:
         raise RequestError("`tp` is out of range", found=shown(tp), expected=f"1 to {_MAX_DEGREE}")
     folder = Folder(as_path("path", path))
     source = None if against is None else as_path("against", against)

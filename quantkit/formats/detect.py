@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Literal
 
-from quantkit.arguments import as_path, as_text
+from quantkit.arguments import as_path, as_string
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files.located import gguf_models, located, require_there
 from quantkit.files.source import SourceFile
@@ -84,7 +84,7 @@ def open_unfinished(
     """`open_checkpoint`, also for a folder that is being written."""
     folder = require_there(path)
     spelled = {kind: text for container in CONTAINERS.values() for kind, text in container.weights.items()}
-    if weights is not None and as_text("weights", weights) not in spelled:
+    if weights is not None and as_string("weights", weights) not in spelled:
         raise RequestError("unknown kind of weights", found=weights, expected=", ".join(spelled))
     found = _present(folder)
     if not found and not folder.is_dir():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.arguments import as_text
+from quantkit.arguments import as_string
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint
@@ -120,7 +120,7 @@ def carried_templates(source: Checkpoint, tokenizer: Tokenizer | None, requested
         return ChatTemplates(source.path).sources
     if tokenizer is None:
         raise RequestError("a chat template needs a tokenizer, and the source has none", path=source.path)
-    if as_text("template", requested) in META_FORMATS:
+    if as_string("template", requested) in META_FORMATS:
         chat_format(source.path, tokenizer, requested)  # raises for another model's tokenizer
     return {"default": requested_template(requested)}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_path, as_whole
+from quantkit.arguments import as_integer, as_path
 from quantkit.data.files import gate_texts
 from quantkit.errors import RequestError
 from quantkit.files.located import text_of
@@ -101,7 +101,7 @@ def certified_text(
         if text is not None:
             raise RequestError("`certify_text` goes with `certify_positions`")
         return None
-    length = as_whole("certify_positions", positions)
+    length = as_integer("certify_positions", positions)
     if length < _LEAST:
         raise RequestError(f"`certify_positions` must be at least {_LEAST}", found=length)
     if not source.config.runnable:

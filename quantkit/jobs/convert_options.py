@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit.arguments import as_whole, require_flags
+from quantkit.arguments import as_integer, require_flags
 from quantkit.formats.detect import WeightKind
 from quantkit.formats.registry import TargetName
 from quantkit.jobs.option_fields import OTHER, option
@@ -79,7 +79,7 @@ class ConvertOptions:
             tensors_only=self.tensors_only, dequantize=self.dequantize, requantize=self.requantize,
         )  # fmt: skip
         float_name(self.dtype)
-        object.__setattr__(self, "mp", as_whole("mp", self.mp))
+        object.__setattr__(self, "mp", as_integer("mp", self.mp))
 
     @property
     def float_type(self) -> DType | None:

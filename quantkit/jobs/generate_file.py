@@ -33,7 +33,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
-from quantkit.arguments import as_path, as_whole, require_flags
+from quantkit.arguments import as_integer, as_path, require_flags
 from quantkit.errors import RequestError
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
@@ -211,7 +211,7 @@ class FileJob:
         require_flags(truncate=self.truncate, resume=self.resume)
         if checked(self.continuation).scores_prompt and self.backend == "xla":
             raise no_prompt_logprobs("echo")
-        if as_whole("batch_size", self.batch_size) < 1:
+        if as_integer("batch_size", self.batch_size) < 1:
             raise RequestError("batch_size must be at least 1", found=self.batch_size)
 
     def prepare(self) -> None:

@@ -11,7 +11,7 @@ from typing import TypedDict, TypeVar
 
 import torch
 
-from quantkit.arguments import as_path, as_seed, as_text, as_whole, is_several, require_flags, wrong_type
+from quantkit.arguments import as_integer, as_path, as_seed, as_string, is_several, require_flags, wrong_type
 from quantkit.distributed.group import count_processes, joined_for_good, lost_as_error
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.folder import require_rows
@@ -107,10 +107,10 @@ class Llama:
             GroupError: if the processes differ in their arguments.
         """
         path, tokenizer_path = as_path("ckpt_dir", ckpt_dir), as_path("tokenizer_path", tokenizer_path)
-        length, slots = as_whole("max_seq_len", max_seq_len), as_whole("max_batch_size", max_batch_size)
+        length, slots = as_integer("max_seq_len", max_seq_len), as_integer("max_batch_size", max_batch_size)
         seed, float_dtype = as_seed("seed", seed), float_type(dtype)
         if backend is not None:
-            require_backend(as_text("backend", backend))
+            require_backend(as_string("backend", backend))
         if slots < 1:
             raise RequestError("max_batch_size must be at least 1", found=slots)
         checkpoint = opened(path, None, float_name(dtype))
@@ -120,7 +120,7 @@ class Llama:
         tokenizer = _tokenizer(tokenizer_path)
         require_rows(tokenizer, checkpoint.config.vocab_size, tokenizer_path)
         processes = count_processes()  # before they join: who fails while they do leaves the others without a word
-        if model_parallel_size is not None and as_whole("model_parallel_size", model_parallel_size) != processes:
+        if model_parallel_size is not None and as_integer("model_parallel_size", model_parallel_size) != processes:
             raise RequestError(
                 "model_parallel_size is not the number of processes", found=model_parallel_size, expected=processes,
                 hint="start as many with torchrun, or leave it out",
@@ -164,7 +164,7 @@ class Llama:
         if not is_several(prompt_tokens):
             raise wrong_type("prompt_tokens", prompt_tokens, "several prompts in a list")
         prompts = [prompt_ids(one) for one in prompt_tokens]
-        count, sampling = as_whole("max_gen_len", max_gen_len), _sampling(temperature, top_p)
+        count, sampling = as_integer("max_gen_len", max_gen_len), _sampling(temperature, top_p)
         if count < 0:
             raise RequestError("max_gen_len must not be negative", found=count)
         if len(prompts) > self._engine.slots:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.arguments import as_path, as_text, as_whole, require_flags, require_instance
+from quantkit.arguments import as_integer, as_path, as_string, require_flags, require_instance
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import WeightKind, open_checkpoint
@@ -66,7 +66,7 @@ def load(
         >>> model, tokenizer = quantkit.load("model-int4", dtype="bf16")
     """
     if backend is not None:
-        require_backend(as_text("backend", backend))
+        require_backend(as_string("backend", backend))
     path, progress, float_dtype = as_path("path", path), deduplicated(progress), float_type(dtype)
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
     checkpoint = opened(path, weights, float_name(dtype))
@@ -100,7 +100,7 @@ def load_xla(
     """
     require_flags(multi_host=multi_host)
     path, progress, float_dtype = as_path("path", path), deduplicated(progress), float_type(dtype)
-    devices = None if devices is None else as_whole("devices", devices)
+    devices = None if devices is None else as_integer("devices", devices)
     require_packages()
     from quantkit.xla.engine import model_on_devices
 

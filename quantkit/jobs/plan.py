@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.arguments import as_path, as_text, as_whole
+from quantkit.arguments import as_integer, as_path, as_string
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.container import Encoder
 from quantkit.formats.detect import open_checkpoint
@@ -94,8 +94,8 @@ def generate(
             TPUs is not installed.
     """
     float_dtype = float_type(dtype)
-    target, batch = as_text("target", target), as_whole("batch", batch)
-    context = None if context is None else as_whole("context", context)
+    target, batch = as_string("target", target), as_integer("batch", batch)
+    context = None if context is None else as_integer("context", context)
     if not hasattr(model, "config"):
         model = as_path("model", model)
     require_compiler()

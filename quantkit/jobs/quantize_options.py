@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from quantkit.arguments import as_path, as_seed, as_text, as_whole, require_flags
+from quantkit.arguments import as_integer, as_path, as_seed, as_string, require_flags
 from quantkit.calibration.effort import ACTIVATION_MEMORY, MAX_LENGTH, SAMPLES, SEED
 from quantkit.errors import RequestError
 from quantkit.formats.registry import TargetName
@@ -169,7 +169,7 @@ class QuantizeOptions:
             (self.base_model, HUB_NAME, "base_model", "owner/name"),
             (self.license, _LICENSE, "license", "apache-2.0, llama3.1, other, ..."),
         ):
-            if value is not None and not pattern.fullmatch(as_text(name, value)):
+            if value is not None and not pattern.fullmatch(as_string(name, value)):
                 raise RequestError(f"`{name}` is none that a hub knows", found=shown(value), expected=expected)
         _ = self.target, self.size
         self._check_method()
@@ -196,7 +196,7 @@ class QuantizeOptions:
                 raise RequestError(f'`{name}` goes with `method="gptq"`')
 
     def _check_method(self) -> None:
-        if self.method is not None and as_text("method", self.method) not in METHODS:
+        if self.method is not None and as_string("method", self.method) not in METHODS:
             raise RequestError("unknown method", found=self.method, expected=" or ".join(METHODS))
         if self.method == "rtn" and self.size is not None:
             raise RequestError("a size to fit goes with GPTQ", found='`method="rtn"`', expected='`method="gptq"`')
@@ -206,7 +206,7 @@ class QuantizeOptions:
             as_path("calibration", self.calibration)  # the string itself is kept: it may also name a dataset
         for name in ("samples", "length"):
             if (value := getattr(self, name)) is not None:
-                as_whole(name, value)
+                as_integer(name, value)
         if self.seed is not None:
             as_seed("seed", self.seed)
         memory = self.activation_memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantkit.architectures.names import CANONICAL, EMBEDDING
-from quantkit.arguments import as_texts
+from quantkit.arguments import as_strings
 from quantkit.bit_allocation.fit import CANDIDATES
 from quantkit.errors import RequestError
 from quantkit.formats.codecs.codec import Reason
@@ -26,7 +26,7 @@ def requested_recipe(options: QuantizeOptions) -> Recipe:
     Raises:
         RequestError: for no scheme, one that does not exist, or options that contradict each other.
     """
-    kept = as_texts("keep", options.keep)
+    kept = as_strings("keep", options.keep)
     recipe = _recipe(options.scheme if options.size is None else _stand_in(options.target))
     if options.head is not None:
         if isinstance(options.scheme, Recipe):

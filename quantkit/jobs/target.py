@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from quantkit.arguments import as_text, as_whole
+from quantkit.arguments import as_integer, as_string
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.codecs.table import NATIVE as native
@@ -24,7 +24,7 @@ def requested_target(to: str | None, dst: Path, *, dequantize: bool = False, req
     """
     if dequantize and requantize:
         raise RequestError("`dequantize=True` and `requantize=True` exclude each other")
-    found = None if to is None else target(as_text("to", to))
+    found = None if to is None else target(as_string("to", to))
     if dst.suffix.lower() == f".{GGUF.name}":
         if found is not None and found.name != GGUF.name:
             raise RequestError(
@@ -76,7 +76,7 @@ def shard_bytes(asked: int | None, container: Container, default: int) -> int:
     """
     if asked is None:
         return sys.maxsize if container.one_file else default
-    size = as_whole("split_max_size", asked)
+    size = as_integer("split_max_size", asked)
     if size <= 0:
         raise RequestError("`split_max_size` must be positive", found=size)
     if container.model_parallel:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Unpack
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_text, as_whole, require_tokenizer, wrong_type
+from quantkit.arguments import as_integer, as_string, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
@@ -42,7 +42,7 @@ def conversation_length(config: ModelConfig, context: int | None) -> int:
     """
     if context is None:
         return min(config.max_context, CONTEXT)
-    length = as_whole("context", context)
+    length = as_integer("context", context)
     if length < 1:
         raise RequestError("`context` must be at least 1", found=length)
     if length > config.max_positions:
@@ -120,7 +120,7 @@ class ChatSession:
 
     @system.setter
     def system(self, text: str | None) -> None:
-        self._system = None if text is None else as_text("system", text)
+        self._system = None if text is None else as_string("system", text)
 
     @property
     def reused(self) -> int:
@@ -155,7 +155,7 @@ class ChatSession:
                 asked.
             NonFiniteError: if the model's logits are NaN or Inf; the question is then forgotten.
         """
-        question = {"role": "user", "content": as_text("text", text)}
+        question = {"role": "user", "content": as_string("text", text)}
         if interrupted is not None and not callable(interrupted):
             raise wrong_type("interrupted", interrupted, "a function that says so")
         with self._alone():

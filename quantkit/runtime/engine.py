@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from quantkit.arguments import as_whole, require_flags
+from quantkit.arguments import as_integer, require_flags
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 from quantkit.kernels.build import cache_folder
@@ -289,7 +289,7 @@ class Engine:
 
 
 def _positive(name: str, value: object) -> int:
-    found = as_whole(name, value)
+    found = as_integer(name, value)
     if found < 1:
         raise RequestError(f"`{name}` must be at least 1", found=found)
     return found

@@ -11,7 +11,7 @@ from typing import Any, Protocol, Unpack, runtime_checkable
 import torch
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_whole, is_several, require_flags, require_tokenizer, wrong_type
+from quantkit.arguments import as_integer, is_several, require_flags, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
@@ -233,7 +233,7 @@ class _Reader:
 
 
 def _checked_batch_size(batch_size: object) -> int:
-    size = as_whole("batch_size", batch_size)
+    size = as_integer("batch_size", batch_size)
     if size < 1:
         raise RequestError("batch_size must be at least 1", found=size)
     return size

@@ -53,7 +53,7 @@ def sampling_defaults(folder: str | Path) -> SamplingOptions:
         SamplingParams(**found)
     except RequestError as error:
         raise CheckpointError(error.problem, path=settings.path, found=error.found) from error
-    if settings.has("num_beams") and settings.whole("num_beams", 1, 2**31) > 1:
+    if settings.has("num_beams") and settings.integer("num_beams", 1, 2**31) > 1:
         _log.info("%s: asks for beam search, which is not supported; tokens are drawn one by one", settings.path)
     return found
 
@@ -62,7 +62,7 @@ def _top_k(settings: Settings) -> int:
     """0 is all, and so is -1, as vLLM has it; files that a program has written may say 50.0."""
     value = settings.values["top_k"]
     stated = int(value) if isinstance(value, float) and value.is_integer() else value
-    return max(Settings({"top_k": stated}, settings.path).whole("top_k", -1, 2**31), 0)
+    return max(Settings({"top_k": stated}, settings.path).integer("top_k", -1, 2**31), 0)
 
 
 def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_texts, as_whole, require_instance, token_rows
+from quantkit.arguments import as_integer, as_strings, require_instance, token_rows
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
@@ -110,7 +110,7 @@ def checked_count(max_new_tokens: object) -> int:
     Raises:
         RequestError: if that is no number, or none.
     """
-    count = as_whole("max_new_tokens", max_new_tokens)
+    count = as_integer("max_new_tokens", max_new_tokens)
     if count < 1:
         raise RequestError("nothing to generate", found=f"{count} new tokens", expected="at least 1")
     return count
@@ -130,7 +130,7 @@ def checked_stop(stop: object, tokenizer: Tokenizer | None) -> list[str]:
 
 def stop_strings(stop: object) -> list[str]:
     """As `checked_stop`, where a tokenizer is still to come."""
-    found = as_texts("stop", stop)
+    found = as_strings("stop", stop)
     if "" in found:
         raise RequestError("a stop string is empty")
     for one in found:
@@ -190,14 +190,14 @@ def checked_options(
     if unknown:
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
     params = SamplingParams(**sampling)
-    count, told = as_whole("n", samples), None if logprobs is None else as_whole("logprobs", logprobs)
+    count, told = as_integer("n", samples), None if logprobs is None else as_integer("logprobs", logprobs)
     if count < 1:
         raise RequestError("n must be at least 1", found=shown(count))
     if count > MAX_SAMPLES:
         raise RequestError("n is out of range", found=shown(count), expected=f"1 to {MAX_SAMPLES}")
     if told is not None and not 0 <= told <= MAX_LOGPROBS:
         raise RequestError("logprobs is out of range", found=told, expected=f"0 to {MAX_LOGPROBS}")
-    new = as_whole("max_new_tokens", max_new_tokens)
+    new = as_integer("max_new_tokens", max_new_tokens)
     if new == 0 and echo != (told is not None):
         raise RequestError(
             "nothing to generate", found="0 new tokens", hint="prompts are scored with both `echo` and `logprobs`"

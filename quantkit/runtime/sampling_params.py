@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypedDict
 
-from quantkit.arguments import as_number, as_seed, as_whole, wrong_type
+from quantkit.arguments import as_integer, as_number, as_seed, wrong_type
 from quantkit.errors import RequestError
 
 
@@ -101,7 +101,7 @@ def _number(allowed: Callable[[float], bool], rule: str) -> Callable[[str, objec
 
 
 def _top_k(name: str, value: object) -> int:
-    found = as_whole(name, value)
+    found = as_integer(name, value)
     if found < 0:
         raise RequestError(f"{name} must not be negative", found=found)
     return found
@@ -114,7 +114,7 @@ def _seed(name: str, value: object) -> int | None:
 def _logit_bias(name: str, value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise wrong_type(name, value, "numbers by token ids")
-    found = {as_whole(name, token): as_number(name, bias) for token, bias in value.items()}
+    found = {as_integer(name, token): as_number(name, bias) for token, bias in value.items()}
     if wrong := [bias for bias in found.values() if not abs(bias) <= 10_000]:
         raise RequestError(f"{name} must lie in [-10000, 10000]", found=wrong[0])
     return found

@@ -12,7 +12,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from quantkit.arguments import as_whole
+from quantkit.arguments import as_integer
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
@@ -46,7 +46,7 @@ def speculate(
     """
     require_model("model", model, Decoder)
     require_model("draft", draft, Decoder)
-    draft_tokens = as_whole("draft_tokens", draft_tokens)
+    draft_tokens = as_integer("draft_tokens", draft_tokens)
     if draft_tokens < 1:
         raise RequestError("nothing to propose", found=f"{draft_tokens} draft tokens", expected="at least 1")
     if draft.config.vocab_size != model.config.vocab_size:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.arguments import as_path, as_text, as_texts, require_instance, wrong_type
+from quantkit.arguments import as_path, as_string, as_strings, require_instance, wrong_type
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.scheme import QuantScheme
@@ -28,7 +28,7 @@ class Override:
     scheme: QuantScheme | None
 
     def __post_init__(self) -> None:
-        as_text("pattern", self.pattern)
+        as_string("pattern", self.pattern)
         if self.scheme is not None:
             _require_scheme("scheme", self.scheme)
 
@@ -82,7 +82,7 @@ class Recipe:
         try:
             settings = Settings(parsed(text, path), path)
             _require_keys(settings, {"default"}, {"overrides"})
-            default = settings.text("default")
+            default = settings.string("default")
             overrides = [_texts(entry) for entry in settings.objects("overrides")]
         except QuantkitError as error:
             expected = '{"default": SCHEME, "overrides": [{"pattern": GLOB, "scheme": SCHEME or "keep"}]}'
@@ -104,7 +104,7 @@ class Recipe:
 
     def keeping(self, patterns: Iterable[str]) -> Recipe:
         """This recipe with more layers kept as floats."""
-        return Recipe(self.default, self.overrides + tuple(Override(p, None) for p in as_texts("patterns", patterns)))
+        return Recipe(self.default, self.overrides + tuple(Override(p, None) for p in as_strings("patterns", patterns)))
 
     def requested(self, module: str, on_disk: str | None = None, kept: Collection[str] = _HEADS) -> QuantScheme | None:
         """What the recipe asks for one module, before the shape is looked at.
@@ -179,7 +179,7 @@ def _require_scheme(name: str, scheme: object) -> None:
 def _texts(entry: Settings) -> tuple[str, str]:
     """The pattern and the scheme of an override."""
     _require_keys(entry, {"pattern", "scheme"}, set())
-    return entry.text("pattern"), entry.text("scheme")
+    return entry.string("pattern"), entry.string("scheme")
 
 
 def _scheme(name: str, path: str | Path) -> QuantScheme:

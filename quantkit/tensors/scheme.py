@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from quantkit.arguments import as_text, as_whole, require_flags
+from quantkit.arguments import as_integer, as_string, require_flags
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 
@@ -38,9 +38,9 @@ class QuantScheme:
 
     def __post_init__(self) -> None:
         require_flags(symmetric=self.symmetric)
-        object.__setattr__(self, "bits", as_whole("bits", self.bits))
+        object.__setattr__(self, "bits", as_integer("bits", self.bits))
         if self.group_size is not None:
-            object.__setattr__(self, "group_size", as_whole("group_size", self.group_size))
+            object.__setattr__(self, "group_size", as_integer("group_size", self.group_size))
         if self.bits not in (4, 8):
             raise RequestError("bits per weight are not supported", found=self.bits, expected="4 or 8")
         if self.group_size is not None and (self.group_size <= 0 or self.group_size % 8):
@@ -57,7 +57,7 @@ class QuantScheme:
         Raises:
             RequestError: if there is none of that name.
         """
-        name = as_text("scheme", text).strip().lower()
+        name = as_string("scheme", text).strip().lower()
         if name in SCHEMES:
             return SCHEMES[name]
         if name in ("int4", "int4-asym"):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from quantkit.arguments import as_path, as_text, require_tokenizer, wrong_type
+from quantkit.arguments import as_path, as_string, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
 from quantkit.text.chat_template import META_FORMATS, ChatTemplate, ChatTemplates, Message, requested_template
 from quantkit.text.gguf_tokenizer import text_folder
@@ -160,7 +160,7 @@ def chat_format(
     folder = text_folder(named)
     require_tokenizer(tokenizer)
     if template is not None:
-        as_text("template", template)
+        as_string("template", template)
     if template == "llama2":
         return Llama2Chat(tokenizer)
     if template == "llama3":

@@ -173,9 +173,9 @@ def tokenizer_json(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[b
 def _templates(metadata: Mapping[str, Any], path: Path) -> dict[str, str]:
     """A file's chat templates by name."""
     settings = Settings(metadata, path)
-    found = {"default": settings.text(keys.TEMPLATE)} if settings.has(keys.TEMPLATE) else {}
-    for name in settings.texts(keys.TEMPLATES) if settings.has(keys.TEMPLATES) else []:
-        found[name] = settings.text(f"{keys.TEMPLATE}.{name}")
+    found = {"default": settings.string(keys.TEMPLATE)} if settings.has(keys.TEMPLATE) else {}
+    for name in settings.strings(keys.TEMPLATES) if settings.has(keys.TEMPLATES) else []:
+        found[name] = settings.string(f"{keys.TEMPLATE}.{name}")
     return {name: source.replace("\r\n", "\n").replace("\r", "\n") for name, source in found.items()}
 
 
@@ -220,7 +220,7 @@ def _own(metadata: Mapping[str, Any], path: Path) -> Settings:
     """The parts of a tokenizer.json that quantkit wrote into the file."""
     where = f"{path}: {keys.PIPELINE}"
     settings = Settings(metadata, path)
-    own = Settings(parsed(settings.text(keys.PIPELINE), where) if settings.has(keys.PIPELINE) else {}, where)
+    own = Settings(parsed(settings.string(keys.PIPELINE), where) if settings.has(keys.PIPELINE) else {}, where)
     if unknown := sorted(set(own.values) - {*PIPELINE_PARTS, "added_tokens", "bos_token"}):
         raise CheckpointError("holds an unknown key", path=where, found=shown(unknown[0]))
     return own

@@ -143,7 +143,7 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
         UnsupportedError: for another kind of tokenizer, or an unknown way to split text.
     """
     settings = Settings(metadata, path)
-    model = settings.text(MODEL) if settings.has(MODEL) else _NO_TOKENIZER[0]
+    model = settings.string(MODEL) if settings.has(MODEL) else _NO_TOKENIZER[0]
     if model in _NO_TOKENIZER:
         return None
     if model not in (SPM, BPE):
@@ -178,7 +178,7 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
             raise CheckpointError(f"{SCORES} holds a number that is not finite", path=path, found=f"token {bad}")
         floats = [float(one) for one in scores[: len(types)]]
         return Vocabulary(SPM, tokens, types, floats, [], "", settings.flag(SPACE_PREFIX, True))
-    pre = settings.text(PRE) if settings.has(PRE) else ""
+    pre = settings.string(PRE) if settings.has(PRE) else ""
     if patterns_by_name(pre) is None:
         raise UnsupportedError(
             "the tokenizer splits text in an unknown way" if pre else f"lacks the key {PRE}", path=path,
@@ -213,7 +213,7 @@ def read_ends(metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: Mapping[
     """
     settings = Settings(metadata, path)
     if listed := settings.ids(ENDS):
-        if max(listed) >= (rows := len(settings.texts(TOKENS))):
+        if max(listed) >= (rows := len(settings.strings(TOKENS))):
             raise CheckpointError(f"{ENDS} is not in the vocabulary", path=path, found=max(listed), expected=rows - 1)
         return list(dict.fromkeys(listed))
     stated = [ids.get("eos_token"), *(_id(metadata, key, vocabulary, path) for key in (EOT, EOM))]
@@ -248,12 +248,12 @@ def _id(metadata: Mapping[str, Any], key: str, vocabulary: Vocabulary, path: Pat
     settings = Settings(metadata, path)
     if not settings.has(key):
         return None
-    number = settings.whole(key, 0, len(settings.texts(TOKENS)) - 1)
+    number = settings.integer(key, 0, len(settings.strings(TOKENS)) - 1)
     return number if number < len(vocabulary.tokens) else None
 
 
 def _tokens(settings: Settings) -> list[str]:
-    found = [token or f"[EMPTY_{number}]" for number, token in enumerate(settings.texts(TOKENS))]
+    found = [token or f"[EMPTY_{number}]" for number, token in enumerate(settings.strings(TOKENS))]
     if len(numbers := set(found)) < len(found):
         twice = next(token for number, token in enumerate(found) if token in found[:number])
         raise CheckpointError(f"{TOKENS} holds a token twice", path=settings.path, found=shown(twice))
@@ -270,7 +270,7 @@ def _values(settings: Settings, key: str, kinds: tuple[type, ...], expected: str
     values = settings.need(key)
     if not isinstance(values, list) or not all(type(one) in kinds and (not known or one in known) for one in values):
         settings.wrong_type(key, expected)
-    if len(values) != (count := len(settings.texts(TOKENS))):
+    if len(values) != (count := len(settings.strings(TOKENS))):
         problem = f"{key} and {TOKENS} differ in length"
         raise CheckpointError(problem, path=settings.path, found=len(values), expected=count)
     return values
@@ -279,7 +279,7 @@ def _values(settings: Settings, key: str, kinds: tuple[type, ...], expected: str
 def _merges(settings: Settings, known: Collection[str]) -> list[tuple[str, str]]:
     """The pairs; of equal ones the first counts."""
     found: dict[tuple[str, str], None] = {}
-    for number, line in enumerate(settings.texts(MERGES)):
+    for number, line in enumerate(settings.strings(MERGES)):
         cut = line.find(" ", 1)
         pair = (line[:cut], line[cut + 1 :])
         problem = None

@@ -63,7 +63,7 @@ def special_tokens(
         if source is not None:
             is_object = isinstance(source.values[name], dict)
             spelled = (source.inside(name), "content") if is_object else (source, name)
-            found[name] = spelled[0].text(spelled[1]) if source.has(name) else None
+            found[name] = spelled[0].string(spelled[1]) if source.has(name) else None
         elif name in defaults and (defaults[name] is None or defaults[name] in known):
             found[name] = defaults[name]
         elif type(number) is int and number in known.values():
@@ -80,7 +80,7 @@ def added_tokens(folder: Path) -> list[tuple[int, str, bool]]:
     found: dict[int, tuple[str, bool]] = {}
     if (path := folder / "added_tokens.json").is_file():
         added = Settings(read_json(path), path)
-        found |= {added.whole(spelling, 0, 2**31): (spelling, False) for spelling in added.values}
+        found |= {added.integer(spelling, 0, 2**31): (spelling, False) for spelling in added.values}
     if (path := folder / _CONFIG).is_file():
         config = Settings(read_json(path), path)
         decoder = config.inside("added_tokens_decoder") if config.has("added_tokens_decoder") else Settings({}, path)
@@ -88,7 +88,7 @@ def added_tokens(folder: Path) -> list[tuple[int, str, bool]]:
             token = decoder.inside(number)
             if not number.isdecimal():
                 raise CheckpointError("lists a token by something other than its id", path=path, found=shown(number))
-            found[int(number)] = token.text("content"), token.flag("special", False)
+            found[int(number)] = token.string("content"), token.flag("special", False)
     return [(number, *found[number]) for number in sorted(found)]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from quantkit.arguments import as_text, require_flags, token_rows, wrong_type
+from quantkit.arguments import as_string, require_flags, token_rows, wrong_type
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import Settings, read_json, require_plain_file
 from quantkit.text import canonical_vocabulary
@@ -109,7 +109,7 @@ class _LibraryTokenizer(Tokenizer):
     def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         require_flags(specials=specials)
         try:
-            as_text("text", text).encode()
+            as_string("text", text).encode()
         except UnicodeEncodeError as error:
             raise RequestError("the text is not valid Unicode", found=f"{text[error.start]!r}") from error
         with contained(self._path, "cannot tokenize this text"):

@@ -32,7 +32,7 @@ def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
         UnsupportedError: for an architecture, activation or setting that is not supported.
     """
     settings = Settings(raw, path)
-    kind = settings.text("model_type", hint="this looks like Meta's params.json" if "dim" in raw else None)
+    kind = settings.string("model_type", hint="this looks like Meta's params.json" if "dim" in raw else None)
     family = families().get(kind)
     if family is None or not family.runs:
         supported = sorted(name for name, known in families().items() if known.runs)

@@ -19,21 +19,21 @@ from quantkit.json_values import Settings
 
 def _read(settings: Settings) -> dict[str, Any]:
     latent = LatentAttentionConfig(
-        query_rank=settings.whole("q_lora_rank", 1, MAX_WIDTH) if settings.has("q_lora_rank") else None,
-        kv_rank=settings.whole("kv_lora_rank", 1, MAX_WIDTH),
-        rope_dim=settings.whole("qk_rope_head_dim", 2, MAX_HEADS),
-        plain_dim=settings.whole("qk_nope_head_dim", 1, MAX_HEADS),
-        value_dim=settings.whole("v_head_dim", 1, MAX_HEADS),
+        query_rank=settings.integer("q_lora_rank", 1, MAX_WIDTH) if settings.has("q_lora_rank") else None,
+        kv_rank=settings.integer("kv_lora_rank", 1, MAX_WIDTH),
+        rope_dim=settings.integer("qk_rope_head_dim", 2, MAX_HEADS),
+        plain_dim=settings.integer("qk_nope_head_dim", 1, MAX_HEADS),
+        value_dim=settings.integer("v_head_dim", 1, MAX_HEADS),
     )
-    size = settings.whole("moe_intermediate_size", 1, MAX_WIDTH)
+    size = settings.integer("moe_intermediate_size", 1, MAX_WIDTH)
     experts = ExpertsConfig(
-        count=settings.whole("n_routed_experts", 1, MAX_EXPERTS),
+        count=settings.integer("n_routed_experts", 1, MAX_EXPERTS),
         size=size,
-        per_token=settings.whole("num_experts_per_tok", 1, MAX_EXPERTS),
-        shared_size=size * settings.whole("n_shared_experts", 0, MAX_EXPERTS),
+        per_token=settings.integer("num_experts_per_tok", 1, MAX_EXPERTS),
+        shared_size=size * settings.integer("n_shared_experts", 0, MAX_EXPERTS),
         score_correction=True,
     )
-    dense = settings.whole("first_k_dense_replace", 0, MAX_LAYERS)
+    dense = settings.integer("first_k_dense_replace", 0, MAX_LAYERS)
     sparse = [layer >= dense for layer in range(layer_count(settings))]
     return {"sparse": sparse, "head_dim": latent.rope_dim, "experts": experts, "latent_attention": latent}
 

@@ -131,13 +131,13 @@ def read_config(
         CheckpointError: if a key is missing, or its value of the wrong type or out of range.
         UnsupportedError: for an activation or setting quantkit does not know.
     """
-    if activation_key in settings.values and settings.text(activation_key) not in activations:
+    if activation_key in settings.values and settings.string(activation_key) not in activations:
         raise UnsupportedError(
             "activation is not supported", path=settings.path, found=settings.values[activation_key],
             expected=activations[0],
         )  # fmt: skip
-    heads = settings.whole("num_attention_heads", 1, MAX_HEADS)
-    hidden = settings.whole("hidden_size", 1, MAX_WIDTH)
+    heads = settings.integer("num_attention_heads", 1, MAX_HEADS)
+    hidden = settings.integer("hidden_size", 1, MAX_WIDTH)
     count = layer_count(settings)
     windows = [None] * count if windows is None else windows
     rotary = [True] * count if rotary is None else rotary
@@ -146,7 +146,7 @@ def read_config(
     if "num_key_value_heads" not in settings.values and kv_heads_required:
         settings.need("num_key_value_heads")
     own_head_dim = settings.has("head_dim") or head_dim_required
-    head_dim = settings.whole("head_dim", 1, MAX_HEADS) if own_head_dim else head_dim or hidden // heads
+    head_dim = settings.integer("head_dim", 1, MAX_HEADS) if own_head_dim else head_dim or hidden // heads
     own_kv_heads = settings.has("num_key_value_heads")
     starts, ends = settings.ids("bos_token_id"), settings.ids("eos_token_id")
     window_rope = None
@@ -166,22 +166,22 @@ def read_config(
             expected=" or ".join(rope_types),
         )  # fmt: skip
     dtype_key = "dtype" if settings.has("dtype") else "torch_dtype"
-    dtype = settings.text(dtype_key).removeprefix("torch.") if settings.has(dtype_key) else "float32"
+    dtype = settings.string(dtype_key).removeprefix("torch.") if settings.has(dtype_key) else "float32"
     if dtype not in ("float32", "float16", "bfloat16"):
         raise UnsupportedError("dtype is not supported", path=settings.path, found=dtype)
     return ModelConfig(
-        architecture=settings.text("model_type"),
-        vocab_size=settings.whole("vocab_size", 1, MAX_WIDTH),
+        architecture=settings.string("model_type"),
+        vocab_size=settings.integer("vocab_size", 1, MAX_WIDTH),
         hidden_size=hidden,
-        intermediate_size=settings.whole("intermediate_size", 1, MAX_WIDTH),
+        intermediate_size=settings.integer("intermediate_size", 1, MAX_WIDTH),
         layers=layers,
         num_heads=heads,
-        num_kv_heads=settings.whole("num_key_value_heads", 1, MAX_HEADS) if own_kv_heads else heads,
+        num_kv_heads=settings.integer("num_key_value_heads", 1, MAX_HEADS) if own_kv_heads else heads,
         head_dim=head_dim,
         norm_eps=settings.number("rms_norm_eps", MIN_EPS, MAX_EPS),
         rope=rope,
         window_rope=window_rope,
-        max_context=settings.whole("max_position_embeddings", 1, MAX_CONTEXT),
+        max_context=settings.integer("max_position_embeddings", 1, MAX_CONTEXT),
         tied_embeddings=settings.flag("tie_word_embeddings", tied_by_default),
         dtype=dtype,
         bos_token_id=starts[0] if starts else None,

@@ -41,13 +41,13 @@ def causal_features(settings: Settings) -> dict[str, Any]:
         "activation": "gelu_tanh",
         "tied_by_default": True,
         "norm_offset": 1.0,
-        "embedding_multiplier": math.sqrt(settings.whole("hidden_size", 1, MAX_WIDTH)),
+        "embedding_multiplier": math.sqrt(settings.integer("hidden_size", 1, MAX_WIDTH)),
     }
 
 
 def _read(settings: Settings) -> dict[str, Any]:
-    head_dim = settings.whole("head_dim", 1, MAX_HEADS) if settings.has("head_dim") else HEAD_DIM
-    scalar = settings.whole(_SCALAR, 1, MAX_HEADS) if settings.has(_SCALAR) else HEAD_DIM
+    head_dim = settings.integer("head_dim", 1, MAX_HEADS) if settings.has("head_dim") else HEAD_DIM
+    scalar = settings.integer(_SCALAR, 1, MAX_HEADS) if settings.has(_SCALAR) else HEAD_DIM
     return {
         "activation_key": "hidden_activation",
         "activations": (ACTIVATION,),

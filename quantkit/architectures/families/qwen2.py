@@ -28,7 +28,7 @@ def _windows(settings: Settings) -> list[int | None]:
     if window is None or not settings.flag("use_sliding_window", False):
         return [None] * layers
     key = "max_window_layers"
-    first = settings.whole(key, 0, MAX_CONTEXT) if settings.has(key) and not types else _FIRST_WINDOW_LAYER
+    first = settings.integer(key, 0, MAX_CONTEXT) if settings.has(key) and not types else _FIRST_WINDOW_LAYER
     windowed = [kind == SLIDING for kind in types] or [layer >= first for layer in range(layers)]
     return [window if has_window else None for has_window in windowed]
 

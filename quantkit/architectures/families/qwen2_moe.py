@@ -28,7 +28,7 @@ def _windows(settings: Settings) -> list[int | None]:
     """Windows in the layers that the config lists, or else in every other one up to a layer, as in transformers."""
     layers, key = layer_count(settings), "max_window_layers"
     enabled = settings.flag("use_sliding_window", False)
-    last = settings.whole(key, 0, MAX_CONTEXT) if settings.has(key) else _LAST_WINDOW_LAYER
+    last = settings.integer(key, 0, MAX_CONTEXT) if settings.has(key) else _LAST_WINDOW_LAYER
     windowed = [kind == SLIDING for kind in layer_types(settings, layers)] or [
         enabled and layer % 2 == 0 and layer < last for layer in range(layers)
     ]

@@ -38,7 +38,7 @@ def _rotary(settings: Settings, count: int) -> list[bool]:
     key = "no_rope_layers"
     if not settings.has(key):
         interval_key = "no_rope_layer_interval"
-        interval = settings.whole(interval_key, 1, MAX_LAYERS) if settings.has(interval_key) else _INTERVAL
+        interval = settings.integer(interval_key, 1, MAX_LAYERS) if settings.has(interval_key) else _INTERVAL
         return [(layer + 1) % interval != 0 for layer in range(count)]
     stated = settings.need(key)
     if (

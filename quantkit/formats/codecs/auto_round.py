@@ -29,7 +29,7 @@ class AutoRound(QuantMethod):
 
     def resolve(self, settings: Settings) -> tuple[str, Settings]:
         found = plain(settings)
-        return found.text("quant_method"), found
+        return found.string("quant_method"), found
 
 
 def plain(settings: Settings) -> Settings:
@@ -40,7 +40,7 @@ def plain(settings: Settings) -> Settings:
             weights, and several schemes in AWQ.
         CheckpointError: if the settings lack a key, or a value is of the wrong type.
     """
-    packing = settings.text("packing_format")
+    packing = settings.string("packing_format")
     if packing not in _PACKINGS:
         raise UnsupportedError(
             "this packing of AutoRound is not read", path=settings.path, found=shown(packing),
@@ -56,7 +56,7 @@ def plain(settings: Settings) -> Settings:
     extra = settings.inside("extra_config") if settings.has("extra_config") else Settings({}, settings.path)
     for key in extra.values:
         one = extra.inside(key)
-        if one.has("bits") and one.whole("bits", 1, 32) >= _FLOAT_BITS:
+        if one.has("bits") and one.integer("bits", 1, 32) >= _FLOAT_BITS:
             own, sign = {}, "-"
         else:
             _require_weights_only(one)
@@ -79,12 +79,12 @@ def plain(settings: Settings) -> Settings:
 
 
 def _require_weights_only(settings: Settings) -> None:
-    if settings.has("data_type") and settings.text("data_type") != "int":
+    if settings.has("data_type") and settings.string("data_type") != "int":
         raise UnsupportedError(
             "AutoRound's weights are of a type that is not read", path=settings.path,
             found=shown(settings.values["data_type"]), expected="int",
         )  # fmt: skip
-    if settings.has("act_bits") and settings.whole("act_bits", 1, 32) < _FLOAT_BITS:
+    if settings.has("act_bits") and settings.integer("act_bits", 1, 32) < _FLOAT_BITS:
         raise UnsupportedError(
             "AutoRound's activations of few bits are not read", path=settings.path,
             found=f"{settings.values['act_bits']} bits", expected=f"{_FLOAT_BITS} bits",

@@ -142,21 +142,21 @@ class Awq(QuantMethod):
             CheckpointError: if the settings lack a key, or a value is of the wrong type.
         """
         for key in ("version", "format", "checkpoint_format"):
-            if settings.has(key) and settings.text(key).lower() != "gemm":
+            if settings.has(key) and settings.string(key).lower() != "gemm":
                 raise UnsupportedError(
                     "this layout of AWQ is not read", path=settings.path, found=shown(settings.values[key]),
                     expected="gemm",
                 )  # fmt: skip
-        bits = settings.whole("w_bit" if settings.has("w_bit") else "bits", 1, 32)
+        bits = settings.integer("w_bit" if settings.has("w_bit") else "bits", 1, 32)
         if bits != _BITS:
             raise UnsupportedError("AWQ of these bits is not read", path=settings.path, found=bits, expected=_BITS)
-        size = settings.whole("q_group_size" if settings.has("q_group_size") else "group_size", -1, MAX_COLUMNS)
+        size = settings.integer("q_group_size" if settings.has("q_group_size") else "group_size", -1, MAX_COLUMNS)
         if size > 0 and size % 8:
             raise UnsupportedError(
                 "group size is not supported", path=settings.path, found=size, expected="a multiple of 8"
             )
         codec = AwqLinear(QuantScheme(_BITS, size if size > 0 else None, not settings.flag("zero_point", True)))
-        kept = settings.texts("modules_to_not_convert") if settings.has("modules_to_not_convert") else []
+        kept = settings.strings("modules_to_not_convert") if settings.has("modules_to_not_convert") else []
         kept += [] if settings.flag("lm_head", False) else ["lm_head"]
         found = quantized_modules(modules, stored, settings)
         return {module: codec for module in found if stored or not any(name in module for name in kept)}

@@ -149,7 +149,7 @@ class FourBitWeight:
         except UnicodeDecodeError as error:
             raise CheckpointError(f"tensor '{tensor.name}' is not UTF-8: {error}", path=file.path) from error
         state = Settings(parsed(text, f"{file.path}: {tensor.name}"), file.path, tensor.name)
-        if (said := state.text("quant_type")) != self.kind.lower():
+        if (said := state.string("quant_type")) != self.kind.lower():
             self._refuse("is of another type than its name says", said, self.kind.lower())
         return state
 
@@ -171,14 +171,14 @@ class FourBitWeight:
             self._refuse("has a 'quant_map' of other values than its type's", shown(list(found)))
 
     def _even(self, state: Settings, key: str) -> int:
-        size = state.whole(key, 2, _MAX_BLOCK)
+        size = state.integer(key, 2, _MAX_BLOCK)
         if size % 2:
             self._refuse(f"has a {key} that is odd", size)
         return size
 
     def _nested(self, state: Settings) -> float:
         """The offset of the factors."""
-        if (dtype := state.text("nested_dtype")) != DType.FLOAT32:
+        if (dtype := state.string("nested_dtype")) != DType.FLOAT32:
             raise UnsupportedError(
                 f"tensor '{self._name}' has factors of a type that is not read", path=state.path, found=shown(dtype),
                 expected="float32",

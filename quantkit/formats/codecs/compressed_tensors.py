@@ -64,7 +64,7 @@ class CompressedTensors(QuantMethod):
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
         groups, ignored = _groups(settings)
         stated = {group.name: _claim(group.settings, settings) for group in groups}
-        targets = dict.fromkeys(name for group in groups for name in group.settings.texts("targets"))
+        targets = dict.fromkeys(name for group in groups for name in group.settings.strings("targets"))
         found: dict[str, Claim] = {}
         conflicts, modules = {}, list(modules)
         for module, matching in _matches(modules, groups, ignored, spellings):
@@ -270,10 +270,10 @@ def _groups(settings: Settings) -> tuple[list[_Group], Targets]:
             expected=f"at most {_MAX_GROUPS}",
         )  # fmt: skip
     groups = [
-        _Group(name, Targets(named.inside(name).texts("targets"), deadline), named.inside(name))
+        _Group(name, Targets(named.inside(name).strings("targets"), deadline), named.inside(name))
         for name in named.values
     ]
-    return groups, Targets(settings.texts("ignore") if settings.has("ignore") else [], deadline)
+    return groups, Targets(settings.strings("ignore") if settings.has("ignore") else [], deadline)
 
 
 def _matches(
@@ -315,7 +315,7 @@ def _claim(group: Settings, settings: Settings) -> Claim | None:
 def _codec(group: Settings, settings: Settings) -> PackQuantized | IntQuantized | None:
     """The codec of a group's modules; None if they are read as floats."""
     layout = group if group.has("format") else settings
-    found = layout.text("format") if layout.has("format") else None
+    found = layout.string("format") if layout.has("format") else None
     weights = group.inside("weights")
     if found in _OF_FLOATS and weights.values.get("type") == "float":
         return None
@@ -331,10 +331,10 @@ def _codec(group: Settings, settings: Settings) -> PackQuantized | IntQuantized 
 def _strategy(weights: Settings) -> str:
     """The weights that share a scale; by default, this follows from the group size, as in compressed-tensors."""
     if weights.has("strategy"):
-        return weights.text("strategy")
+        return weights.string("strategy")
     if not weights.has("group_size"):
         return "tensor"
-    return "channel" if weights.whole("group_size", -1, MAX_COLUMNS) == -1 else "group"
+    return "channel" if weights.integer("group_size", -1, MAX_COLUMNS) == -1 else "group"
 
 
 def _scheme(weights: Settings) -> QuantScheme:
@@ -342,14 +342,14 @@ def _scheme(weights: Settings) -> QuantScheme:
     order = weights.values.get("actorder")
     if order and order not in _ORDERS:
         raise UnsupportedError("this order of columns is not read", path=where, found=shown(order))
-    strategy, bits = _strategy(weights), weights.whole("num_bits", 1, 64)
-    kind = weights.text("type") if weights.has("type") else "int"
+    strategy, bits = _strategy(weights), weights.integer("num_bits", 1, 64)
+    kind = weights.string("type") if weights.has("type") else "int"
     if kind != "int" or bits not in (4, 8) or strategy not in _STRATEGIES or weights.values.get("dynamic"):
         raise UnsupportedError(
             "this compressed-tensors scheme is not read", path=where, found=f"{kind}{bits} per {strategy}",
             expected="int4 or int8, per group, channel or tensor",
         )  # fmt: skip
-    group_size = weights.whole("group_size", 1, MAX_COLUMNS) if strategy == "group" else None
+    group_size = weights.integer("group_size", 1, MAX_COLUMNS) if strategy == "group" else None
     if group_size is not None and group_size % 8:
         raise UnsupportedError("group size is not supported", path=where, found=group_size, expected="a multiple of 8")
     return QuantScheme(bits, group_size, weights.flag("symmetric", True))

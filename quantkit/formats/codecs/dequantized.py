@@ -168,7 +168,7 @@ def _weight(
 def method_in(settings: Settings) -> str | None:
     """The method of quantization that settings state; None if they do not."""
     if settings.has("quant_method"):
-        return settings.text("quant_method")
+        return settings.string("quant_method")
     old = any(settings.flag(key, False) for key in ("load_in_4bit", "load_in_8bit"))
     return bitsandbytes.METHOD if old else None
 

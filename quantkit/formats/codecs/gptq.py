@@ -183,7 +183,7 @@ def _stated_version(settings: Settings) -> int | None:
     for key in ("checkpoint_format", "format"):
         if not settings.has(key):
             continue
-        stated = settings.text(key).lower()
+        stated = settings.string(key).lower()
         if stated not in _FORMATS:
             raise UnsupportedError(
                 "this layout of GPTQ is not read", path=settings.path, found=shown(stated),
@@ -206,13 +206,13 @@ def _linear(claim: Claim, settings: Settings, required: Collection[str] = ()) ->
     """
     for key in required:
         settings.need(key)
-    if settings.has("bits") and (bits := settings.whole("bits", 1, 32)) not in (4, 8):
+    if settings.has("bits") and (bits := settings.integer("bits", 1, 32)) not in (4, 8):
         raise UnsupportedError(
             "bits per weight are not supported", path=settings.path, found=bits, expected="4 or 8",
             hint="start from the float model",
         )  # fmt: skip
     claim = claim.updated(settings)
-    if settings.has("pack_dtype") and settings.text("pack_dtype") != "int32":
+    if settings.has("pack_dtype") and settings.string("pack_dtype") != "int32":
         raise UnsupportedError(
             "codes are packed into other words than are read", path=settings.path,
             found=shown(settings.values["pack_dtype"]), expected="int32",

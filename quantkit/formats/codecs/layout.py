@@ -130,8 +130,8 @@ class Claim:
 
     def updated(self, settings: Settings, bits_key: str = "bits", size_key: str = "group_size") -> Claim:
         """This claim with the bits and the group size that settings state, if they do; -1 and 0 stand for a row."""
-        bits = settings.whole(bits_key, 1, MAX_BITS) if settings.has(bits_key) else self.bits
-        size = settings.whole(size_key, -1, MAX_COLUMNS) if settings.has(size_key) else self.group_size
+        bits = settings.integer(bits_key, 1, MAX_BITS) if settings.has(bits_key) else self.bits
+        size = settings.integer(size_key, -1, MAX_COLUMNS) if settings.has(size_key) else self.group_size
         return replace(self, bits=bits, group_size=size if size is not None and size > 0 else None)
 
 

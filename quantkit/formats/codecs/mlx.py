@@ -234,16 +234,16 @@ class Mlx(QuantMethod):
                 than it is.
         """
         _require_affine(settings)
-        settings.whole("bits", 1, 32)
-        settings.whole("group_size", 1, MAX_COLUMNS)
+        settings.integer("bits", 1, 32)
+        settings.integer("group_size", 1, MAX_COLUMNS)
         found: dict[str, Codec] = {}
         for module in modules:
             own, quantized = settings.values.get(module), f"{module}.{_SCALES}" in stored
             if isinstance(own, dict):
                 named = settings.inside(module)
                 _require_affine(named)
-                bits = named.whole("bits", 1, 32) if named.has("bits") else None
-                size = named.whole("group_size", 1, MAX_COLUMNS) if named.has("group_size") else None
+                bits = named.integer("bits", 1, 32) if named.has("bits") else None
+                size = named.integer("group_size", 1, MAX_COLUMNS) if named.has("group_size") else None
                 codec = Affine(None, bits, size)
             elif own is None or isinstance(own, bool):
                 codec = Affine()
@@ -293,7 +293,7 @@ class Mlx(QuantMethod):
 
 
 def _require_affine(settings: Settings) -> None:
-    mode = settings.text("mode") if settings.has("mode") else _AFFINE
+    mode = settings.string("mode") if settings.has("mode") else _AFFINE
     if mode != _AFFINE:
         raise UnsupportedError(
             f"{settings.name} names a mode of MLX that is not read", path=settings.path, found=shown(mode),

@@ -107,7 +107,7 @@ class Skipped:
     """The modules that settings leave in floats, by their names or parts of them."""
 
     def __init__(self, settings: Settings) -> None:
-        self._names = [one for key in _SKIPPED if settings.has(key) for one in settings.texts(key)]
+        self._names = [one for key in _SKIPPED if settings.has(key) for one in settings.strings(key)]
 
     def __call__(self, module: str) -> bool:
         return any(name in module for name in self._names)

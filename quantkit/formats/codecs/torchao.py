@@ -135,7 +135,7 @@ class _Weight:
             CheckpointError: if the header has no description, or the tensors contradict it.
         """
         described = _described(raw)
-        kind = described.text("_type")
+        kind = described.string("_type")
         if kind not in (_INT8, _INTX, _INT4):
             raise UnsupportedError(
                 f"'{raw.name}' is a tensor of torchao that is not read", path=raw.path, found=shown(kind),
@@ -288,4 +288,4 @@ def _described(raw: RawModule) -> Settings:
 def _target(data: Settings) -> str:
     """The type with the range of the codes."""
     target = data.inside("target_dtype")
-    return target.text("_data")
+    return target.string("_data")

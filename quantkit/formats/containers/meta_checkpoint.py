@@ -168,10 +168,10 @@ class MetaCheckpoint:
         if dtype not in FLOATS:
             raise UnsupportedError("weights are not stored as floats", path=self._paths[0], found=dtype)
         settings, stated = Settings(params, params_path), dim
-        if settings.has("dim") and settings.whole("dim", 1, MAX_WIDTH) != dim:
+        if settings.has("dim") and settings.integer("dim", 1, MAX_WIDTH) != dim:
             raise CheckpointError("dim disagrees with the weights", path=params_path, found=params["dim"], expected=dim)
         if settings.has("n_heads") and settings.has("head_dim"):
-            stated = settings.whole("n_heads", 1, MAX_HEADS) * settings.whole("head_dim", 1, MAX_HEADS)
+            stated = settings.integer("n_heads", 1, MAX_HEADS) * settings.integer("head_dim", 1, MAX_HEADS)
         if query_rows * count != stated:
             self._wrong_count(stated // query_rows)
         if width == dim:

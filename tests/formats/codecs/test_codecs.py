@@ -48,7 +48,7 @@ class Steps(QuantMethod):
     scheme = INT8
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
-        return {module: self for module in modules if module in settings.texts("modules")}
+        return {module: self for module in modules if module in settings.strings("modules")}
 
     def write_settings(
         self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
