@@ -37,7 +37,7 @@ _COMMANDS = {
     "/system": "set the system prompt to the text after it, or to none",
     "/reset": "start a new conversation",
     "/help": "show this list",
-    "/exit": "leave, as Ctrl-D does",
+    "/exit": "exit, as Ctrl-D does",
 }
 _ESCAPED = "//word", "a question that begins with /word"
 _LEAVE = ("/exit", "/quit", "/bye")
@@ -152,7 +152,7 @@ def _lines() -> Iterator[str]:
             text = line.decode().strip()
         except UnicodeDecodeError as error:
             raise RequestError(
-                "the question is not a text", path="-", found=f"line {number}", expected="UTF-8"
+                "the question is not UTF-8", path="-", found=f"line {number}", expected="UTF-8"
             ) from error
         if text:
             yield text
@@ -238,7 +238,7 @@ def _questions(path: Path) -> Iterator[str]:
     keys = KeyBindings()
     keys.add(Keys.Vt100MouseEvent, eager=True)(lambda event: None)  # not requested; a partial one fails
     prompts: PromptSession[str] = PromptSession("> ", completer=words, complete_while_typing=False, key_bindings=keys)
-    mention(f"{path}: /help lists the commands, Ctrl-D leaves")
+    mention(f"{path}: /help lists the commands, Ctrl-D exits")
     while True:
         try:
             yield prompts.prompt().strip()
@@ -247,7 +247,7 @@ def _questions(path: Path) -> Iterator[str]:
         except KeyboardInterrupt:  # clears the line
             raise_if_interrupted()  # SIGTERM was not
             if not prompts.default_buffer.text:
-                mention("Ctrl-D leaves.")
+                mention("Ctrl-D exits.")
 
 
 def _command(line: str) -> tuple[str, str] | None:
@@ -268,7 +268,7 @@ def _run_command(session: ChatSession, name: str, text: str) -> str:
         The reply; ``leave`` for a command that ends the conversation.
 
     Raises:
-        RequestError: if there is no such command, or it takes no text.
+        RequestError: if there is no such command, or it takes no argument.
     """
     if name == "/system":
         session.system = text or None
@@ -278,7 +278,9 @@ def _run_command(session: ChatSession, name: str, text: str) -> str:
             "no such command", found=name, expected=", ".join(_COMMANDS), hint=f"/{name} begins a question with {name}"
         )
     if text:
-        raise RequestError(f"{name} takes no text", found=shown(text), hint=f"/{name} begins a question with {name}")
+        raise RequestError(
+            f"{name} takes no argument", found=shown(text), hint=f"/{name} begins a question with {name}"
+        )
     if name == "/reset":
         session.reset()
         return "The conversation starts again."

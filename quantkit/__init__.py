@@ -28,11 +28,11 @@ Run them:
 Talk with instruct models:
 
     ChatSession        a conversation, answer by answer
-    chat_format        how a model is told conversations: messages to token ids
+    chat_format        chat templates: messages to token ids
     sampling_defaults  how its makers advise to draw tokens
 
-All take paths as `str` or `Path`, float types as "bf16", "bfloat16" or torch's, and memory in bytes. Jobs tell a
-`Progress` how far they are. What they give back, such as a `VerifyReport`, has `to_json()`, which gives all of it as
+All take paths as `str` or `Path`, float types as "bf16", "bfloat16" or torch's, and memory in bytes. Jobs report to a
+`Progress`. Their results, such as a `VerifyReport`, have `to_json()`, which returns all of it as
 plain values, and most has `lines()` for people; `help(quantkit.VerifyReport)` says what it holds.
 
     >>> import quantkit

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _LONGEST = 60
 _LONGEST_JOB = timedelta(days=365)
-_ENDED, _HEARD = "ended", "heard"
+_ENDED, _RECEIVED = "ended", "heard"
 _POLL_SECONDS = 0.1
 _PATIENCE = 5.0
 T = TypeVar("T")
@@ -38,7 +38,7 @@ T = TypeVar("T")
 class ProcessGroup:
     """This process among those of a group; `SINGLE` where there is no other, and then no method does anything.
 
-    Its collectives are called by all processes alike, between the steps of a job; those within a model are in
+    All processes call its collectives in the same order, between the steps of a job; those within a model are in
     `quantkit.distributed.collectives`.
 
     Attributes:
@@ -69,7 +69,7 @@ class ProcessGroup:
         return self.is_rank0
 
     def share(self, count: int) -> slice:
-        """Which of so many things are this process's."""
+        """The part of `count` items that is this process's."""
         return _share(count, self.rank, self.size)
 
     def sum_(self, value: Tensor) -> None:
@@ -124,7 +124,7 @@ class ProcessGroup:
     def send_from_rank0(self, value: object) -> None:
         """Hand the others, from the first process, which this is, what it has made; it does not wait for them."""
         if self._store is not None:
-            self._store.set(self._next_told(), pickle.dumps(value).hex())
+            self._store.set(self._next_message(), pickle.dumps(value).hex())
 
     def receive_from_rank0(self) -> Any:
         """What the first process hands on, however long it takes.
@@ -132,24 +132,24 @@ class ProcessGroup:
         Raises:
             GroupError: if it fails before, or is lost.
         """
-        assert self._store is not None, "nobody tells a process that is alone"
-        key = self._next_told()
+        assert self._store is not None, "a single process receives no messages"
+        key = self._next_message()
         try:
             while not self._store.check([key]):
                 if self._store.check([_ENDED]):
-                    raise GroupError("the first process failed", hint="its own message tells why")
+                    raise GroupError("the first process failed", hint="its own message says why")
                 time.sleep(_POLL_SECONDS)  # a wait in the store would be deaf to Ctrl-C
             return pickle.loads(bytes.fromhex(self._store.get(key).decode()))
         except RuntimeError as error:
             raise _lost() from error
 
-    def _next_told(self) -> str:
-        """The key of what is told next; each process counts by itself."""
+    def _next_message(self) -> str:
+        """The key of the next message; each process counts on its own."""
         assert self._store is not None
-        return f"told {self._store.add(f'told in {self.rank}', 1)}"
+        return f"message {self._store.add(f'messages in {self.rank}', 1)}"
 
     def is_first_to_fail(self) -> bool:
-        """Whether no process has asked this before: that one says what went wrong, the others are silent."""
+        """Whether this process is the first that calls this: it reports the error, the others are silent."""
         if self._store is None:
             return True
         try:
@@ -161,10 +161,10 @@ class ProcessGroup:
         """Say that the first process, which this is, is done, and what it exits with."""
         if self._store is None:
             return
-        with contextlib.suppress(RuntimeError):  # nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # no other process is left
             self._store.set(_ENDED, str(code))
             patience = _PATIENCE
-            while patience > 0 and self._store.add(_HEARD, 0) < self.size - 1:  # this process may keep the store
+            while patience > 0 and self._store.add(_RECEIVED, 0) < self.size - 1:  # this process may keep the store
                 time.sleep(_POLL_SECONDS)
                 patience -= _POLL_SECONDS
 
@@ -182,16 +182,16 @@ class ProcessGroup:
                     return None
                 time.sleep(_POLL_SECONDS)  # a wait in the store would be deaf to Ctrl-C
                 patience -= _POLL_SECONDS
-            self._store.add(_HEARD, 1)
+            self._store.add(_RECEIVED, 1)
             return int(self._store.get(_ENDED))
         except RuntimeError as error:
             raise _lost() from error
 
     def leave(self) -> None:
-        """Say that this process will not be there to be told of the first one's end."""
+        """Announce that this process will not wait for the end of rank 0."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.add(_HEARD, 1)
+                self._store.add(_RECEIVED, 1)
 
     def wait_for_rank0(self) -> int | None:
         """Wait a little for the first process to end: a launcher stops all others once one has failed.
@@ -232,7 +232,7 @@ def joined(device: str | None = None) -> Iterator[ProcessGroup]:
 
 
 def joined_for_good(device: str | torch.device | None = None) -> ProcessGroup:
-    """Join the other processes until this one ends; as often as asked for, and also where a program has made torch's
+    """Join the other processes until this one ends; any number of times, and also where a program has made torch's
     process group itself.
 
     Args:
@@ -257,7 +257,7 @@ def lost_as_error() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):  # torch has no error of its own for it
+        if isinstance(error, dist.DistError) or "gloo" in str(error):  # torch has no separate exception for it
             raise _lost() from error
         raise
 
@@ -310,7 +310,7 @@ def _share(count: int, rank: int, size: int) -> slice:
 
 
 def _lost() -> GroupError:
-    return GroupError("another process was lost", hint="its own message or exit code tells why")
+    return GroupError("another process was lost", hint="its own message or exit code says why")
 
 
 def _short(text: str | None) -> str:

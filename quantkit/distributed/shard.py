@@ -31,7 +31,7 @@ def require_shareable(checkpoint: Checkpoint, group: ProcessGroup) -> None:
 
     Raises:
         GroupError: on all of them, naming what differs.
-        RequestError: if so many processes cannot share the model.
+        RequestError: if this number of processes cannot share the model.
     """
     if group.size > 1:
         require_same_checkpoint(checkpoint, group)

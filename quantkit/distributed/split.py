@@ -20,7 +20,7 @@ from quantkit.errors import RequestError, UnsupportedError
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_LEAST_GROUP = 32  # that the CPU kernels take
+_MIN_GROUP = 32  # that the CPU kernels take
 _UNEVEN = 1.125
 _WIDTHS = {
     "intermediate": "feed-forward width",
@@ -65,7 +65,7 @@ def split_model(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: i
         schemes: of the quantized modules.
 
     Raises:
-        RequestError: if so many processes cannot share the model.
+        RequestError: if this number of processes cannot share the model.
         UnsupportedError: if it has a part that only one process can run.
     """
     heads, width = config.num_heads // size, config.head_dim
@@ -138,7 +138,7 @@ def _inner_range(
         units = width // unit
         return -(-units // size) * size > _UNEVEN * units
 
-    while unit % (2 * _LEAST_GROUP) == 0 and uneven(unit):
+    while unit % (2 * _MIN_GROUP) == 0 and uneven(unit):
         unit //= 2
     units = width // unit
     if units < size:

@@ -149,7 +149,7 @@ def _calibration(prepared: Prepared, drawn: Calibration | None) -> dict[str, obj
     name, text = "quantkit's own text", prepared.settings.text
     if text is not None:
         named = drawn.source or file_name(text)
-        name = f"`{named}`" if named else "a text"
+        name = f"`{named}`" if named else "an unnamed text"
     return {"calibration": name, "dropped": sum((drawn.dropped or {}).values())}
 
 

@@ -23,7 +23,7 @@ from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.qtensor import ROUNDING, SCALES_CAST, QuantTensor, cast_scales, quantize_rtn, relative_error
 from quantkit.tensors.scheme import QuantScheme
 
-_MOST_BITS_OF_INT4 = 5.2
+_MAX_BITS_OF_INT4 = 5.2
 """Bits a weight, scales included, up to which integers whose codes are not carried are rounded to int4."""
 
 
@@ -118,7 +118,7 @@ def require_representable(source: Checkpoint, codes: CodeFormat, to_round: Mappi
         name = f"{module}.weight"
         if name in to_round or widened(source, module, codes):
             continue
-        if (reason := _told_by_header(source, name, scheme, codes)) is not None:
+        if (reason := _reason_in_header(source, name, scheme, codes)) is not None:
             raise reason.error(name, codes.name)
 
 
@@ -144,8 +144,8 @@ def _held_in(source: Checkpoint, name: str, dtype: DType, codes: CodeFormat) -> 
     """Whether a format holds a weight exactly, with scales of another type."""
     value = source.load(name)
     assert isinstance(value, QuantTensor)
-    told, codec = with_scales(value, dtype), codes.codec(value.scheme, embedding=name == f"{EMBEDDING}.weight")
-    return told is not None and not isinstance(codec, Reason) and not isinstance(codec.encode(told), Reason)
+    reason, codec = with_scales(value, dtype), codes.codec(value.scheme, embedding=name == f"{EMBEDDING}.weight")
+    return reason is not None and not isinstance(codec, Reason) and not isinstance(codec.encode(reason), Reason)
 
 
 def with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
@@ -155,7 +155,7 @@ def with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
 
 
 def _together(source: StoredCheckpoint, found: Mapping[str, Rounding]) -> dict[str, Rounding]:
-    """What becomes of weights that are one tensor on disk, of which some are rounded: all of them are, alike."""
+    """What becomes of weights that are one tensor on disk, of which some are rounded: all of them are."""
     quantized = schemes(source).keys() | {name.removesuffix(".weight") for name in found}
     joined = {}
     for tensor in disk_tensors(source.config, quantized):
@@ -198,10 +198,10 @@ def _reason(
     source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: CodeFormat, *, weights: bool
 ) -> Reason | ScaleCast | None:
     """Why a weight cannot be held exactly, or what is done to its scales so that it can; None if it can."""
-    told = _told_by_header(source, name, scheme, codes)
+    reason = _reason_in_header(source, name, scheme, codes)
     codec = codes.codec(scheme, embedding=name == f"{EMBEDDING}.weight")
-    if told is not None or isinstance(codec, Reason) or not weights:
-        return told
+    if reason is not None or isinstance(codec, Reason) or not weights:
+        return reason
     value = source.load(name)
     assert isinstance(value, QuantTensor)
     stored = codec.encode(value)
@@ -212,7 +212,7 @@ def _reason(
     return ScaleCast(stored.scale_types, stored.problem) if held else stored
 
 
-def _told_by_header(source: Checkpoint, name: str, scheme: QuantScheme, codes: CodeFormat) -> Reason | None:
+def _reason_in_header(source: Checkpoint, name: str, scheme: QuantScheme, codes: CodeFormat) -> Reason | None:
     """Why a weight of a scheme and of its sizes cannot be held; None if some such can."""
     codec = codes.codec(scheme, embedding=name == f"{EMBEDDING}.weight")
     return codec if isinstance(codec, Reason) else codec.misfit(source.info(name).shape)
@@ -224,7 +224,7 @@ def _closest(source: StoredCheckpoint, name: str, scheme: QuantScheme, codes: Co
     fitting = [
         one for one in codes.schemes
         if (one.group_size is None or columns % one.group_size == 0)
-        and _told_by_header(source, name, one, codes) is None
+        and _reason_in_header(source, name, one, codes) is None
     ]  # fmt: skip
     if not fitting:
         raise UnsupportedError(
@@ -246,4 +246,4 @@ def _suggested(source: StoredCheckpoint, name: str) -> QuantScheme:
     """The scheme that takes about the room of integers whose codes are not carried."""
     rows, columns = source.info(name).shape
     bits = 8 * source.stored_bytes(name) / (rows * columns)
-    return QuantScheme(4, 32).fitted(columns) if bits <= _MOST_BITS_OF_INT4 else QuantScheme(8, None)
+    return QuantScheme(4, 32).fitted(columns) if bits <= _MAX_BITS_OF_INT4 else QuantScheme(8, None)

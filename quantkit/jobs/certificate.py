@@ -24,7 +24,7 @@ from quantkit.quality.positions import CACHES, TOKENS, PositionCertificate, cut_
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer
 
-_LEAST = 2
+_MIN_TOKENS = 2
 _LETTERS_OF_TOKEN = 64  # at most, over a long text
 _STATES_OF_ATTENTION = 9  # as wide as queries, that a block holds together: they, keys, values, and what turns them
 
@@ -35,7 +35,7 @@ class CertifiedText:
 
     Attributes:
         name, sha256: of the text.
-        asked: positions that were asked for.
+        asked: the requested number of positions.
         windows: token ids [W, T].
         notes: what a user should know about it.
     """
@@ -87,7 +87,7 @@ class CertifiedText:
 def certified_text(
     positions: int | None, text: str | Path | None, source: Checkpoint, tokenizer: Tokenizer | None
 ) -> CertifiedText | None:
-    """The text that a certificate is about; None where none is asked for.
+    """The text that a certificate is about; None if none was requested.
 
     Args:
         positions: tokens of its windows, at most; a shorter text, or context, is measured to its end.
@@ -102,8 +102,8 @@ def certified_text(
             raise RequestError("`certify_text` goes with `certify_positions`")
         return None
     length = as_integer("certify_positions", positions)
-    if length < _LEAST:
-        raise RequestError(f"`certify_positions` must be at least {_LEAST}", found=length)
+    if length < _MIN_TOKENS:
+        raise RequestError(f"`certify_positions` must be at least {_MIN_TOKENS}", found=length)
     if not source.config.runnable:
         raise RequestError("`certify_positions` does not go with `tensors_only=True`: the model is not run")
     if tokenizer is None:
@@ -121,10 +121,10 @@ def certified_text(
 
 
 def _text(path: Path | None) -> tuple[str, str, str]:
-    """A text's name, sha256 and content."""
+    """The name, sha256 and content of a text."""
     if path is None:
         texts = gate_texts()
         raw = "\n\n".join(texts.values())
         return " and ".join(texts), hashlib.sha256(raw.encode()).hexdigest(), raw
     raw, digest = text_of(path)
-    return file_name(path) or "a text", digest, raw
+    return file_name(path) or "unnamed text", digest, raw

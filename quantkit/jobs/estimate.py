@@ -65,7 +65,7 @@ class Estimate:
         disk_bytes: of the output.
         scratch_bytes: on disk while it runs.
         seconds: roughly, on this machine while it does nothing else, and once Python and torch are loaded.
-        source_check_tokens: of a text, on which the source is tried first; 0 where it is not.
+        source_check_tokens: tokens of the sample text on which the source is checked; 0 if it is not.
         notes: what the user should know.
     """
 
@@ -92,7 +92,7 @@ class Estimate:
 
     def lines(self) -> list[str]:
         """The report for people."""
-        kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layers.items()) or "not told"
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layers.items()) or "unknown"
         out = [
             f"linear layers: {kinds}",
             f"memory: {size_text(self.memory_bytes)}, in {self.phase}",
@@ -104,7 +104,9 @@ class Estimate:
         if self.scratch_bytes:
             out[-2] += f", and {size_text(self.scratch_bytes)} of activations while it runs"
         if self.source_check_tokens:
-            out.append(f"first: the source is tried on {self.source_check_tokens} tokens of a text; see `source_check`")
+            out.append(
+                f"first: the source model is checked on {self.source_check_tokens} tokens of text; see `source_check`"
+            )
         return [*out, *(f"note: {note}" for note in self.notes)]
 
 
@@ -254,7 +256,7 @@ def _flop_rate(dtype: torch.dtype = torch.float32, device: torch.device = _CPU) 
     for _ in range(6):
         started = time.perf_counter()
         product = bfloat16_linear(a, weight) if dtype == torch.bfloat16 else times(a, b)
-        product[0, 0].item()  # a card says so when it is done
+        product[0, 0].item()  # waits for the GPU
         best = min(best, time.perf_counter() - started)
     return 2 * size**3 / best
 

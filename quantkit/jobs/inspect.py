@@ -40,7 +40,7 @@ class Inspection:
         bits_per_weight: their average over all parameters.
         tensors: number of tensors by float type or scheme.
         tokenizer: its kind, tokens and BOS; ``none`` where there is none.
-        made_by: version and job of quantkit that wrote it; None where that is not told.
+        made_by: version and job of quantkit that wrote it; None if unknown.
         schemes_chosen: for which size, where quantkit chose them; None elsewhere.
         readers: who can load the folder.
         notes: what one should know though it is no error.
@@ -147,7 +147,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         kv_heads=config.num_kv_heads,
         vocabulary=config.vocab_size,
         context=config.max_context,
-        rope=_ropes(config) if config.runnable else "not told",
+        rope=_ropes(config) if config.runnable else "unknown",
         tied_embeddings=config.tied_embeddings,
         experts=0 if config.experts is None else config.experts.count,
         experts_per_token=0 if config.experts is None else config.experts.per_token,
@@ -187,7 +187,7 @@ def _describe(tokenizer: Tokenizer) -> str:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """What the manifest tells; nothing where there is none to read."""
+    """What the manifest records; empty if there is none."""
     try:
         return manifest.read(folder)
     except CheckpointError:
@@ -199,8 +199,8 @@ def _schemes_chosen(made: dict[str, Any]) -> str | None:
     if not isinstance(found, dict):
         return None
     bits, size, kl = (found.get(key) for key in ("target_bits", "max_size", "estimated_kl"))
-    asked = f"{bits:g} bits a weight" if isinstance(bits, float) else f"at most {size} bytes of weights"
-    return f"chosen for {asked}" + (f", estimated KL {kl:g}" if isinstance(kl, float) else "")
+    requested = f"{bits:g} bits a weight" if isinstance(bits, float) else f"at most {size} bytes of weights"
+    return f"chosen for {requested}" + (f", estimated KL {kl:g}" if isinstance(kl, float) else "")
 
 
 def count_text(count: int) -> str:

@@ -129,7 +129,9 @@ class Llama:
         group.require_same({"max_seq_len": length, "max_batch_size": slots, "seed": seed})
         model = load_model(checkpoint, device=group.device or device, dtype=float_dtype, backend=backend, group=group)
         ends = dict.fromkeys((*model.config.eos_token_ids, *tokenizer.eos_ids))
-        model.config = replace(model.config, eos_token_ids=tuple(ends))  # of Meta's folders the tokenizer tells them
+        model.config = replace(
+            model.config, eos_token_ids=tuple(ends)
+        )  # in Meta's folders only the tokenizer states them
         return Llama(Engine(model, length, slots=slots), tokenizer, length, seed)
 
     def generate(
@@ -148,7 +150,7 @@ class Llama:
             max_gen_len: new tokens of each at most; fewer where `max_seq_len` leaves no room for them.
             temperature: 0 takes the likeliest token.
             top_p: draw from the likeliest tokens, up to the one with which their probabilities together exceed this.
-            logprobs: tell the logarithms of the tokens' probabilities, as they are at temperature 1.
+            logprobs: return the logarithms of the tokens' probabilities, as they are at temperature 1.
             echo: let the results begin with the prompts; a first token has the log-probability 0, and if a prompt
                 holds an end token, the result ends before it.
 
@@ -229,7 +231,7 @@ class Llama:
             RequestError, NonFiniteError: as `generate`.
         """
         ids = [self.tokenizer.encode(one) for one in _several("prompts", prompts)]
-        found = self.generate(ids, self._most(max_gen_len), temperature, top_p, logprobs, echo)
+        found = self.generate(ids, self._max_new_tokens(max_gen_len), temperature, top_p, logprobs, echo)
         return [{"generation": self._text(one), **self._details(one, values)} for one, values in _pairs(*found)]
 
     def chat_completion(
@@ -262,7 +264,7 @@ class Llama:
         listed = [list(one) for one in _several("dialogs", dialogs)]
         refused = [isinstance(chat, Llama2Chat) and llama2_tag(one) is not None for one in listed]
         ids = [chat.encode(one) for one, no in zip(listed, refused, strict=True) if not no]
-        answers = iter(_pairs(*self.generate(ids, self._most(max_gen_len), temperature, top_p, logprobs)))
+        answers = iter(_pairs(*self.generate(ids, self._max_new_tokens(max_gen_len), temperature, top_p, logprobs)))
         found: list[ChatPrediction] = []
         for no in refused:
             tokens, values = ([], [] if logprobs else None) if no else next(answers)
@@ -270,7 +272,7 @@ class Llama:
             found.append({"generation": {"role": "assistant", "content": text}, **self._details(tokens, values)})
         return found
 
-    def _most(self, max_gen_len: int | None) -> int:
+    def _max_new_tokens(self, max_gen_len: int | None) -> int:
         return self._max_seq_len - 1 if max_gen_len is None else max_gen_len
 
     def _text(self, tokens: Sequence[int]) -> str:

@@ -51,8 +51,8 @@ def load(
         weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors``, ``bin``, ``gpt-fast`` or
             ``gpt-fast-int8``.
         tp: the processes that share the model, from `quantkit.distributed.group.joined`; each calls this, and then
-            the model, alike.
-        progress: told of every tensor; None tells nobody.
+            the model in the same way.
+        progress: called for each tensor; None reports nothing.
 
     Returns:
         The model and its tokenizer, for `quantkit.generate` and `quantkit.stream`.
@@ -90,10 +90,10 @@ def load_xla(
         path, dtype, weights: as for `load`.
         devices: that share the model; None takes all.
         multi_host: whether other processes, each with this call, have devices as well.
-        progress: told of every tensor; None tells nobody.
+        progress: called for each tensor; None reports nothing.
 
     Returns:
-        The model, which has a `generate` of its own and is taken by `quantkit.generate_batch`, and its tokenizer.
+        The model, which has its own `generate` and works with `quantkit.generate_batch`, and its tokenizer.
 
     Raises:
         QuantkitError: of the kind that says what is wrong.
@@ -111,7 +111,7 @@ def load_xla(
 
 
 def opened(path: Path, weights: WeightKind | None, floats_as: DType | None) -> Checkpoint:
-    """A checkpoint whose config names all tokens that end a text.
+    """A checkpoint whose config names all end tokens.
 
     Args:
         floats_as: see `Container.open`.

@@ -43,7 +43,7 @@ def convert(options: ConvertOptions) -> Estimate:
         Memory, disk and time.
 
     Raises:
-        QuantkitError: as `quantkit.convert` does for what can be told without reading weights.
+        QuantkitError: as `quantkit.convert` does for what can be found without reading weights.
     """
     planned = plan_conversion(options, headers_only=True)
     estimate = estimate_conversion(planned, source_check=options.source_check)
@@ -83,7 +83,7 @@ def generate(
         model: a folder, or an open checkpoint; only its shapes are looked at.
         target: kind and number of chips, such as ``v5e-16``.
         batch: texts at once.
-        context: tokens of a text, prompt included; None is all that the model can.
+        context: tokens of a sequence, prompt included; None is the model's maximum.
         dtype: of activations and float weights: ``bf16``, ``fp16``, ``fp32``, or torch's; None is the checkpoint's own.
 
     Returns:

@@ -185,7 +185,7 @@ def _assigned(
     misfits = scheme_map.misfit_lines()
     if misfits and strict:
         raise RequestError(
-            f"schemes do not fit: {'; '.join(misfits)}, unless `strict=True` is asked for", path=source.path,
+            f"schemes do not fit: {'; '.join(misfits)}, and `strict=True` was requested", path=source.path,
             hint="choose a smaller group size, or leave `strict=True` out",
         )  # fmt: skip
     notes = [f"{source.path}: {line}" for line in misfits]

@@ -2,7 +2,7 @@
 
 Each line is an object with one of
 
-    prompt       a text, which is continued
+    prompt       a string, which is continued
     messages     a conversation, which is answered: objects with a role and a content, as chat templates take them
     token_ids    the prompt as a list of token ids
 
@@ -10,7 +10,7 @@ and may have
 
     id           any JSON, which comes with the result
     max_new_tokens, stop, n, logprobs, echo, temperature, top_p, top_k, min_p, repetition_penalty, logit_bias, seed
-                 how it is continued, in place of what was asked for all lines
+                 how it is continued, in place of the options for all lines
     specials     true: spellings of special tokens in the prompt, such as <|eot_id|>, mean those tokens
     tools        that may be called in an answer to messages, as JSON schemas
     chat_template_kwargs
@@ -108,7 +108,7 @@ class PromptReader:
             max_tokens: maximum length of a prompt with its continuation.
             template: for conversations; see `chat_format`.
             truncate: cut too long a prompt at its beginning, instead of refusing it.
-            prompt_logprobs: whether what runs the model tells log-probabilities of prompts.
+            prompt_logprobs: whether the runner returns log-probabilities of prompts.
         """
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
         self._options, self._max_tokens, self._template, self._truncate = options, max_tokens, template, truncate
@@ -163,7 +163,7 @@ class PromptReader:
             return prompt_ids(value)
         if kind == "prompt":
             if not isinstance(value, str):
-                raise wrong_type("prompt", value, "a text")
+                raise wrong_type("prompt", value, "a string")
             require_flags(specials=given.get("specials", False))
             return text_ids(self._tokenizer, value, specials=given.get("specials", False))
         tools, variables = given.get("tools"), given.get("chat_template_kwargs", {})
@@ -191,7 +191,7 @@ class PromptReader:
 
 
 def checked(options: Mapping[str, Any]) -> Request:
-    """What is asked for all lines, as a request without its prompt.
+    """The options for all lines, as a request without its prompt.
 
     Raises:
         RequestError: for a value of the wrong type or out of its range.
@@ -218,7 +218,7 @@ def _request(asked: Mapping[str, Any]) -> Request:
 
 
 def _as_token(key: Any) -> Any:
-    """A token id, which JSON spells as a text."""
+    """A token id, which JSON spells as a string."""
     return int(key) if isinstance(key, str) and _NUMBER.fullmatch(key) else key
 
 
@@ -258,13 +258,13 @@ def _lines(content: bytes, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file, by numbers of their lines; blank lines at the end are none.
 
     Raises:
-        RequestError: if it is empty, no text, or of another kind.
+        RequestError: if it is empty, not text, or of another kind.
     """
     try:
         text = content.decode("utf-8-sig").rstrip()
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
-        raise RequestError("is not a text", path=f"{name}:{number}", expected="UTF-8") from error
+        raise RequestError("is not UTF-8", path=f"{name}:{number}", expected="UTF-8") from error
     if not text:
         raise RequestError("the file is empty", path=name, expected=f"on each line {_EXPECTED}")
     for number, line in enumerate(text.split("\n"), 1):
@@ -329,7 +329,7 @@ def _require_exact(values: Mapping[str, Any], line: str) -> None:
             raise RequestError(
                 "'id' holds a number that does not come back as it is",
                 found=shown(str(one)),
-                expected=f"{float(one)}, or a text",
+                expected=f"{float(one)}, or a string",
             )
 
 
@@ -347,7 +347,7 @@ def _refuse(constant: str) -> NoReturn:
 
 @contextmanager
 def _at(place: str) -> Iterator[None]:
-    """Tell of errors where they come from: keys, which are arguments elsewhere, as the file spells them."""
+    """Report errors at their place in the file: keys, which are arguments elsewhere, as the file spells them."""
     try:
         yield
     except (RequestError, CheckpointError) as error:
@@ -359,5 +359,5 @@ def _at(place: str) -> Iterator[None]:
         ) from error  # fmt: skip
 
 
-def _spelled(told: Any) -> Any:
-    return _SPELLED.sub(r"'\1'", told) if isinstance(told, str) else told
+def _spelled(value: Any) -> Any:
+    return _SPELLED.sub(r"'\1'", value) if isinstance(value, str) else value

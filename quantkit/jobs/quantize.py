@@ -174,7 +174,7 @@ def _work(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) ->
 
 
 def _computed_by(settings: GptqSettings, drawn: Calibration, group: ProcessGroup) -> dict[str, object]:
-    """What GPTQ's results depend on that is asked for nowhere."""
+    """Properties of the machine that GPTQ's results depend on."""
     found: dict[str, object] = {
         "number of processes": group.size, "kind of device": settings.device.type,
         "samples multiplied in": str(compute_dtype(settings.device)),
@@ -246,8 +246,8 @@ def _follow_rank0(
     with quantizer.running(blocks, there):
         for block in blocks:
             quantizer.solve(block)  # the first process writes it
-    told: QuantizeResult = group.receive_from_rank0()
-    return told
+    result: QuantizeResult = group.receive_from_rank0()
+    return result
 
 
 def _accepted(dst: Path, *checks: Gate | WeightsOnly | PositionCertificate | None) -> list[str]:

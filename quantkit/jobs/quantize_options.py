@@ -79,8 +79,8 @@ class QuantizeOptions:
         certify_positions: also measure the divergence by position, in windows of this many tokens, with keys and
             values in a float and in an int8 cache. With the float cache, no position may exceed the gate's bound for
             the scheme.
-        certify_text: a file for that measurement; by default the gate's texts, some 5,000 tokens in all. A text, or
-            context, that is shorter than the window is measured to its end, and a note says so.
+        certify_text: a file for that measurement; by default the gate's texts, some 5,000 tokens in all. If the text or
+            the context is shorter than the window, it is measured to its end, and a note says so.
         base_model, license: for the model card: the source's name on a hub, ``owner/name``, and a licence as hubs
             spell it; by default what the source's own files say.
         to: ``compressed-tensors`` (the default), ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf``; any of

@@ -1,4 +1,4 @@
-"""What the jobs that write a model give back: what was made, and how good it is."""
+"""Results of the jobs that write a model: what was written, and its quality."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class QuantizeResult:
         notes: what one should know though it is no error.
         manifest: what ``quantkit.json`` holds.
         embedding: its scheme; None where it keeps its floats.
-        positions: what was lost by position; None where no certificate was asked for.
+        positions: what was lost by position; None if no certificate was requested.
         allocation: how the schemes were chosen for a size; None where they were given.
     """
 

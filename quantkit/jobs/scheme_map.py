@@ -1,4 +1,4 @@
-"""Which scheme each linear layer of a model gets, and where its shape did not allow the one asked for."""
+"""Which scheme each linear layer of a model gets, and where its shape does not allow the requested one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SchemeMap:
         recipe: the recipe.
         modules: every linear module, in layer order; before them the embedding, if it gets a scheme.
         schemes: the scheme of each that gets one.
-        misfits: what was asked for, for those whose rows it does not divide.
+        misfits: the requested scheme of modules whose rows it does not divide.
         reasons: why modules keep their floats, where it is not because the recipe says so.
     """
 
@@ -68,7 +68,7 @@ class SchemeMap:
         schemes = {module: scheme.fitted(columns[module]) for module, scheme in requested.items() if scheme}
         if not schemes.keys() - {EMBEDDING}:
             raise _nothing(recurrent, set(columns) - kept)
-        _require_alike(schemes, config)
+        _require_one_scheme(schemes, config)
         misfits = {module: scheme for module, scheme in requested.items() if scheme and scheme != schemes[module]}
         reasons = dict.fromkeys((module for module in columns if module in recurrent - schemes.keys()), _RECURRENT)
         return cls(recipe, tuple(columns), schemes, misfits, reasons)
@@ -113,11 +113,11 @@ class SchemeMap:
     def misfit_lines(self) -> list[str]:
         """One line for each scheme that did not fit and the one used instead, on the layers that it concerns."""
         layers: dict[tuple[QuantScheme, QuantScheme], list[str]] = {}
-        for module, asked in self.misfits.items():
-            layers.setdefault((asked, self.schemes[module]), []).append(module)
+        for module, requested in self.misfits.items():
+            layers.setdefault((requested, self.schemes[module]), []).append(module)
         return [
-            f"{asked} does not divide the rows of {_layers(modules)}; {used} is used there"
-            for (asked, used), modules in layers.items()
+            f"{requested} does not divide the rows of {_layers(modules)}; {used} is used there"
+            for (requested, used), modules in layers.items()
         ]
 
     def describe(self, records: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
@@ -162,7 +162,7 @@ def _require_fine(
 def _nothing(recurrent: Collection[str], others: Collection[str]) -> RequestError:
     """The error where no linear gets a scheme."""
     if recurrent and not others:
-        named = f'{{"pattern": "{_alike(min(recurrent))}", "scheme": "int8"}}'
+        named = f'{{"pattern": "{_without_numbers(min(recurrent))}", "scheme": "int8"}}'
         return RequestError(
             "nothing would be quantized: all linear layers carry a state from token to token, and keep their floats",
             hint=f"a recipe that names them gives them int8: {named}",
@@ -170,7 +170,7 @@ def _nothing(recurrent: Collection[str], others: Collection[str]) -> RequestErro
     return RequestError("the recipe keeps every layer; nothing would be quantized")
 
 
-def _alike(module: str) -> str:
+def _without_numbers(module: str) -> str:
     """A pattern for all linears of a module, whatever their layer."""
     return f"*.{module.split('.')[-2]}.*" if module.count(".") > 1 else module
 
@@ -179,7 +179,7 @@ def _embedding_scheme(recipe: Recipe, config: ModelConfig) -> QuantScheme | None
     """The scheme of the embedding; None if it keeps its floats.
 
     Raises:
-        RequestError: if it can't have the one that is asked for, or a head that is tied to it is to have another.
+        RequestError: if it does not support the requested one, or a head that is tied to it has another.
     """
     named = next((one for one in reversed(recipe.overrides) if one.matches(EMBEDDING)), None)
     found = None if named is None else named.scheme
@@ -225,7 +225,7 @@ def _routers(config: ModelConfig) -> set[str]:
     return {name.removesuffix(".weight") for name in routers | on_disk}
 
 
-def _require_alike(schemes: Mapping[str, QuantScheme], config: ModelConfig) -> None:
+def _require_one_scheme(schemes: Mapping[str, QuantScheme], config: ModelConfig) -> None:
     """
     Raises:
         RequestError: if linears that are one module on disk have several schemes.

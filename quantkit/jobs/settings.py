@@ -41,7 +41,7 @@ class GptqSettings:
     """How GPTQ is calibrated.
 
     Attributes:
-        text, samples, length, seed: see `load_calibration`; without a text it is the packaged one, and without a
+        text, samples, length, seed: see `load_calibration`; the default is the packaged text, and without a
             length the model's context, at most `MAX_LENGTH`.
         thorough: follow the float model on all samples.
         memory_bytes: of activations kept in memory.
@@ -105,7 +105,7 @@ class GptqSettings:
             require_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
 
     def require_plausible(self, source: Checkpoint) -> None:
-        """Check the numbers as far as this needs no text.
+        """Check the numbers as far as this is possible without the text.
 
         Raises:
             RequestError: as `draw` does.

@@ -1,4 +1,4 @@
-"""As what a job writes: what its arguments ask for, and what follows from the source where they do not say."""
+"""The target format of a job: the requested one, or the one that follows from the source."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NATIVE = native.name
 
 
 def requested_target(to: str | None, dst: Path, *, dequantize: bool = False, requantize: bool = False) -> Target | None:
-    """What is asked for, by name or by the suffix of a destination; None where that follows from the source.
+    """The requested target, by name or by the suffix of the destination; None if it follows from the source.
 
     Raises:
-        RequestError: for an unknown name, and where what is asked for contradicts itself.
+        RequestError: for an unknown name, and for requests that contradict each other.
     """
     if dequantize and requantize:
         raise RequestError("`dequantize=True` and `requantize=True` exclude each other")
@@ -28,7 +28,7 @@ def requested_target(to: str | None, dst: Path, *, dequantize: bool = False, req
     if dst.suffix.lower() == f".{GGUF.name}":
         if found is not None and found.name != GGUF.name:
             raise RequestError(
-                f"the destination is a GGUF file by its name, and `to=\"{found.name}\"` asks for a folder",
+                f"the destination is a GGUF file by its name, and `to=\"{found.name}\"` requests a folder",
                 found=str(dst), hint="choose a name without .gguf, or leave `to` out",
             )  # fmt: skip
         found = target(GGUF.name)
@@ -44,7 +44,7 @@ def requested_target(to: str | None, dst: Path, *, dequantize: bool = False, req
 
 
 def target_of(source: StoredCheckpoint, *, dequantize: bool) -> Target:
-    """As what a source is written where nothing is asked for: floats as Hugging Face folders, codes as they lie there
+    """The default target of a source: floats as Hugging Face folders, codes as they lie there
     if that is written, else as compressed-tensors."""
     if dequantize or not (schemes(source) or read_as_floats(source)):
         return target(HF.name)
@@ -69,7 +69,7 @@ def shard_bytes(asked: int | None, container: Container, default: int) -> int:
     """The bytes of the largest file of weights.
 
     Args:
-        default: where nothing is asked for, and the container has several files.
+        default: if nothing was requested, and the container has several files.
 
     Raises:
         RequestError: for no size that a file can have, or a container whose files are not cut by size.

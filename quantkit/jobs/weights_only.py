@@ -79,10 +79,10 @@ def _by_shared_name(tensors: Iterable[OpaqueTensor]) -> dict[str, list[OpaqueTen
     return found
 
 
-def _listed(groups: Mapping[str, Iterable[OpaqueTensor]], most: int) -> str:
+def _listed(groups: Mapping[str, Iterable[OpaqueTensor]], limit: int) -> str:
     """Their names, the largest first."""
     names = sorted(groups, key=lambda name: -_parameters(groups[name]))
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _parameters(tensors: Iterable[OpaqueTensor]) -> int:

@@ -13,7 +13,7 @@ class KVCache:
     """Keys and values of every layer, allocated once at their final size.
 
     ``keys[layer]`` and ``values[layer]`` are rows [slots, KV heads, S, head_dim]: each sequence has a slot, and S is
-    the number of positions that one can hold. In int8 each row has a scale, in a tensor of its own.
+    the number of positions that one can hold. In int8 each row has a scale, in a separate tensor.
     """
 
     def __init__(

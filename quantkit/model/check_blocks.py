@@ -56,8 +56,9 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
     assert isinstance(block, Block)
     windows = [kind.window] * config.num_layers
     far = config.rope.original_context or 0  # where factors of positions are others than at the start
-    most = blocks.kernel.max_tokens
-    stops = (3, 4, 4 + MANY) if most is None else (most, most + 1)  # kernels for few may be others for each number
+    max_tokens = blocks.kernel.max_tokens
+    # Below the limit, kernels may differ for each number of tokens.
+    stops = (3, 4, 4 + MANY) if max_tokens is None else (max_tokens, max_tokens + 1)
     wide = blocks.dtype == torch.float32
     linears = [module for module in block.modules() if isinstance(module, QuantLinear)]
     # Both round the same activations, but for those between two integers: at worst each of four products differs.
@@ -82,7 +83,7 @@ def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlo
                 with _dequantized(block):
                     right = block(states, steps[0])
             if not bool(right.isfinite().all()):
-                return True  # nothing can be compared; NaN and Inf are reported where logits are asked for
+                return True  # nothing can be compared; NaN and Inf are reported with the logits
             added = (right - states).double()  # what a block adds may be little
             if not wide:
                 modules = block(states.to(blocks.dtype), steps[1]).double() - states.double()

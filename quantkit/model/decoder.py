@@ -72,7 +72,7 @@ class DecoderOps:
         blocks: all blocks, in place of the modules, for the steps that they serve; None runs the modules.
         ragged: whether that attention takes rows [N, 1] of any sequences, several of one among them, as fast as
             rectangles [B, T].
-        single_threaded: keeps torch's operations to the calling thread while in it; for what is small beside the
+        single_threaded: keeps torch's operations to the calling thread while in it; for what is small compared with the
             kernels, such as drawing a token.
     """
 
@@ -190,7 +190,7 @@ def scaled_embeddings(embeddings: Tensor, multiplier: float) -> Tensor:
     """Embeddings times the model's multiplier, rounded to their dtype first as Gemma's is."""
     if multiplier == 1:
         return embeddings
-    if embeddings.is_cuda and not torch.compiler.is_compiling():  # a recorded step must not bring a number to the card
+    if embeddings.is_cuda and not torch.compiler.is_compiling():  # a recorded step must not copy a number to the GPU
         return embeddings * torch.tensor(multiplier, dtype=embeddings.dtype).item()
     return embeddings * torch.tensor(multiplier, dtype=embeddings.dtype, device=embeddings.device)
 

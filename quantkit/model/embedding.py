@@ -1,4 +1,4 @@
-"""Embeddings whose rows lie as codes: the rows of the tokens asked for become floats, no others."""
+"""Quantized embeddings: only the rows of the requested tokens are dequantized."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class QuantEmbedding(nn.Module):
             if torch.equal(self._by_head(head, index.to(device)).cpu(), weight.take(index).dequantize()):
                 return True
             reason = "are wrong on this machine"
-        except Exception as error:  # of a driver or a compiler, which have kinds of their own
+        except Exception as error:  # drivers and compilers have their own exception types
             reason = f"fail on this machine ({' '.join(str(error).split()) or type(error).__name__})"[:300]
         _log.warning("rows of the embedding by '%s' %s; its codes are held twice", head.backend_name, reason)
         return False

@@ -38,8 +38,8 @@ class ExpertBank:
 
 
 def stack_experts(module: nn.Module, config: ModelConfig) -> None:
-    """Give every mixture of experts within a loaded module its bank, where its linears are quantized alike by a backend
-    that has a kernel for experts.
+    """Give each mixture of experts in a loaded module its bank, if its linears have one scheme and a backend with a
+    kernel for experts.
 
     The experts' own linears then hold views of the bank, so that there is one copy of the weights.
     """
@@ -50,7 +50,7 @@ def stack_experts(module: nn.Module, config: ModelConfig) -> None:
 
 def _bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
     mlps = [mlp for mlp in experts.experts if isinstance(mlp, MLP)]
-    wide, narrow = _alike([mlp.gate_up_proj for mlp in mlps]), _alike([mlp.down_proj for mlp in mlps])
+    wide, narrow = _same_kind([mlp.gate_up_proj for mlp in mlps]), _same_kind([mlp.down_proj for mlp in mlps])
     if not wide or not narrow or wide[0].backend != narrow[0].backend or config.activation_alpha != OAI_ALPHA:
         return None
     operations = wide[0].backend.operations()
@@ -60,7 +60,7 @@ def _bank(experts: Experts, config: ModelConfig) -> ExpertBank | None:
     return ExpertBank(kernel, _stacked(kernel, wide), _stacked(kernel, narrow), config)
 
 
-def _alike(linears: Sequence[nn.Module | None]) -> list[QuantLinear]:
+def _same_kind(linears: Sequence[nn.Module | None]) -> list[QuantLinear]:
     """All of them; none where one is not quantized, or not as the others."""
     found = [linear for linear in linears if isinstance(linear, QuantLinear)]
     kinds = {(linear.backend, linear.scheme, linear.scale_dtype, linear.bias is None) for linear in found}

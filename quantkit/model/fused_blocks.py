@@ -55,8 +55,8 @@ class FusedBlocks:
     dtype: torch.dtype
 
     def serves(self, x: Tensor, cache: KVCache | None) -> bool:
-        most = self.kernel.max_tokens
-        return (most is None or x.shape[0] * x.shape[1] <= most) and (cache is not None or not self.kernel.needs_cache)
+        limit, tokens = self.kernel.max_tokens, x.shape[0] * x.shape[1]
+        return (limit is None or tokens <= limit) and (cache is not None or not self.kernel.needs_cache)
 
     def __call__(
         self, x: Tensor, positions: Tensor, angles: Angles, cache: KVCache | None,

@@ -90,7 +90,7 @@ def _passes(what: str, same_as_torch: Callable[[], bool]) -> bool:
     try:
         if same_as_torch():
             return True
-    except Exception as error:  # of a driver or a compiler, which have kinds of their own
+    except Exception as error:  # drivers and compilers have their own exception types
         reason = f"fail on this machine ({' '.join(str(error).split()) or type(error).__name__})"[:300]
     _log.warning("%s by the compiled kernels %s; torch's are used", what, reason)
     return False
@@ -114,7 +114,7 @@ def _same_attention(
     model: Decoder, attention: CachedAttention, dtypes: set[torch.dtype], max_tokens: int | None
 ) -> bool:
     """Whether attention is the same for queries of these dtypes, over either kind of cache, for one token and for
-    many of those that it is used for, of sequences in slots of their own and at positions of their own."""
+    many of those that it is used for, of sequences in separate slots and at separate positions."""
     many = MANY if max_tokens is None else min(max_tokens, MANY)
     config = replace(model.config, layers=model.config.layers[:1])
     scores = _block(model, 0).self_attn.scores

@@ -42,7 +42,7 @@ class Batch:
 
 
 class _Pack:
-    """Batches one after the other: tokens [1, N], of which each sees those of its own sequence only."""
+    """Batches one after the other: tokens [1, N], each of which attends only to its own sequence."""
 
     def __init__(
         self, batches: Sequence[Batch], config: ModelConfig, rotary: Rotary, cache_dtype: torch.dtype | None
@@ -80,11 +80,11 @@ def layerwise_hidden(
     """Hidden states [B, T, D] after the final norm of every batch, in float32 on the CPU.
 
     Args:
-        cache_dtype: keys and values are those that a cache of this type gives back; None is as they are.
-        group: the processes that share the model; each calls this alike and gets the same.
+        cache_dtype: keys and values are rounded as in a cache of this type; None leaves them as they are.
+        group: the processes that share the model; each makes the same call and gets the same result.
 
     Raises:
-        RequestError: if so many processes cannot share the model.
+        RequestError: if this number of processes cannot share the model.
     """
     tp = TensorParallel(checkpoint, group)
     checkpoint, config = tp.checkpoint, tp.checkpoint.config

@@ -50,8 +50,8 @@ def load_model(
         device: where it runs; None is the group's or, alone, a GPU if there is one.
         dtype: of activations and float weights; None is the checkpoint's own.
         backend: the kernel backend by name; None chooses.
-        group: the processes that share the model; each calls this, and then the model, alike.
-        progress: told of every tensor.
+        group: the processes that share the model; each makes the same call, here and of the model.
+        progress: called for each tensor.
 
     Raises:
         CheckpointError, UnsupportedError, RequestError: as opening, `usable_device` and dispatch do.

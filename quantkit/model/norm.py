@@ -33,5 +33,5 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
-    """A norm of a model, over its hidden states or so many numbers."""
+    """A norm of a model, over its hidden states, or over a given number of elements."""
     return RMSNorm(size or config.hidden_size, config.norm_eps, config.norm_offset)

@@ -161,7 +161,7 @@ def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> Tensor:
 
 
 def _long_rope(rope: RopeConfig, factors: Sequence[float], dim: int) -> Tensor:
-    """Each pair of dimensions is slowed down by a factor of its own."""
+    """Each pair of dimensions has its own factor, which divides its frequency."""
     powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * powers)
 

@@ -48,7 +48,7 @@ class TensorParallel:
 
         Raises:
             UnsupportedError: for a model known by its tensors only.
-            RequestError: if so many processes cannot share the model.
+            RequestError: if this number of processes cannot share the model.
         """
         require_runnable(checkpoint)
         self._group = group

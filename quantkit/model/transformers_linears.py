@@ -37,7 +37,7 @@ _NOT_OF_THE_MODEL = ("quantization_config", "auto_map", "_name_or_path")
 
 
 def with_linears(config: ModelConfig, raw: Mapping[str, Any], path: Path) -> tuple[ModelConfig, str, list[str]]:
-    """A model known by its tensors, told which of them are weights of linears.
+    """A model known by its tensors, with the weights of its linears determined.
 
     Args:
         raw: its config.json.
@@ -53,7 +53,7 @@ def with_linears(config: ModelConfig, raw: Mapping[str, Any], path: Path) -> tup
     try:
         name, roles, unstored = _roles(config.tensors, raw, path)
     except _NotKnown as reason:
-        why = f"{path}: {reason}; linear layers are told by their names"
+        why = f"{path}: {reason}; linear layers are recognized by their names"
         return with_roles(config, named_roles(raw, config.tensors)), "names", [why]
     return with_roles(config, roles, unstored), f"the modules of transformers' {name}", []
 
@@ -77,9 +77,9 @@ def _roles(
         except _NotKnown:
             raise
         except Exception as error:  # of the code of any model, given any config
-            told = " ".join(str(error).split())
-            raise _NotKnown(f"transformers can't build the model ({type(error).__name__}: {shown(told)})") from error
-    roles = _told(model, names, tensors, raw)
+            message = " ".join(str(error).split())
+            raise _NotKnown(f"transformers can't build the model ({type(error).__name__}: {shown(message)})") from error
+    roles = _with_linears(model, names, tensors, raw)
     if all(role == "float" for role, _ in roles.values()) and (turned := _transposed(model)):
         raise UnsupportedError(
             "the weights of its linear layers lie transposed (Conv1D), they are not rounded", path=path, found=turned
@@ -124,8 +124,8 @@ def _require_sane(raw: Mapping[str, Any]) -> None:
     for part in within(dict(raw)):
         for key, value in part.items() if isinstance(part, dict) else ():
             counted = _COUNTED.fullmatch(key)
-            most = 2**40 if counted is None else MAX_EXPERTS if counted[2] == "experts" else MAX_LAYERS
-            if type(value) is int and not -MAX_WIDTH <= value <= most:
+            max_count = 2**40 if counted is None else MAX_EXPERTS if counted[2] == "experts" else MAX_LAYERS
+            if type(value) is int and not -MAX_WIDTH <= value <= max_count:
                 raise _NotKnown(f"its config's '{key}' is {shown(value)}")
 
 
@@ -152,7 +152,7 @@ def _names_in(model: Any, tensors: tuple[OpaqueTensor, ...]) -> dict[str, tuple[
     return found
 
 
-def _told(
+def _with_linears(
     model: Any, names: Mapping[str, tuple[str, bool]], tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any]
 ) -> dict[str, Role]:
     """Role and alias of each tensor that is the weight of a linear, by its name."""

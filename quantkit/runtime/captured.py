@@ -253,7 +253,7 @@ class CapturedDecode:
             replay = self._recorder.record(step)
             if not torch.equal(result(replay), result(step)):
                 raise RuntimeError("the captured step draws other tokens")
-        except Exception as error:  # of a driver or a compiler, which have kinds of their own
+        except Exception as error:  # drivers and compilers have their own exception types
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             _log.warning("decoding steps cannot be captured here (%s); they run one by one", reason)
             return False

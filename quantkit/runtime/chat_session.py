@@ -35,7 +35,7 @@ def conversation_length(config: ModelConfig, context: int | None) -> int:
     """Tokens that a conversation can have.
 
     Args:
-        context: what is asked for, if anything.
+        context: the requested number, if any.
 
     Raises:
         RequestError: if that is out of range.
@@ -55,7 +55,7 @@ class ChatSession:
 
     What was said stays in the cache, so a turn reads only what is new. When the context is full the oldest questions
     are forgotten with their answers; the system prompt stays. A conversation is one thread's at a time: what another
-    asks meanwhile is an error.
+    calls `ask` meanwhile gets an error.
 
     Attributes:
         messages: what was said, each with ``role`` and ``content``, without the system prompt.
@@ -96,7 +96,7 @@ class ChatSession:
         decoder = model.model if isinstance(model, Engine) else model
         require_rows(tokenizer, decoder.config.vocab_size)
         checked_request(decoder.config, [0], 1, sampling)
-        self._most = None if max_new_tokens is None else checked_count(max_new_tokens)
+        self._max_new_tokens = None if max_new_tokens is None else checked_count(max_new_tokens)
         self._stop = checked_stop(stop, tokenizer)
         self._tokenizer, self._chat, self._sampling = tokenizer, chat, sampling
         if isinstance(model, Engine):
@@ -110,7 +110,7 @@ class ChatSession:
         self.system = system
         self._scheduler = Scheduler(self._engine, any_prefix=True)
         self._answer: Generator[str, None, None] | None = None
-        self._told = False
+        self._dropped_reported = False
         self._turn = threading.RLock()
 
     @property
@@ -142,17 +142,16 @@ class ChatSession:
         """Ask a question.
 
         Args:
-            interrupted: asked before each step; once it says so the answer ends there.
+            interrupted: called before each step; the answer ends once it returns True.
 
         Returns:
-            A generator of the pieces of the answer, computed as they are asked for. It may be left at any time: what
-            was given out by then is the answer that is remembered. A question without any is forgotten. Another
-            question leaves it as well.
+            A generator of the pieces of the answer, computed on demand. It may be closed at any time: the answer that
+            is remembered ends there. A question without an answer is dropped. The next question closes it too.
 
         Raises:
             RequestError: at once, if the question is too long for the context, the format does not take it, or another
-                thread computes an answer; later if another generation takes over the engine, or another question was
-                asked.
+                thread computes an answer; later if another generation takes over the engine, or the next question
+                has begun.
             NonFiniteError: if the model's logits are NaN or Inf; the question is then forgotten.
         """
         question = {"role": "user", "content": as_string("text", text)}
@@ -170,9 +169,7 @@ class ChatSession:
             RequestError: while another thread is within.
         """
         if not self._turn.acquire(blocking=False):
-            raise RequestError(
-                "the conversation is in use by another thread", hint="give each thread a conversation of its own"
-            )
+            raise RequestError("the conversation is in use by another thread", hint="use one `ChatSession` per thread")
         try:
             yield
         finally:
@@ -201,11 +198,11 @@ class ChatSession:
         dropped, ids = self._fitted(question)
         length = self._engine.length - len(ids)
         config = self._engine.model.config
-        request = checked_request(config, ids, min(self._most or length, length), self._sampling)
+        request = checked_request(config, ids, min(self._max_new_tokens or length, length), self._sampling)
 
         def answer() -> Generator[str, None, None]:
             del self.messages[:dropped]
-            self._tell(dropped)
+            self._report_dropped(dropped)
             self.messages.append(question)
             (found,) = self._scheduler.add(request)
             said: list[str] = []
@@ -262,11 +259,11 @@ class ChatSession:
         length, dropped = self._engine.length, 0
         ids = self._encoded(0, question)
         share = max(1, length // _SHARE)
-        if len(ids) + min(share, self._most or share) > length:
+        if len(ids) + min(share, self._max_new_tokens or share) > length:
             while len(ids) + share > length and dropped < len(self.messages):
                 dropped += 2
                 ids = self._encoded(dropped, question)
-        if len(ids) + min(_WORTH_HAVING, self._most or _WORTH_HAVING) > length:
+        if len(ids) + min(_WORTH_HAVING, self._max_new_tokens or _WORTH_HAVING) > length:
             raise RequestError(
                 "the message is too long for the context", found=f"{len(ids)} tokens with the system prompt",
                 expected=f"fewer than {length}, so that there is room for an answer",
@@ -278,10 +275,10 @@ class ChatSession:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return self._chat.encode([*system, *self.messages[dropped:], question])
 
-    def _tell(self, dropped: int) -> None:
+    def _report_dropped(self, dropped: int) -> None:
         """Say once that something was forgotten."""
-        if dropped and not self._told and self._engine.model.group.is_rank0:
-            self._told = True
+        if dropped and not self._dropped_reported and self._engine.model.group.is_rank0:
+            self._dropped_reported = True
             _log.info(
                 "the context of %d tokens is full: from now on the oldest questions and answers are forgotten",
                 self._engine.length,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length"]
-"""An end token or stop string, or as many tokens as were asked for."""
+"""An end token or stop string, or the maximum number of new tokens."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Logprobs:
         self.top += top
 
     def cut(self, count: int) -> Logprobs:
-        """Of the first so many tokens."""
+        """The log-probabilities of the first `count` tokens."""
         return Logprobs(self.tokens[:count], self.top[:count])
 
 
@@ -40,10 +40,10 @@ class Completion:
         sample: the number of the continuation among those of the prompt, from 0.
         token_ids: new tokens, without an end token; after the prompt's, where that is echoed.
         text: the same as text, without what a stop string cut off; None without a tokenizer.
-        finish_reason: ``stop`` for an end token or a stop string, ``length`` for as many tokens as were asked for.
+        finish_reason: ``stop`` for an end token or a stop string, ``length`` for the maximum number of new tokens.
         stop: the stop string that was found.
         prompt_tokens: of the prompt.
-        logprobs: of `token_ids`, where asked for.
+        logprobs: of `token_ids`, if requested.
     """
 
     prompt: int
@@ -56,7 +56,7 @@ class Completion:
     logprobs: Logprobs | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values; log-probabilities only where they were asked for."""
+        """All of it as plain values; log-probabilities only if requested."""
         found: dict[str, Any] = {
             "prompt": self.prompt, "sample": self.sample, "text": self.text, "finish_reason": self.finish_reason,
             "stop": self.stop, "prompt_tokens": self.prompt_tokens, "token_ids": self.token_ids,

@@ -14,8 +14,8 @@ _CONTEXT = 8  # tokens
 
 
 class Detokenizer:
-    """The text that each token of a continuation adds: what its tokens decode to by themselves, except that the space
-    stays that decoders drop where a text begins, and that a character whose first bytes end the prompt comes whole.
+    """The text that each token of a continuation adds: its tokens, decoded on their own. But the first space, which
+    decoders drop, is kept, and a character that begins in the prompt is returned as a whole.
 
     A character that spans tokens comes with its last one, and bytes that make none are U+FFFD. What may begin a stop
     string is held back until that is known. A token costs the same anywhere.
@@ -88,7 +88,7 @@ class _Bytes:
         return self._characters.add(b"", final=True)
 
     def _shown(self, token: int, data: bytes) -> bytes:
-        """What is left of a token's bytes: of the first in a text, decoders drop spaces."""
+        """What is left of a token's bytes: decoders drop spaces at the beginning."""
         if self._begun or not data:
             return data
         self._first = [*self._first[-1:], token]
@@ -138,20 +138,20 @@ class _Whole:
         while count < len(prompt) and not tokenizer.decode(prompt[-count:]).strip():
             count *= 2
         self._context = list(prompt[-count:])
-        self._told = len(self._context)
+        self._decoded_tokens = len(self._context)
         self._text = tokenizer.decode(self._context)
 
     def add(self, token: int) -> str:
         self._context.append(token)
         text = self._tokenizer.decode(self._context)
-        if text.endswith(_UNFINISHED) and len(self._context) - self._told < _CONTEXT:
+        if text.endswith(_UNFINISHED) and len(self._context) - self._decoded_tokens < _CONTEXT:
             return ""
         new = text[len(self._text) :]
         if text == self._text:  # a space that shows once more follows, or nothing
-            del self._context[self._told : -_LONGEST_CHARACTER]
+            del self._context[self._decoded_tokens : -_LONGEST_CHARACTER]
             return ""
-        self._context = self._context[self._told :]
-        self._text, self._told = self._tokenizer.decode(self._context), len(self._context)
+        self._context = self._context[self._decoded_tokens :]
+        self._text, self._decoded_tokens = self._tokenizer.decode(self._context), len(self._context)
         return new
 
     def end(self) -> str:
@@ -176,5 +176,5 @@ codecs.register_error(_BYTEWISE, _replaced)
 
 def _begun(text: str, stop: str) -> int:
     """Letters at the end of a text that may begin a stop string."""
-    most = min(len(text), len(stop) - 1)
-    return next((count for count in range(most, 0, -1) if text.endswith(stop[:count])), 0)
+    max_length = min(len(text), len(stop) - 1)
+    return next((count for count in range(max_length, 0, -1) if text.endswith(stop[:count])), 0)

@@ -347,7 +347,7 @@ def _many(
     model: Decoder, tokens: Tensor, positions: Tensor, slots: Tensor | None, lengths: Tensor | None,
     wanted: Tensor | None, cache: KVCache, first: bool,
 ) -> Tensor:  # fmt: skip
-    """`_few` for several tokens of a sequence; a function of its own, compiled with other options."""
+    """`_few` for several tokens of a sequence; a separate function, compiled with other options."""
     return _few(model, tokens, positions, slots, lengths, wanted, cache, first)
 
 

@@ -71,19 +71,19 @@ def generate_batch(
         model: from `quantkit.load` or `load_xla`, or an engine over the first, whose slots are then used.
         prompts: texts, where there is a tokenizer, or token ids as `quantkit.generate` takes them.
         tokenizer: for prompts, results and stop strings as texts.
-        max_new_tokens: at most so many for each; 0 scores prompts, with `echo` and `logprobs`.
-        stop: strings at which a text ends; they are not part of it.
-        n: continuations of each prompt, at most 4096, drawn with seeds that count up.
-        logprobs: tell the log-probability of each new token, and of so many of the likeliest in its place; 0 is of
+        max_new_tokens: the maximum for each; 0 scores prompts, with `echo` and `logprobs`.
+        stop: strings that end a completion; they are not part of it.
+        n: continuations of each prompt, up to 4096, drawn with seeds that count up.
+        logprobs: return the log-probability of each new token, and of this many of the likeliest in its place; 0 is of
             the token alone.
         echo: let tokens, text and log-probabilities begin with the prompt's.
         truncate: cut too long a prompt at its beginning, but for the first token where that is BOS. Else it is
             refused.
         specials: whether spellings of special tokens in texts, such as ``<|eot_id|>``, mean those tokens. Not for
             texts that others wrote.
-        batch_size: sequences that run together at most; each takes its part of the cache. What comes of a prompt
-            does not depend on it with the CPU kernels; elsewhere but for ties.
-        progress: told of every prompt.
+        batch_size: the maximum number of sequences that run together; each uses its part of the cache. With the CPU
+            kernels, completions do not depend on it; elsewhere they do only after ties.
+        progress: called for each prompt.
         sampling: how tokens are drawn, greedily by default: see `quantkit.generate`. All prompts have the same seed.
 
     Returns:
@@ -104,13 +104,13 @@ def generate_batch(
     engine = model if isinstance(model, Engine) else None
     config = model.model.config if isinstance(model, Engine) else model.config
     if isinstance(model, BatchModel):
-        most = config.max_unscaled_context
+        max_tokens = config.max_unscaled_context
     else:
-        most = config.max_positions if engine is None else engine.length
+        max_tokens = config.max_positions if engine is None else engine.length
     if tokenizer is not None:
         require_tokenizer(tokenizer)
         require_rows(tokenizer, config.vocab_size)
-    stops, told, slots = checked_stop(stop, tokenizer), deduplicated(progress), _checked_batch_size(batch_size)
+    stops, report, slots = checked_stop(stop, tokenizer), deduplicated(progress), _checked_batch_size(batch_size)
     asked = checked_request(config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo)
     if isinstance(prompts, str) or not is_several(prompts):
         raise wrong_type("prompts", prompts, "several prompts in a list")
@@ -119,7 +119,7 @@ def generate_batch(
         with _about_prompt(number):
             ids = _ids(prompt, tokenizer, specials)
             if truncate and ids:
-                ids = shortened(ids, most, asked.max_new_tokens, config.bos_token_id)
+                ids = shortened(ids, max_tokens, asked.max_new_tokens, config.bos_token_id)
             length = checked_length(config, ids, asked.max_new_tokens)
             if engine is not None:
                 engine.require_length(length)
@@ -128,10 +128,10 @@ def generate_batch(
         return []
     runner = model if isinstance(model, Engine) else engine_for(model, requests, slots)
     found, total = list[Completion](), len(requests) * asked.samples
-    told("generate", 0, total, "completions")
+    report("generate", 0, total, "completions")
     for one in completions(runner, requests, tokenizer, [stops] * len(requests)):
         found.append(one)
-        told("generate", len(found), total, "completions")
+        report("generate", len(found), total, "completions")
     return sorted(found, key=lambda one: (one.prompt, one.sample))
 
 
@@ -165,7 +165,7 @@ def completions(
 
     Args:
         stops: strings at which the text of each request ends.
-        counted: told of so many new tokens after each step.
+        counted: called after each step with its number of new tokens.
     """
     runner: Runner[Any] = Scheduler(engine) if isinstance(engine, Engine) else engine
     for request in requests:
@@ -243,7 +243,7 @@ def _ids(prompt: str | TokenIds, tokenizer: Tokenizer | None, specials: bool) ->
     if not isinstance(prompt, str):
         return prompt_ids(prompt)
     if tokenizer is None:
-        raise RequestError("a text needs a tokenizer", hint="give `tokenizer`")
+        raise RequestError("a prompt that is a string needs a tokenizer", hint="give `tokenizer`")
     return text_ids(tokenizer, prompt, specials=specials)
 
 

@@ -1,4 +1,4 @@
-"""What a folder's generation_config.json says: which tokens end a text, and how tokens are drawn by default."""
+"""What a folder's generation_config.json says: end tokens, and default sampling options."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from quantkit.text.gguf_tokenizer import text_folder
 _log = logging.getLogger(__name__)
 
 NAME = "generation_config.json"
-_MOST = 1e9
-_LEAST_TOP_P = 1e-9  # the likeliest token alone, which is what 0 means
+_MAX = 1e9
+_MIN_TOP_P = 1e-9  # the likeliest token alone, which is what 0 means
 
 
 def sampling_defaults(folder: str | Path) -> SamplingOptions:
     """How tokens of a model are drawn where nobody says it, as its folder's generation_config.json has it.
 
-    `quantkit.generate` is greedy unless asked; these are for conversations.
+    `quantkit.generate` is greedy by default; these are for conversations.
 
     Args:
         folder: of the model.
@@ -40,13 +40,13 @@ def sampling_defaults(folder: str | Path) -> SamplingOptions:
     settings = _settings(as_path("folder", folder))
     found: SamplingOptions = {}
     if settings.has("repetition_penalty"):
-        found["repetition_penalty"] = settings.number("repetition_penalty", 0, _MOST)
+        found["repetition_penalty"] = settings.number("repetition_penalty", 0, _MAX)
     if settings.flag("do_sample", False):
-        found["temperature"] = settings.number("temperature", 0, _MOST) if settings.has("temperature") else 1.0
+        found["temperature"] = settings.number("temperature", 0, _MAX) if settings.has("temperature") else 1.0
         if settings.has("top_k"):
             found["top_k"] = _top_k(settings)
         if settings.has("top_p"):
-            found["top_p"] = max(settings.number("top_p", 0, 1), _LEAST_TOP_P)
+            found["top_p"] = max(settings.number("top_p", 0, 1), _MIN_TOP_P)
         if settings.has("min_p"):
             found["min_p"] = settings.number("min_p", 0, 1)
     try:
@@ -54,7 +54,7 @@ def sampling_defaults(folder: str | Path) -> SamplingOptions:
     except RequestError as error:
         raise CheckpointError(error.problem, path=settings.path, found=error.found) from error
     if settings.has("num_beams") and settings.integer("num_beams", 1, 2**31) > 1:
-        _log.info("%s: asks for beam search, which is not supported; tokens are drawn one by one", settings.path)
+        _log.info("%s: requests beam search, which is not supported; tokens are drawn one by one", settings.path)
     return found
 
 
@@ -66,7 +66,7 @@ def _top_k(settings: Settings) -> int:
 
 
 def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:
-    """The tokens that end a text: those of a model's config, and those that its folder's generation_config.json adds.
+    """The end tokens: those of a model's config, and those that its folder's generation_config.json adds.
 
     Raises:
         CheckpointError: if that lists something else than tokens of the vocabulary.

@@ -1,4 +1,4 @@
-"""What is asked of a model, checked before anything is computed, and without torch."""
+"""Requests to a model, checked before anything is computed, and without torch."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ TokenIds: TypeAlias = "Sequence[int] | Tensor"
 """A prompt as a model takes it: a list of ids, or a tensor of integers, [T] or [1, T]."""
 
 MAX_LOGPROBS = 100
-"""Of the likeliest tokens that can be asked for."""
+"""The maximum of `logprobs`."""
 
 MAX_SAMPLES = 4096
-"""Of a prompt that can be asked for."""
+"""The maximum number of samples of a prompt."""
 
 BEAM_SEARCH = {"num_beams", "beams", "beam_size", "beam_width", "best_of", "use_beam_search"}
 """What others call its options."""
 
 _WORTH_HAVING = 16
-"""New tokens: where a prompt leaves fewer, and fewer than asked for, the prompt is too long."""
+"""The minimum of new tokens: a prompt that leaves fewer than this, and fewer than requested, is too long."""
 
 _SHOW_HOW = "tokenizer.encode(text) gives them, and quantkit.stream(model, tokenizer, text) takes the text itself"
 
@@ -47,12 +47,12 @@ class Request:
 
     Attributes:
         prompt: token ids, not empty.
-        max_new_tokens: at most so many; 0 where only the prompt is scored.
+        max_new_tokens: the maximum number; 0 where only the prompt is scored.
         sampling: how they are drawn.
         samples: continuations, each drawn for itself; with a seed, that is counted up for each.
-        logprobs: of so many of the likeliest tokens the log-probability is told, besides that of each token drawn;
+        logprobs: return the log-probability of each token drawn, and of this many of the likeliest tokens;
             None is of none at all.
-        echo: whether the same is told of the prompt's tokens.
+        echo: whether to return the same for the prompt's tokens.
         end_ids: tokens that end it, besides those that end any text of the model.
     """
 
@@ -71,7 +71,7 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the prompt's own log-probabilities are told."""
+        """Whether to return log-probabilities of the prompt's tokens."""
         return self.echo and self.logprobs is not None
 
 
@@ -88,10 +88,10 @@ def prompt_ids(prompt: TokenIds) -> list[int]:
     """The ids of a prompt, whatever holds them.
 
     Raises:
-        RequestError: if it is a text, no integers, or several prompts.
+        RequestError: if it is a string, not integers, or several prompts.
     """
     if isinstance(prompt, (str, bytes)):
-        raise RequestError("the prompt is a text", found=shown(prompt), expected="token ids", hint=_SHOW_HOW)
+        raise RequestError("the prompt is a string", found=shown(prompt), expected="token ids", hint=_SHOW_HOW)
     try:
         rows = token_rows(prompt)
     except TypeError as error:
@@ -105,7 +105,7 @@ def prompt_ids(prompt: TokenIds) -> list[int]:
 
 
 def checked_count(max_new_tokens: object) -> int:
-    """How many tokens are wanted at most.
+    """The maximum number of new tokens, checked.
 
     Raises:
         RequestError: if that is no number, or none.
@@ -152,9 +152,9 @@ def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:
     return tokenizer.encode(text, specials=specials)
 
 
-def shortened(ids: list[int], most: int, max_new_tokens: int, bos: int | None) -> list[int]:
+def shortened(ids: list[int], max_tokens: int, max_new_tokens: int, bos: int | None) -> list[int]:
     """The end of a prompt that is too long together with what is to come; a BOS stays."""
-    room = max(1, most - max_new_tokens)
+    room = max(1, max_tokens - max_new_tokens)
     if len(ids) <= room:
         return ids
     begins = ids[:1] if ids[0] == bos and room > 1 else []
@@ -171,8 +171,8 @@ def checked_request(
         RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context together with the
             new tokens; for numbers out of range or options that do not go together.
     """
-    asked = checked_options(max_new_tokens, sampling, samples=samples, logprobs=logprobs, echo=echo)
-    return with_prompt(config, asked, ids)
+    request = checked_options(max_new_tokens, sampling, samples=samples, logprobs=logprobs, echo=echo)
+    return with_prompt(config, request, ids)
 
 
 def checked_options(
@@ -190,15 +190,15 @@ def checked_options(
     if unknown:
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
     params = SamplingParams(**sampling)
-    count, told = as_integer("n", samples), None if logprobs is None else as_integer("logprobs", logprobs)
+    count, top = as_integer("n", samples), None if logprobs is None else as_integer("logprobs", logprobs)
     if count < 1:
         raise RequestError("n must be at least 1", found=shown(count))
     if count > MAX_SAMPLES:
         raise RequestError("n is out of range", found=shown(count), expected=f"1 to {MAX_SAMPLES}")
-    if told is not None and not 0 <= told <= MAX_LOGPROBS:
-        raise RequestError("logprobs is out of range", found=told, expected=f"0 to {MAX_LOGPROBS}")
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise RequestError("logprobs is out of range", found=top, expected=f"0 to {MAX_LOGPROBS}")
     new = as_integer("max_new_tokens", max_new_tokens)
-    if new == 0 and echo != (told is not None):
+    if new == 0 and echo != (top is not None):
         raise RequestError(
             "nothing to generate", found="0 new tokens", hint="prompts are scored with both `echo` and `logprobs`"
         )
@@ -206,22 +206,22 @@ def checked_options(
         new = checked_count(new)
     elif count > 1:
         raise RequestError("a prompt that is only scored has one result", found=f"n = {count}")
-    return Request([], new, params, count, told, echo)
+    return Request([], new, params, count, top, echo)
 
 
-def with_prompt(config: ModelConfig, asked: Request, ids: list[int], most: int | None = None) -> Request:
+def with_prompt(config: ModelConfig, request: Request, ids: list[int], max_tokens: int | None = None) -> Request:
     """A request with its prompt.
 
     Args:
-        most: see `checked_length`.
+        max_tokens: see `checked_length`.
 
     Raises:
         RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context together with the
             new tokens; or if a bias is of unknown tokens.
     """
-    asked.sampling.require_vocabulary(config.vocab_size)
-    checked_length(config, ids, asked.max_new_tokens, most)
-    return replace(asked, prompt=ids)
+    request.sampling.require_vocabulary(config.vocab_size)
+    checked_length(config, ids, request.max_new_tokens, max_tokens)
+    return replace(request, prompt=ids)
 
 
 def no_beam_search(name: str) -> RequestError:
@@ -238,11 +238,11 @@ def no_prompt_logprobs(name: str) -> RequestError:
     return RequestError("log-probabilities of prompts are not given through XLA", hint=f"leave out `{name}`")
 
 
-def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int, most: int | None = None) -> int:
+def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int, max_tokens: int | None = None) -> int:
     """Tokens of a prompt and its continuation together.
 
     Args:
-        most: tokens that there can be; None is as many as the model reaches.
+        max_tokens: the maximum length; None is the model's.
 
     Raises:
         RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context
@@ -255,13 +255,13 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int,
             "the prompt holds token ids outside the vocabulary", expected=f"0 to {config.vocab_size - 1}"
         )
     length = len(ids) + max_new_tokens
-    most = config.max_positions if most is None else most
-    if length > most:
-        room, wanted = most - len(ids), min(max_new_tokens, _WORTH_HAVING)
-        switch = most < config.max_positions and most == config.rope_switch
+    max_tokens = config.max_positions if max_tokens is None else max_tokens
+    if length > max_tokens:
+        room, wanted = max_tokens - len(ids), min(max_new_tokens, _WORTH_HAVING)
+        switch = max_tokens < config.max_positions and max_tokens == config.rope_switch
         exceeded = "the length at which rotary positions switch" if switch else "the model's context"
         raise RequestError(
-            f"prompt and new tokens exceed {exceeded}", found=length, expected=f"at most {most}",
-            hint="give a shorter prompt" if room < wanted else "ask for fewer with `max_new_tokens`",
+            f"prompt and new tokens exceed {exceeded}", found=length, expected=f"at most {max_tokens}",
+            hint="give a shorter prompt" if room < wanted else "lower `max_new_tokens`",
         )  # fmt: skip
     return length

@@ -70,7 +70,7 @@ def sample(
     """Draw one token per row: logits [B, V] to token ids [B, 1].
 
     Args:
-        seen: which tokens each text already contains, bool [B, V]; needed for a repetition penalty.
+        seen: which tokens each sequence already contains, bool [B, V]; needed for a repetition penalty.
     """
     if params.temperature == 0:
         return adjusted(logits, params, seen).argmax(-1, keepdim=True)

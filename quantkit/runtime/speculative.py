@@ -38,7 +38,7 @@ def speculate(
     Args:
         model, draft: from `quantkit.load`, with the same tokens; both shared by processes, or neither.
         ids, max_new_tokens, sampling: see `generate`.
-        draft_tokens: proposed at a time, at most.
+        draft_tokens: maximum number proposed at a time.
 
     Raises:
         RequestError: at once, as `generate` does, for either model; or if their vocabularies differ in size.
@@ -74,11 +74,11 @@ class _Reader:
         self._engine = Engine(model, length, compiled=False)
 
     def room(self, length: int) -> int | None:
-        """How many tokens may follow a text before rotary positions switch; None is any number."""
+        """How many tokens may follow a sequence before rotary positions switch; None is any number."""
         return None if self._switch is None or length > self._switch else self._switch - length
 
     def read(self, text: list[int], last: int, params: SamplingParams) -> Tensor:
-        """Store what is not yet of a text; probabilities [last, V] of what follows each of its last tokens."""
+        """Store the new part of a sequence; probabilities [last, V] of what follows each of its last tokens."""
         if self._switch is not None and self._read_length <= self._switch < len(text):
             self._read_length, self.stored = len(text), 0
         while len(text) - self.stored > self._engine.chunk + last:
@@ -89,7 +89,7 @@ class _Reader:
             return probabilities(finite_logits(logits), params, seen)
 
     def _step(self, text: list[int], stop: int, last: int) -> Tensor:
-        """Take up a text to where it says; logits of its last tokens."""
+        """Store a sequence up to `length`; logits of its last tokens."""
         count = stop - self.stored
         tokens = torch.tensor(text[self.stored : stop], device=self.model.device)
         positions, wanted = range(self.stored, stop), range(count - last, count)
@@ -106,12 +106,12 @@ class _Reader:
 
 
 def _tokens(
-    target: _Reader, draft: _Reader, text: list[int], length: int, most: int, params: SamplingParams
+    target: _Reader, draft: _Reader, text: list[int], length: int, max_tokens: int, params: SamplingParams
 ) -> Generator[int, None, None]:
     generator = generator_of(params, target.model.device)
     while len(text) < length:
         rooms = (reader.room(len(text)) for reader in (target, draft))
-        count = min(most, length - len(text) - 1, *(room for room in rooms if room is not None))
+        count = min(max_tokens, length - len(text) - 1, *(room for room in rooms if room is not None))
         for token in _step(target, draft, text, count, params, generator):
             if token in target.model.config.eos_token_ids:
                 return

@@ -38,14 +38,14 @@ def stream(
 
     Args:
         model, tokenizer: from `quantkit.load`; instead of the model also an engine over it.
-        prompt: a text, or token ids in a list or a tensor [T] or [1, T].
+        prompt: a string, or token ids in a list or a tensor [T] or [1, T].
         max_new_tokens, sampling: as for `quantkit.generate`; greedy by default.
-        stop: strings at which the text ends; they are not given out.
-        specials: whether spellings of special tokens in a text, such as ``<|eot_id|>``, mean those tokens. Not for a
-            text that others wrote.
+        stop: strings that end the text; they are not returned.
+        specials: whether spellings of special tokens in the prompt, such as ``<|eot_id|>``, mean those tokens. Not for
+            text from other people.
 
     Returns:
-        A generator of the text that each token adds, computed as it is asked for; it may be left at any time. The
+        A generator of the text that each token adds, computed on demand; it may be closed at any time. The
         prompt is not repeated, and a character that spans tokens comes whole with the last of them: joined, the
         pieces are the text.
 
@@ -83,13 +83,13 @@ def text_pieces(
 
 
 class Pace:
-    """How fast tokens come; it counts those that pass through `timed`, or that it is told of."""
+    """How fast tokens come; it counts those that pass through `timed`, or are passed to `add`."""
 
     def __init__(self, *, at_once: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
         """
         Args:
             at_once: tokens that come together with the first one.
-            clock: tells seconds.
+            clock: returns seconds.
         """
         self.tokens = 0
         self._at_once = at_once
@@ -97,7 +97,7 @@ class Pace:
         self._begun = self._first = self._last = 0.0
 
     def timed(self, tokens: Iterable[int]) -> Iterator[int]:
-        """The tokens; time runs from when the first is asked for."""
+        """The tokens; time starts with the first request."""
         self.begin()
         for token in tokens:
             self.add(1)
@@ -108,7 +108,7 @@ class Pace:
         self._begun = self._clock()
 
     def add(self, tokens: int) -> None:
-        """So many tokens have come."""
+        """Count this number of tokens."""
         if tokens:
             self._last = self._clock()
             self._first = self._first if self.tokens else self._last
@@ -121,7 +121,7 @@ class Pace:
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second once the first is there; None where there is too little to tell."""
+        """Tokens a second once the first is there; None if there are too few."""
         spent = self._last - self._first
         return (self.tokens - self._at_once) / spent if spent > 0 and self.tokens > self._at_once else None
 

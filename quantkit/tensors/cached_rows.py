@@ -49,6 +49,6 @@ def cached_rows(floats: Tensor, dtype: torch.dtype) -> CachedRows:
         return CachedRows(floats.to(dtype))
     wide = floats.float()
     scales = wide.abs().amax(-1) / _MAX_CODE
-    divisors = scales.masked_fill((scales > 0).logical_not(), 1)  # `where` would bring its number to a card
+    divisors = scales.masked_fill((scales > 0).logical_not(), 1)  # `where` would copy its number to a GPU
     codes = (wide / divisors.unsqueeze(-1)).round().to(torch.int8)
     return CachedRows(codes, scales.masked_fill(scales.isfinite().logical_not(), torch.nan))

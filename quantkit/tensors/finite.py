@@ -88,7 +88,7 @@ def finite_logits(logits: Tensor, path: Path | None = None) -> Tensor:
 
 def nonfinite_logits(path: Path | None = None, dtype: torch.dtype = torch.float32) -> NonFiniteError:
     """The error that `finite_logits` raises for logits of a float type."""
-    hint = "hold it against its source with verify"
+    hint = "compare it with its source: quantkit verify"
     if dtype == torch.float16:
         hint = 'some models, Gemma among them, have hidden states too large for float16: run it with `dtype="bf16"`'
     return NonFiniteError("the model's logits are NaN or Inf", path=path, hint=hint)

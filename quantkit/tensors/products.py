@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BFLOAT16_SETTING = "QUANTKIT_BF16"
-"""Environment variable that forbids bfloat16 on a CPU where it is 0, and asks for it on a card where it is 1."""
+"""Environment variable that forbids bfloat16 on a CPU where it is 0, and requests it on a GPU where it is 1."""
 
-_LEAST = 1 << 20  # multiplications; of fewer the call is what takes time
+_MIN_PRODUCTS = 1 << 20  # multiplications; for fewer, the call itself takes the time
 _FEWEST_ROWS = 16  # with fewer, reading is what takes time
 _STRIPS = 16
-_PRODUCT = 7 << 18  # elements of a product that is only added up: less than what is given pages of its own each time
+_PRODUCT = (
+    7 << 18
+)  # elements of a product that is only added up: smaller than what the allocator maps separately each time
 _STEP, _WIDE_STEP = 64, 128
 _CPU = torch.device("cpu")
 
@@ -64,8 +66,8 @@ def _strip(width: int) -> int:
 
 
 def multiplies_bfloat16(device: torch.device = _CPU) -> bool:
-    """Whether a processor multiplies bfloat16, and nothing forbids it (torch's `ATEN_CPU_CAPABILITY` may); or a card
-    does, and is asked to."""
+    """Whether a processor multiplies bfloat16, and nothing forbids it (torch's `ATEN_CPU_CAPABILITY` may); or a GPU
+    does, and this is requested."""
     setting = os.environ.get(BFLOAT16_SETTING)
     if device.type == "cuda":
         return setting == "1" and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -73,8 +75,8 @@ def multiplies_bfloat16(device: torch.device = _CPU) -> bool:
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
-    told = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(ask is not None and ask() for ask in told)
+    supported = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(ask is not None and ask() for ask in supported)
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -95,7 +97,7 @@ def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Products of float32 on a card without TF32, and sums of bfloat16 in float32, whatever the process has set."""
+    """Products of float32 on a GPU without TF32, and sums of bfloat16 in float32, whatever the process has set."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction
     matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = "ieee", False
@@ -143,5 +145,5 @@ def _dense(matrix: Tensor) -> Tensor:
 
 def _through_onednn(a: Tensor, b: Tensor) -> bool:
     of_float32 = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
-    large = a.shape[0] >= _FEWEST_ROWS and a.shape[0] * b.numel() >= _LEAST
+    large = a.shape[0] >= _FEWEST_ROWS and a.shape[0] * b.numel() >= _MIN_PRODUCTS
     return of_float32 and large and _is_faster_through_onednn()

@@ -193,7 +193,7 @@ def float_rows(value: Tensor | QuantTensor, start: int, stop: int) -> Tensor:
 
 
 def row_chunks(rows: int, columns: int, elements: int = _CHUNK_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """Row ranges of so many elements, a million by default, so that float32 temporaries stay small."""
+    """Row ranges of `elements` elements, a million by default, so that float32 temporaries stay small."""
     step = max(1, elements // max(1, columns))
     for start in range(0, rows, step):
         yield start, min(start + step, rows)

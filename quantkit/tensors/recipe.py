@@ -107,7 +107,7 @@ class Recipe:
         return Recipe(self.default, self.overrides + tuple(Override(p, None) for p in as_strings("patterns", patterns)))
 
     def requested(self, module: str, on_disk: str | None = None, kept: Collection[str] = _HEADS) -> QuantScheme | None:
-        """What the recipe asks for one module, before the shape is looked at.
+        """The scheme that the recipe requests for a module, whatever its shape.
 
         Args:
             on_disk: what it is called there, if otherwise; patterns match either name.

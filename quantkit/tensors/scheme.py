@@ -13,7 +13,7 @@ FALLBACK_GROUP_SIZES = (128, 64, 32)
 """Group sizes tried, largest first, when the requested one does not divide a row."""
 
 SPELLINGS = "int8, int4-g32, int4-g64 or int4-g128"
-"""The schemes that a user may ask for, for messages and help; those of int4 also with zero points: ``-asym``."""
+"""The schemes that a user may request, for messages and help; those of int4 also with zero points: ``-asym``."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,6 @@ class QuantScheme:
 
 _IN_GROUPS = [QuantScheme(4, size, symmetric) for symmetric in (True, False) for size in (32, 64, 128)]
 SCHEMES = {str(scheme): scheme for scheme in (QuantScheme(8, None), *_IN_GROUPS)}
-"""The schemes that a user may ask for, by name: those that the gate lets through and that kernels serve."""
+"""The schemes that a user may request, by name: those that the gate lets through and that kernels serve."""
 EMBEDDING_SCHEME = SCHEMES["int8"]
 """What embeddings are quantized to: a scale for each token, as each has one row."""

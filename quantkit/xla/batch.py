@@ -38,7 +38,7 @@ class CachedBatch:
 
     Attributes:
         logits: [B, V], of what follows.
-        running: whether there is a text that has not ended.
+        running: whether there is a sequence that has not ended.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class CachedBatch:
         Args:
             tokens: [B, T], of which the first tokens of each row, as many as its length [B], are a prompt and the
                 others padding.
-            counts: [B], tokens that each text gets at most; 0 where a row has none.
+            counts: [B], tokens that each sequence gets at most; 0 where a row has none.
             capacity: positions that the cache has.
             sampling: how tokens are drawn; None takes the likeliest.
-            penalized: whether tokens that a text holds already have a penalty.
-            logprobs: also give log-probabilities, and so many of the likeliest tokens.
+            penalized: whether tokens that a sequence holds already have a penalty.
+            logprobs: also return log-probabilities, with this many of the likeliest tokens.
 
         Raises:
             RequestError: if the texts are more than that, or the cache does not fit in memory. Beyond the cache's end
@@ -83,7 +83,7 @@ class CachedBatch:
         """The next tokens of all texts, [steps, B]: a chunk of them, or fewer if all texts end before.
 
         Raises:
-            NonFiniteError: if the logits of a text are NaN or Inf.
+            NonFiniteError: if the logits of a sequence are NaN or Inf.
             RequestError: if there is too little memory.
         """
         with enough_memory(None):
@@ -97,7 +97,7 @@ class CachedBatch:
         return found
 
     def end(self, row: int) -> None:
-        """Let a text get no more tokens."""
+        """Let a sequence get no more tokens."""
         left = np.array(self._rows.left)
         left[row] = 0
         self._rows = self._rows._replace(left=left)
@@ -105,7 +105,7 @@ class CachedBatch:
 
 
 class XlaBatch:
-    """Runs requests: so many begin together, each in a row of a `CachedBatch`, and the next when all have ended."""
+    """Runs requests, as many together as a `CachedBatch` has rows; the next ones begin when all of these have ended."""
 
     def __init__(self, model: ShardedModel, slots: int) -> None:
         """
@@ -122,7 +122,7 @@ class XlaBatch:
     def require(self, request: Request) -> None:
         """
         Raises:
-            RequestError: if it asks for what there is no program for, or for more positions than have the same angles
+            RequestError: if it requests what no program does, or for more positions than have the same angles
                 in all texts.
         """
         if request.scores_prompt:
@@ -131,7 +131,7 @@ class XlaBatch:
         checked_length(config, request.prompt, request.max_new_tokens, config.max_unscaled_context)
 
     def add(self, request: Request) -> list[Continuation]:
-        """Take up a request; its continuations."""
+        """Start a request; returns its continuations."""
         found = [Continuation(request, number) for number in range(request.samples)]
         self._waiting.extend(found)
         return found
@@ -145,7 +145,7 @@ class XlaBatch:
             self._cached.end(self._running.index(generation))
 
     def step(self) -> list[Continuation]:
-        """A chunk of each text; those that have new tokens or have ended.
+        """A chunk of each sequence; those that have new tokens or have ended.
 
         Raises:
             NonFiniteError: if the model's logits are NaN or Inf.
@@ -163,7 +163,7 @@ class XlaBatch:
         return news
 
     def _take(self, one: Continuation, drawn: Drawn) -> None:
-        """Take up what was drawn for a text up to its end; of tokens that end it alone the device knows nothing."""
+        """Add the tokens drawn for a sequence, up to its end; of tokens that end it alone the device knows nothing."""
         for index, token in enumerate(drawn.tokens.tolist()):
             if token != NO_TOKEN and one.finish_reason is None:
                 one.append(token, _logprobs(one, drawn, index), self._model.config.eos_token_ids)
@@ -172,7 +172,7 @@ class XlaBatch:
 
 
 def _logprobs(one: Continuation, drawn: Drawn, index: int) -> TokenLogprobs | None:
-    """Of one of the tokens that were drawn for a text, if it asks for them."""
+    """Of one of the tokens that were drawn for a sequence, if requested."""
     count = one.request.logprobs
     if count is None:
         return None
@@ -196,10 +196,10 @@ def cached_batch(model: ShardedModel, texts: Sequence[Continuation], rows: int) 
     sampling = None
     if not all(one.likeliest_only for one in params):
         sampling = Sampling.of(params, _shared_seeds(params), model.config.vocab_size)
-    told = [one.request.logprobs for one in texts if one.request.logprobs is not None]
+    requested = [one.request.logprobs for one in texts if one.request.logprobs is not None]
     return CachedBatch(
         model, tokens, lengths, counts, bucket(max(padded, int((lengths + counts).max()))), sampling=sampling,
-        penalized=penalized, logprobs=min(max(told), model.config.vocab_size) if told else None,
+        penalized=penalized, logprobs=min(max(requested), model.config.vocab_size) if requested else None,
     )  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def _seen_tokens(tokens: Array, lengths: Array, vocabulary: int) -> Array:
 
 
 def _shared_seeds(params: Sequence[SamplingParams]) -> list[int]:
-    """A seed in 64 bits for each text, the same for the processes of all hosts."""
+    """A seed in 64 bits for each sequence, the same for the processes of all hosts."""
     seeds = [secrets.randbits(64) if one.seed is None else one.seed % 2**64 for one in params]
     words = np.array([divmod(seed, 2**32) for seed in seeds], np.uint32)
     return [high << 32 | low for high, low in multihost_utils.broadcast_one_to_all(words).tolist()]

@@ -32,7 +32,7 @@ class XlaModel(ShardedModel):
     """A model on devices that generates."""
 
     def runner(self, slots: int) -> XlaBatch:
-        """What `quantkit.generate_batch` runs requests with, so many texts at once."""
+        """What `quantkit.generate_batch` runs requests with, several sequences at once."""
         return XlaBatch(self, slots)
 
     def generate(

@@ -29,7 +29,7 @@ _MEMORY = {"v5e": 15.75, "v6e": 31.25}  # GiB of a chip that the compiler gives 
 _SHAPES = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}  # by chips
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COMPILER_ONLY = {
-    "TPU_SKIP_MDS_QUERY": "1",  # no metadata server is asked what machine this is
+    "TPU_SKIP_MDS_QUERY": "1",  # no request to a metadata server about this machine
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a chip that may be here is not taken
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -46,7 +46,7 @@ class Phase:
     Attributes:
         arguments: weights and cache.
         temporaries: while it runs.
-        total: these, what it gives out beside the cache, and its code.
+        total: these, its outputs other than the cache, and its code.
         collectives: how many of each kind, over all chips.
     """
 

@@ -129,7 +129,7 @@ def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Ar
 
 def update_cache(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
     """A cache [B, K, S, Dh] with keys or values [B, K, T, Dh] put at positions [T], the same for all texts, or [B, T];
-    those of a text lie one after the other."""
+    those of a sequence lie one after the other."""
     new = new.astype(cache.dtype)
     if positions.ndim == 1:
         return lax.dynamic_update_slice_in_dim(cache, new, positions[0], axis=2)

@@ -1,6 +1,6 @@
 """The two compiled programs of generation: the prompts of a batch, and a chunk of new tokens for each.
 
-B rows of a batch, each a text of its own or none; V vocabulary.
+B rows of a batch, each with its own sequence or none; V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from quantkit.xla.split import DeviceSplit
 from quantkit.xla.weights import SHARDED
 
 CHUNK = 10
-"""Tokens of each text that are drawn before the host looks at them."""
+"""Tokens of each sequence that are drawn before the host looks at them."""
 
 NO_TOKEN = -1
-"""Where a text had ended."""
+"""Where a sequence had ended."""
 
 _REPLICATED = PartitionSpec()
 
@@ -40,9 +40,9 @@ class Rows(NamedTuple):
     """The texts of a batch between chunks, as arrays.
 
     Attributes:
-        positions: [B], where each text's next token goes.
-        left: [B], tokens that may still be drawn for each; 0 where a text has ended, or a row has none.
-        seen: bool [B, V], which tokens each text holds already; None where none is penalized for that.
+        positions: [B], where each sequence's next token goes.
+        left: [B], tokens that may still be drawn for each; 0 where a sequence has ended, or a row has none.
+        seen: bool [B, V], which tokens each sequence holds already; None where none is penalized for that.
     """
 
     positions: Any
@@ -54,9 +54,9 @@ class Drawn(NamedTuple):
     """A chunk's new tokens, as arrays.
 
     Attributes:
-        tokens: [CHUNK, B]; `NO_TOKEN` where a text had ended.
+        tokens: [CHUNK, B]; `NO_TOKEN` where a sequence had ended.
         finite: [CHUNK, B], whether the logits that each was drawn from were.
-        logprobs: float32 [CHUNK, B], log-probability of each, as the model has it; None where not asked for.
+        logprobs: float32 [CHUNK, B], log-probability of each, as the model has it; None if not requested.
         top, top_logprobs: [CHUNK, B, K], the likeliest tokens and theirs.
     """
 
@@ -124,11 +124,11 @@ def chunk_program(model: Decoder, mesh: Mesh, *, logprobs: int | None = None) ->
     """(state, cache, logits [B, V], rows, ends [E], sampling) to cache, logits, rows, what was drawn, and in how many
     steps: `CHUNK`, or fewer if all texts have ended.
 
-    The first tokens are drawn from the logits given. A text ends with one of the tokens `ends`, or when none is left
-    to it; the cache must have positions for what is left. Sampling is as for `sample`.
+    The first tokens are drawn from the given logits. A sequence ends with one of the tokens `ends`, or at its number of
+    tokens; the cache must have positions for what is left. Sampling is as for `sample`.
 
     Args:
-        logprobs: give log-probabilities, also of so many of the likeliest tokens.
+        logprobs: return log-probabilities, also of this many of the likeliest tokens.
     """
 
     def chunk(
@@ -164,9 +164,9 @@ def cache_shape(split: DeviceSplit, batch: int, capacity: int) -> tuple[int, ...
 def _next(
     logits: jax.Array, rows: Rows, ends: jax.Array, sampling: Sampling | None, logprobs: int | None
 ) -> tuple[Drawn, Rows, jax.Array]:
-    """Draw a token for each text: what was drawn, the rows with these tokens at their positions, and the tokens [B].
+    """Draw a token for each sequence: what was drawn, the rows with these tokens in place, and the tokens [B].
 
-    A text that has ended, or a row that has none, draws too, since all rows are computed; nobody is told.
+    A sequence that has ended, or a row that has none, draws too, since all rows are computed; its tokens are dropped.
     """
     active = rows.left > 0
     tokens = sample(logits, sampling, rows.positions, rows.seen)
@@ -214,7 +214,7 @@ def _spmd(
         return _map_sharded(lambda array: array[None], results, outputs)
 
     mapped = jax.shard_map(one, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
-    shardings = tuple(NamedSharding(mesh, spec) for spec in inputs)  # the host's arrays and the devices' alike
+    shardings = tuple(NamedSharding(mesh, spec) for spec in inputs)  # both the host's arrays and the devices'
     return jax.jit(mapped, in_shardings=shardings, donate_argnums=donated)
 
 

@@ -1,4 +1,4 @@
-"""From logits to the next token of each text, in JAX; `quantkit.runtime.sampling_params` declares the options.
+"""From logits to the next token of each sequence, in JAX; `quantkit.runtime.sampling_params` declares the options.
 
 The random numbers differ from torch's. B texts, V vocabulary.
 """
@@ -21,12 +21,12 @@ _MAX_COUNT = 2**31 - 1
 
 
 class Sampling(NamedTuple):
-    """How the tokens of each text are drawn, as arrays.
+    """How the tokens of each sequence are drawn, as arrays.
 
     Attributes:
-        keys: [B, 2] uint32, for the random numbers of each text.
+        keys: [B, 2] uint32, for the random numbers of each sequence.
         values: of the options by name: [B] float32 or int32, or [B, V] where an option has a value for each token and
-            a text uses it.
+            a sequence uses it.
     """
 
     keys: Any
@@ -36,7 +36,7 @@ class Sampling(NamedTuple):
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], vocab_size: int) -> Sampling:
         """
         Args:
-            seeds: 64 bits for each text.
+            seeds: 64 bits for each sequence.
         """
         values: dict[str, Any] = {}
         for option in OPTIONS:
@@ -52,12 +52,12 @@ class Sampling(NamedTuple):
 
 
 def sample(logits: jax.Array, sampling: Sampling | None, positions: jax.Array, seen: jax.Array | None) -> jax.Array:
-    """A token for each text, [B, V] to [B].
+    """A token for each sequence, [B, V] to [B].
 
     Args:
         sampling: None takes the likeliest.
-        positions: where the tokens go, [B]. What is drawn for a text depends on its key and on its position alone.
-        seen: which tokens each text already contains, bool [B, V]; None if no option needs it.
+        positions: where the tokens go, [B]. What is drawn for a sequence depends on its key and on its position alone.
+        seen: which tokens each sequence already contains, bool [B, V]; None if no option needs it.
     """
     if sampling is None:
         return logits.argmax(-1)
@@ -67,7 +67,7 @@ def sample(logits: jax.Array, sampling: Sampling | None, positions: jax.Array, s
 def _sample_one(
     logits: jax.Array, key: jax.Array, position: jax.Array, values: dict[str, jax.Array], seen: jax.Array | None
 ) -> jax.Array:
-    """A token of one text, from logits [V]."""
+    """A token of one sequence, from logits [V]."""
     for option in OPTIONS:
         if option.adjust is not None and option.name in values and not (option.needs_seen_tokens and seen is None):
             logits = option.adjust(jnp, logits, values[option.name], seen)

@@ -28,7 +28,7 @@ _FEATURES = frozenset(
      "activation", "attention_scale", "attention_softcap", "logit_softcap", "embedding_multiplier", "logit_multiplier",
      "residual_multiplier"}
 )  # fmt: skip
-"""What models may do beyond the plainest; each is held against torch's by the tests."""
+"""Model features other than the basic ones; tests compare each with torch."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class DeviceSplit:
 
 
 def _cut(tensor: Tensor, shards: Shards, axis: int | None, rank: int, unit: int = 1) -> Tensor:
-    """One device's shard along an axis that counts in units of so many columns."""
+    """One device's shard along an axis that counts in units of `unit` columns."""
     if axis is None:
         return tensor
     start, count = min(shards.starts[rank] // unit, tensor.shape[axis]), shards.count // unit

@@ -105,7 +105,7 @@ def _dtype(leaf: Leaf) -> Any:
 
 
 def _placed(mesh: Mesh, leaves: Mapping[int, Leaf]) -> jax.Array:
-    """An array of which each rank here has a leaf of its own."""
+    """An array of which each rank here has its own leaf."""
     first = next(iter(leaves.values()))
     shape = (len(mesh.devices.flat), *first.value.shape)
 
