@@ -57,8 +57,6 @@ def check(folder: Folder, source: Path, progress: Progress) -> tuple[list[Findin
 
 
 class _Comparison:
-    """A comparison of a model with its source, tensor by tensor."""
-
     def __init__(self, reference: StoredCheckpoint, patient: StoredCheckpoint) -> None:
         self.reference, self.patient = reference, patient
         self.layers: list[LayerError] = []

@@ -195,7 +195,6 @@ class Folder:
         return [self.root / name for name in self.names if pattern.fullmatch(name)]
 
     def _indexed(self, index: Path) -> list[Path]:
-        """The files that an index names."""
         try:
             mapped = read_json(index).get("weight_map")
             if not isinstance(mapped, dict) or not mapped:

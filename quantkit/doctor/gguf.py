@@ -103,7 +103,6 @@ def _tensors(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[st
 
 
 def _usual(own: Mapping[int, Mapping[str, GgufTensor]], suffix: str) -> tuple[int, ...]:
-    """The shape that most blocks' tensors of a name have."""
     shapes = Counter(found[suffix].shape for found in own.values() if suffix in found)
     return shapes.most_common(1)[0][0]
 

@@ -120,7 +120,6 @@ def _layer_lines(layers: Sequence[LayerError]) -> list[str]:
 
 
 def _shortened(text: str, length: int) -> str:
-    """A name without its middle if it is too long."""
     if len(text) <= length:
         return text
     half = (length - 3) // 2

@@ -104,7 +104,6 @@ def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding
 
 
 def _judged(part: Part, facts: _Facts) -> Iterator[Finding]:
-    """What is wrong with one tensor."""
     if facts.count == 0:
         return
     if facts.bad:

@@ -96,13 +96,11 @@ def _statistical(view: View, above: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def _words(coded: Description) -> tuple[StoredTensor, StoredTensor]:
-    """The tensors of packed codes and of packed zero points."""
     assert coded.layout is not None
     return coded.tensors[coded.layout.codes], coded.tensors[coded.layout.zeros]
 
 
 def _mean_code(view: View, words: StoredTensor) -> float:
-    """The mean of the 4-bit codes in a tensor of words."""
     import torch
 
     home = view.folder.homes[words.name]

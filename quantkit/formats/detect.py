@@ -128,7 +128,6 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def _present(folder: Path) -> list[Found]:
-    """The sets of weights at a path, the preferred one first."""
     return [(kind, container) for container in CONTAINERS.values() for kind in container.present(folder)]
 
 

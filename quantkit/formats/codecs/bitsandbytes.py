@@ -124,7 +124,6 @@ class FourBitWeight:
         return wide.flatten()[start * columns - first * size :][: (stop - start) * columns].view(-1, columns)
 
     def _absmax(self) -> Tensor:
-        """The factors of blocks, in float32."""
         import torch
 
         absmax = self._part(_ABSMAX)
@@ -137,7 +136,6 @@ class FourBitWeight:
         return self._homes[self._name + suffix].read(self._name + suffix).flatten()
 
     def _state(self, tensor: StoredTensor) -> Settings:
-        """The JSON object that is a tensor's bytes."""
         file = self._homes[tensor.name]
         if tensor.dtype != DType.UINT8 or len(tensor.shape) != 1 or tensor.nbytes > _STATE_BYTES:
             raise CheckpointError(
@@ -177,7 +175,6 @@ class FourBitWeight:
         return size
 
     def _nested(self, state: Settings) -> float:
-        """The offset of the factors."""
         if (dtype := state.string("nested_dtype")) != DType.FLOAT32:
             raise UnsupportedError(
                 f"tensor '{self._name}' has factors of a type that is not read", path=state.path, found=shown(dtype),
@@ -201,7 +198,6 @@ class FourBitWeight:
     def _found(
         self, stored: Mapping[str, StoredTensor], suffix: str, dtypes: tuple[DType, ...], count: int
     ) -> StoredTensor:  # fmt: skip
-        """A tensor that belongs to the codes."""
         tensor = stored.get(self._name + suffix)
         if tensor is None or tensor.dtype not in dtypes or math.prod(tensor.shape) != count:
             self._refuse(

@@ -135,7 +135,19 @@ class RawModule:
             )  # fmt: skip
 
 
-class Codec(Protocol):
+class HoldsCodes(Protocol):
+    """Encodes codes for storage."""
+
+    def misfit(self, shape: tuple[int, ...]) -> Reason | None:
+        """Why no weight of a shape [O, I] can be stored; None if one can."""
+        ...
+
+    def encode(self, value: QuantTensor) -> Any | Reason:
+        """The stored form, or why there is none that is exact."""
+        ...
+
+
+class Codec(HoldsCodes, Protocol):
     """How the weight of one module is stored: its tensors, and what they mean."""
 
     @property
@@ -173,17 +185,17 @@ class Codec(Protocol):
         """
         ...
 
-    def misfit(self, shape: tuple[int, ...]) -> Reason | None:
-        """Why no weight of a shape [O, I] can be stored; None if one can."""
-        ...
-
     def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
         """The tensors of `stored`, in its order; codes, scales and zero points do not change."""
         ...
 
 
 class GroupedCodec:
-    """Decodes any part of a weight from rows, or from groups of columns that are stored together."""
+    """Decodes any part of a weight from rows, or from groups of columns that are stored together; by default, weights
+    of all shapes can be stored."""
+
+    def misfit(self, shape: tuple[int, ...]) -> Reason | None:
+        return None
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
         columns = spec.shape[-1]
@@ -251,18 +263,6 @@ class ReadAsFloats:
 
     def encode(self, value: QuantTensor) -> Reason:
         return self.misfit(value.shape)
-
-
-class HoldsCodes(Protocol):
-    """Encodes codes for storage."""
-
-    def misfit(self, shape: tuple[int, ...]) -> Reason | None:
-        """Why no weight of a shape [O, I] can be stored; None if one can."""
-        ...
-
-    def encode(self, value: QuantTensor) -> Any | Reason:
-        """The stored form, or why there is none that is exact."""
-        ...
 
 
 class CodeFormat:

@@ -113,9 +113,6 @@ class PackQuantized(GroupedCodec):
         codes = unpack_int32(raw.read(PACKED, part), bits, last - first)
         return _value(raw, spec, self.scheme, codes, self._zero(raw, spec, rows), rows, first)
 
-    def misfit(self, shape: tuple[int, ...]) -> None:
-        return None
-
     def encode(self, value: QuantTensor) -> list[Tensor]:
         import torch
 
@@ -128,7 +125,6 @@ class PackQuantized(GroupedCodec):
         return tensors
 
     def _zero(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None) -> Tensor | None:
-        """Zero points, packed or in bytes."""
         from quantkit.tensors.qtensor import unpack_int32
 
         stored = raw.find(_ZERO)
@@ -173,9 +169,6 @@ class IntQuantized(GroupedCodec):
         if not self.scheme.symmetric:
             zero = _whole_rows(_unsigned(raw, raw.read(_ZERO), self.scheme), spec, self.scheme, rows)
         return _value(raw, spec, self.scheme, codes, zero, rows, columns[0])
-
-    def misfit(self, shape: tuple[int, ...]) -> None:
-        return None
 
     def encode(self, value: QuantTensor) -> list[Tensor]:
         import torch

@@ -129,7 +129,6 @@ def _indices(shape: tuple[int, ...], axis: int, part: TensorSlice | None) -> Ten
 
 
 def _floats(scale: Tensor) -> Tensor:
-    """Scales in float32."""
     if DType.of(scale.dtype) == DType.UINT8:
         return (scale.float() - _BIAS).exp2()
     return scale.float()

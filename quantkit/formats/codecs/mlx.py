@@ -311,7 +311,6 @@ def _written_group_size(scheme: QuantScheme, columns: int) -> int | Reason:
 
 
 def _groups(raw: RawModule) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scales and offsets, some rows at a time."""
     from quantkit.tensors.qtensor import row_chunks
 
     scales = raw.find(_SCALES)

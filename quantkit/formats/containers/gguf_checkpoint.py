@@ -131,7 +131,6 @@ class GgufCheckpoint:
         return read_place(file, view, stored.type, spec, tensor, place, stored_offset(self.config, tensor), part)
 
     def _spec(self, tensor: DiskTensor) -> TensorSpec:
-        """The spec with which a tensor is read."""
         kind = self._stored[tensor.name].type
         if kind in FLOATS:
             return TensorSpec(tensor.name, tensor.shape, FLOATS[kind])
@@ -185,7 +184,6 @@ class GgufCheckpoint:
         return same_tensor(self._file(_HEAD), _HEAD, self._file(_EMBEDDING), _EMBEDDING)
 
     def _dtype(self) -> DType:
-        """The float type of most float matrices."""
         sizes: Counter[DType] = Counter()
         for tensor in self._disk.values():
             stored = self._stored.get(tensor.name)

@@ -240,7 +240,6 @@ def _extra(name: str, values: Sequence[float]) -> _Written:
 
 
 def _file_type(units: Sequence[_Written]) -> int:
-    """The type of most numbers."""
     counts: Counter[GgmlType] = Counter()
     for unit in units:
         counts[unit.stored.type] += math.prod(unit.stored.shape)

@@ -179,8 +179,6 @@ class GptFastCheckpoint:
 
 
 class _Int8Rows:
-    """Signed codes of rows, and their scales."""
-
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor:
         import torch
 

@@ -114,7 +114,6 @@ class HuggingFace(Container):
 
 
 def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
-    """The config.json of an output, without its quantization."""
     if config.tensors is None:
         return {**source.extra_config, **config_to_hf(config)}
     same = config.dtype == source.config.dtype

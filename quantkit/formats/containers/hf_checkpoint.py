@@ -230,7 +230,6 @@ class HFCheckpoint:
         self.extra_config = stated if shapes else without_settings(stated)
 
     def _take_kv_cache(self, raw: Mapping[str, Any]) -> None:
-        """Separate the scales of a quantized cache from the model's tensors."""
         self.kv_cache = take_kv_cache(self._stored, self._files, self._stated_settings(raw), self.config, self.path)
         if self.kv_cache is not None:
             self.notes.append(f"{self.path}: the KV cache is to be quantized ({self.kv_cache.line()}); not used here")
@@ -245,7 +244,6 @@ class HFCheckpoint:
         return Settings(stated, self._config_path, SETTINGS) if isinstance(stated, dict) else None
 
     def _dequantize(self, raw: Mapping[str, Any]) -> None:
-        """Replace weights in small floats with scales by floats."""
         settings = self._stated_settings(raw)
         self._stored, self._home, notes = dequantized(self._stored, self._files, settings, self._floats_as)
         self.notes += [f"{self.path}: {note}" for note in notes]

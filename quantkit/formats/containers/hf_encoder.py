@@ -163,7 +163,6 @@ class SafetensorsEncoder(Encoder):
 
 
 def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMethod) -> list[_Written]:
-    """The tensors on disk that the planned ones make up, in order."""
     names = {spec.name for spec in planned}
     quantized = {spec.name.removesuffix(".weight") for spec in planned if spec.scheme is not None}
     tensors = disk_tensors(config, quantized, joins_experts=bool(quantized) and method.joins_experts)
@@ -178,7 +177,6 @@ def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMe
 
 
 def _codec(spec: TensorSpec, method: QuantMethod) -> Codec | None:
-    """The codec of a tensor; None for floats."""
     if spec.scheme is None:
         return None
     codec = method.codec(spec.scheme, embedding=is_embedding(spec.name.removesuffix(".weight")))

@@ -297,7 +297,6 @@ def to_interleaved(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def _contiguous(paths: list[Path], folder: Path) -> list[Path]:
-    """Check that the shards are numbered 0, 1, 2, ... without a gap."""
     numbers = [int(_SHARD.fullmatch(p.name)[1]) for p in paths]  # type: ignore[index]
     for expected, number in enumerate(numbers):
         if number != expected:
