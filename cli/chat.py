@@ -152,7 +152,7 @@ def _lines() -> Iterator[str]:
             text = line.decode().strip()
         except UnicodeDecodeError as error:
             raise RequestError(
-                "the question is not UTF-8", path="-", found=f"line {number}", expected="UTF-8"
+                "the question cannot be decoded", path="-", found=f"line {number}", expected="UTF-8"
             ) from error
         if text:
             yield text

@@ -264,7 +264,7 @@ def _lines(content: bytes, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
         text = content.decode("utf-8-sig").rstrip()
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
-        raise RequestError("is not UTF-8", path=f"{name}:{number}", expected="UTF-8") from error
+        raise RequestError("cannot be decoded", path=f"{name}:{number}", expected="UTF-8") from error
     if not text:
         raise RequestError("the file is empty", path=name, expected=f"on each line {_EXPECTED}")
     for number, line in enumerate(text.split("\n"), 1):

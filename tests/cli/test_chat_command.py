@@ -115,8 +115,8 @@ def test_a_pipe_through_the_command(demo_model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "code", "told"),
-    [(b"/Reset now\n", 2, "/reset takes no text (found 'now'); //reset begins a question with /reset"),
-     (b"\xff\xfe\n", 2, "the question is not a text (found line 1, expected UTF-8)"),
+    [(b"/Reset now\n", 2, "/reset takes no argument (found 'now'); //reset begins a question with /reset"),
+     (b"\xff\xfe\n", 2, "the question cannot be decoded (found line 1, expected UTF-8)"),
      (b"[INST]\n", 2, "holds a tag of the chat format"), (b"word " * 9000 + b"\n", 2, "too long for the context")],
 )  # fmt: skip
 def test_what_cannot_be_answered_ends_a_pipe(
@@ -197,7 +197,7 @@ def test_tokens_are_drawn_as_the_folder_says_unless_asked_otherwise(
 def test_ctrl_c_ends_an_answer_and_not_the_program(demo_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _ENDLESS, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "40"]
     terminal = Terminal(*command, cwd=tmp_path)
-    assert "/help lists the commands, Ctrl-D leaves" in terminal.wait_for(READY)
+    assert "/help lists the commands, Ctrl-D exits" in terminal.wait_for(READY)
     terminal.type("Te people?\x01\x1b[C\x1b[C\x7fhe\x05\r")  # to the start, right twice, back, "he", to the end
     terminal.wait_for("The people?")
     terminal.wait_for("<waits>")
@@ -245,14 +245,14 @@ def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
     for typed, told in (
         ("/help\r", "start a new conversation"),
         ("/nonsense\r", "quantkit: error: no such command (found /nonsense"),
-        ("/reset now\r", "quantkit: error: /reset takes no text (found 'now')"),
+        ("/reset now\r", "quantkit: error: /reset takes no argument (found 'now')"),
         ("/RESET\r", "The conversation starts again."),
         ("\x1b[200~/system\nBe brief.\x1b[201~\r", "The system prompt is set."),
         ("/system\r", "There is no system prompt."),
         ("\x1b[MZZZ/reset\r", "The conversation starts again."),  # what a mouse sends, in part
         ("\r", ""),
         ("thrown away\x03", ""),
-        ("\x03", "Ctrl-D leaves."),
+        ("\x03", "Ctrl-D exits."),
         ("Größe 日本語 🚀\r", _shown(_answer(demo_model, "Größe 日本語 🚀"))),
         ("/reset\r", "The conversation starts again."),
         ("/system Be brief.\r", "The system prompt is set."),

@@ -313,7 +313,7 @@ def test_processes_of_a_group_that_are_terminated_leave_what_can_be_resumed(
     if who == "second":
         assert [one.returncode for one in both] == [9, 143]
         assert lines == [
-            f"quantkit: error: another process was lost; its own message or exit code tells why; {kept}"
+            f"quantkit: error: another process was lost; its own message or exit code says why; {kept}"
         ]  # fmt: skip
     else:
         assert both[0].returncode == 143

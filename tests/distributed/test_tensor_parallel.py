@@ -313,7 +313,7 @@ def test_a_lost_process_and_an_interruption_end_the_job(
     if how == signal.SIGINT:
         assert told == ["quantkit: interrupted"]
     else:  # the launcher ends the others, before, while or after they find out
-        lost = "quantkit: error: another process was lost; its own message or exit code tells why"
+        lost = "quantkit: error: another process was lost; its own message or exit code says why"
         assert told in ([], [lost], ["quantkit: interrupted"])
         assert err.read_text().count("Signal 9 (SIGKILL) received") == 1
     assert err.read_text().count("Traceback") == 1  # the launcher's own

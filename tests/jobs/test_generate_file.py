@@ -259,7 +259,7 @@ def test_spellings_of_special_tokens_are_text_unless_a_line_says_otherwise(demo_
         (b"", "in: the file is empty"),
         (b"\n \n", "in: the file is empty"),
         (b'{"prompt": "a"}\n\n{"prompt": "b"}\n', "in:2: the line is empty"),
-        (b'{"prompt": "a"}\n\xff\xfe', "in:2: is not a text (expected UTF-8)"),
+        (b'{"prompt": "a"}\n\xff\xfe', "in:2: cannot be decoded (expected UTF-8)"),
         (b'[{"prompt": "a"}]', "in:1: holds a JSON array (expected on each line"),
         (b"prompt,n\nThe,3\n", "in:1: is no JSON object (found 'prompt,n', expected"),
         (b'{"prompt": "a"}\n{"prompt": "b"', "in:2: is no JSON object"),

@@ -305,7 +305,7 @@ def test_what_cannot_be_generated_is_told(llama2: quantkit.Llama) -> None:
         (lambda: llama2.generate([[1], [1] * 129], 1), "prompt 1 is longer than max_seq_len (found 129, expected 128)"),
         (lambda: llama2.generate([[]], 1), "the prompt is empty"),
         (lambda: llama2.generate([[5000]], 1), "outside the vocabulary"),
-        (lambda: llama2.generate(["text"], 1), "the prompt is a text"),
+        (lambda: llama2.generate(["text"], 1), "the prompt is a string"),
         (lambda: llama2.generate(None, 1), "`prompt_tokens` is of the wrong type"),
         (lambda: llama2.generate([[1]], -1), "max_gen_len must not be negative"),
         (lambda: llama2.generate([[1]], None), "`max_gen_len` is of the wrong type"),

@@ -100,8 +100,8 @@ def test_token_ids_are_taken_from_whatever_holds_them(holder: str, loaded: tuple
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        (PROMPT, ("the prompt is a text", "tokenizer.encode(text)", "quantkit.stream(model, tokenizer, text)")),
-        (b"bytes", ("the prompt is a text",)),
+        (PROMPT, ("the prompt is a string", "tokenizer.encode(text)", "quantkit.stream(model, tokenizer, text)")),
+        (b"bytes", ("the prompt is a string",)),
         ([1.0, 2.0], ("no list of token ids", "found list", "quantkit.stream")),
         (torch.tensor([1.0, 2.0]), ("no list of token ids", "found Tensor")),
         (["a", "b"], ("no list of token ids",)),
@@ -132,7 +132,7 @@ def test_an_empty_text_is_refused_at_once(loaded: tuple[Decoder, Tokenizer]) -> 
     ("prompt", "new", "hint"),
     [
         (4095, 2, "give a shorter prompt"), (4090, 100, "give a shorter prompt"), (5000, 1, "give a shorter prompt"),
-        (4000, 100, "ask for fewer with `max_new_tokens`"), (1, 5000, "ask for fewer with `max_new_tokens`"),
+        (4000, 100, "lower `max_new_tokens`"), (1, 5000, "lower `max_new_tokens`"),
     ],
 )  # fmt: skip
 def test_what_to_do_about_too_many_tokens_depends_on_the_prompt(

@@ -135,4 +135,4 @@ def test_beams_are_noted_and_not_searched(tmp_path: Path, caplog: pytest.LogCapt
     _say(tmp_path, num_beams=4)
     with caplog.at_level(logging.INFO, logger="quantkit"):
         assert quantkit.sampling_defaults(tmp_path) == {}
-    assert "asks for beam search, which is not supported" in caplog.text
+    assert "requests beam search, which is not supported" in caplog.text
