@@ -305,7 +305,8 @@ def test_prefill_and_decode_are_one_graph_each(case: str, tmp_path: Path) -> Non
 
     rope = {"rope_parameters": dict(ROPES["dynamic"])} if case == "dynamic" else {}
     kind, changes = CASES.get(case, ("llama", rope))
-    folder = oracle.save(oracle.make(kind, **changes), tmp_path / "model")
+    layers = {} if "layer_types" in changes else {"num_hidden_layers": 2}
+    folder = oracle.save(oracle.make(kind, **changes, **layers), tmp_path / "model")
     quantkit.quantize(folder, tmp_path / "int4", "int4-g32", method="rtn", accept_quality_loss=True)
     for path in (folder, tmp_path / "int4"):
         model = load_model(path, dtype=torch.float32)

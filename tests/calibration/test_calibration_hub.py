@@ -23,6 +23,8 @@ from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import RequestError, UnreachableError
 from quantkit.text.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.processes
+
 # Draws from each of the arguments, and prints what came out and what of the libraries' settings is not as before.
 SCRIPT = f"""
 import json, logging, sys, time, warnings

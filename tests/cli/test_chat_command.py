@@ -17,6 +17,8 @@ from terminal import READY, Terminal
 
 import quantkit
 
+pytestmark = pytest.mark.processes
+
 # Tells the terminal, and waits for a signal: through a pipe, since it may come before the wait, and to any thread.
 _WAIT = """
 import os, signal, sys

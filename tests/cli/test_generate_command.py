@@ -14,6 +14,8 @@ from command import Capture, run, without_progress
 
 import quantkit
 
+pytestmark = pytest.mark.processes
+
 
 def test_a_stop_string_ends_a_text(demo_model: Path, capfd: Capture) -> None:
     whole = run(capfd, "generate", demo_model, "The people", "--max-new-tokens", "12")[1]

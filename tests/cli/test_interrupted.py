@@ -21,6 +21,8 @@ from quantkit.errors import BeingWrittenError, CheckpointError, InterruptedRunEr
 from quantkit.formats.output.journal import WRITER
 from quantkit.jobs import convert
 
+pytestmark = pytest.mark.processes
+
 SIGNALS = pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
 )

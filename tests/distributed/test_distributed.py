@@ -27,6 +27,8 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -17,6 +17,8 @@ from quantkit.data.files import EXCERPT
 from quantkit.errors import ResumeError
 from quantkit.formats.output.journal import WRITER
 
+pytestmark = pytest.mark.processes
+
 COMMAND = "from quantkit.cli.main import main; main()"
 GPTQ: dict[str, Any] = {"method": "gptq", "calibration": EXCERPT, "samples": 24, "length": 64}
 

@@ -25,6 +25,8 @@ from quantkit.evals.evaluate import evaluate
 from quantkit.model.cache import cache_bytes
 from quantkit.model.decoder import Decoder
 
+pytestmark = pytest.mark.processes
+
 ODD: dict[str, Any] = {
     "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 90, "vocab_size": 97,
     "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,

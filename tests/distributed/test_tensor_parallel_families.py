@@ -18,6 +18,8 @@ import quantkit
 from quantkit.distributed.group import SINGLE
 from quantkit.model.decoder import Decoder
 
+pytestmark = pytest.mark.processes
+
 
 @dataclass(frozen=True)
 class Case:

@@ -78,10 +78,10 @@ def test_a_demo_tells_each_step(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("during", ["tensors", "steps"])
+@pytest.mark.parametrize(("during", "again"), [("tensors", "new/demo"), ("steps", "demo")])
 @pytest.mark.parametrize("name", ["demo", "new/demo"])
 def test_an_interrupted_demo_leaves_nothing(
-    name: str, during: str, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    name: str, during: str, again: str, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither under its name, nor what a run could go on with: the next one begins anew."""
 
@@ -94,6 +94,8 @@ def test_an_interrupted_demo_leaves_nothing(
         code, _, err = run(capfd, "demo", "--quick", "--output", tmp_path / name)
     assert (code, err) == (130, "quantkit: interrupted\n")
     assert list((tmp_path / name).parent.iterdir()) == []
+    if name != again:  # a run to the end after each kind of interruption, and with each kind of folder
+        return
     run_demo(tmp_path / name, quick=True)
     assert [path.name for path in (tmp_path / name).parent.iterdir()] == ["demo"]
     made = tmp_path / "as any other"

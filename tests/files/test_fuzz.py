@@ -27,6 +27,8 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import HF
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 
+pytestmark = pytest.mark.processes
+
 
 def test_no_damaged_input_breaks_the_rule() -> None:
     """1,200 inputs, thirty of them whole runs; ``--only NUMBER`` repeats one."""

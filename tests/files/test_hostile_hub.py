@@ -26,6 +26,8 @@ from quantkit.errors import CheckpointError
 from quantkit.files.hub_answers import HubFile, checked_answers
 from quantkit.files.hub_cache import CachedModel
 
+pytestmark = pytest.mark.processes
+
 FILES = {path.name: path.read_bytes() for path in Path(DEMO_MODEL).iterdir() if path.is_file()}
 OTHER = "2" * 40
 DEEP = "a/b/c/d/home"

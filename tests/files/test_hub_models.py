@@ -21,6 +21,8 @@ from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.hub import HubModel, hub_model, needed_files, origin
 from quantkit.formats.manifest import file_sha256
 
+pytestmark = pytest.mark.processes
+
 MODEL = HubModel("some/model")
 FILES = {path.name: path.read_bytes() for path in Path(DEMO_MODEL).iterdir() if path.is_file()}
 

@@ -29,6 +29,8 @@ from quantkit.formats.output.own_folder import OwnFolder
 from quantkit.jobs import output
 from quantkit.jobs.output import Writer
 
+pytestmark = pytest.mark.processes
+
 JOBS: dict[str, Callable[..., Any]] = {
     "convert-hf": lambda src, dst, **options: quantkit.convert(src, dst, **options),
     "convert-meta": lambda src, dst, **options: quantkit.convert(src, dst, to="meta", mp=2, **options),

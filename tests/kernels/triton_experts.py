@@ -1,6 +1,6 @@
 """The Triton kernels for experts against float64: through Triton's interpreter, or on a GPU where there is one.
 
-`test_triton_kernels` runs this file in a separate process. On a GPU: ``pytest tests/kernels/triton_experts.py``.
+`test_triton_interpreter` runs this file in a separate process. On a GPU: ``pytest tests/kernels/triton_experts.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Triton kernels against float64: through Triton's interpreter, or on a GPU where there is one.
 
-`test_triton_kernels` runs this file in a separate process, as Triton's interpreter is chosen before it is
+`test_triton_interpreter` runs this file in a separate process, as Triton's interpreter is chosen before it is
 imported. On a GPU: ``pytest tests/kernels/triton_products.py``.
 """
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.cpu_kernels
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engine")
-    model = oracle.make("llama", max_position_embeddings=512)
+    model = oracle.make("llama", max_position_embeddings=512, num_hidden_layers=2)
     quantkit.quantize(oracle.save(model, folder / "model"), folder / "int8", "int8", accept_quality_loss=True)
     return folder / "int8"
 

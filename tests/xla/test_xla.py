@@ -20,6 +20,8 @@ from virtual_devices import environment, found_by, require_torchax
 import quantkit
 from quantkit.xla import require
 
+pytestmark = pytest.mark.xla
+
 PROMPT = "My fellow citizens"
 FEATURES = {"gemma2-features": 4, "gemma3-features": 2, "granite-multipliers": 4, "glm4": 2, "ministral3-window": 4,
             "phi3-partial": 2}  # fmt: skip

@@ -11,6 +11,8 @@ from virtual_devices import found_by, require_torchax
 
 import quantkit
 
+pytestmark = pytest.mark.xla
+
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
