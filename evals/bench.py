@@ -54,7 +54,7 @@ from quantkit.tensors.dtypes import DType
 NEW = 48  # tokens decoded in a run
 _MAX_RUNS = 10_000
 _MAX_THREADS = 256
-_SMALL_BYTES = 100_000_000  # of weights: below it, several threads can be slower than one
+SMALL_BYTES = 100_000_000  # of weights: below it, several threads can be slower than one
 _IDLE_CORES = 0.3  # that other processes may use in addition to the threads that compute
 
 
@@ -350,7 +350,7 @@ def _measure_model(source: BenchModel, options: BenchOptions, progress: Progress
     threads, read_bytes = torch.get_num_threads(), weight_bytes(model)
     step()
     one_thread, cpu = None, model.device.type == "cpu" and group.size == 1
-    if cpu and options.threads is None and 1 in decode and threads > 1 and read_bytes < _SMALL_BYTES:
+    if cpu and options.threads is None and 1 in decode and threads > 1 and read_bytes < SMALL_BYTES:
         torch.set_num_threads(1)
         try:
             one_thread = rate(NEW, Decoding(model, 1, NEW, compiled, cache_dtype=cache).run, runs)

@@ -33,7 +33,7 @@ PROMPT = 16  # tokens before decoding
 NEW_TOKENS, RUNS = 32, 3  # of `decoding_speed`
 _PROBE_BYTES = 1 << 29
 _MIN_RUN_SECONDS = 0.1  # calls are repeated for so long that a wake-up of another process counts little
-_PROC_STAT = Path("/proc/stat")
+PROC_STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class OtherProcesses:
 def _cpu_seconds() -> float | None:
     """CPU time of all processes and of other guests of the host since boot; None if not counted."""
     try:
-        user, nice, system, _idle, _iowait, *rest = map(int, _PROC_STAT.read_text().split("\n", 1)[0].split()[1:9])
+        user, nice, system, _idle, _iowait, *rest = map(int, PROC_STAT.read_text().split("\n", 1)[0].split()[1:9])
     except (OSError, ValueError):
         return None
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
@@ -260,7 +260,7 @@ def decoding_speed(checkpoint: Checkpoint, device: torch.device, group: ProcessG
 
 CONTEXT_NEW = 16  # tokens of each sequence that are decoded in a run: the last ones of its context
 MIN_CONTEXT = PROMPT + CONTEXT_NEW
-_SPARE_BYTES = 256_000_000  # for intermediate results
+SPARE_BYTES = 256_000_000  # for intermediate results
 
 
 class ContextRow(NamedTuple):
@@ -373,6 +373,6 @@ def _too_large(model: Decoder, row: ContextRow, cache_dtype: torch.dtype, proces
     needed, free = cache_bytes(model.config, row.batch, row.context, cache_dtype), free_bytes(model.device)
     if model.device.type == "cpu":
         free //= processes
-    if needed + _SPARE_BYTES <= free:
+    if needed + SPARE_BYTES <= free:
         return None
     return f"keys and values take {size_text(needed)}, and {size_text(free)} of memory are free"

@@ -35,9 +35,9 @@ class _Size:
     ragged: bool = True
 
 
-_SMALL = _Size(37, 128, (1, 4, 23, 600), 1 << 18)  # 23 is 16 + 4 + 2 + 1, and 600 ends in 8
+SMALL = _Size(37, 128, (1, 4, 23, 600), 1 << 18)  # 23 is 16 + 4 + 2 + 1, and 600 ends in 8
 # Large enough that loops repeat, rows are split, and there are many tiles; and columns as most models have them.
-_ON_GPUS = (
+ON_GPUS = (
     _Size(293, 4096, (1, 2, 4, 16, 23, 128, 600), 1 << 22), _Size(293, 4096, (2, 16, 128), 1 << 22, ragged=False)
 )  # fmt: skip
 
@@ -48,7 +48,7 @@ def self_test(
 ) -> str | None:
     """What is wrong with a backend's products of activations of `dtype` with weights whose scales are of
     `scale_dtype`; None if each is within the backend's `Rounding`."""
-    for size in _ON_GPUS if device.type == "cuda" else (_SMALL,):
+    for size in ON_GPUS if device.type == "cuda" else (SMALL,):
         try:
             wrong = _wrong_tokens(backend, scheme, device, dtype, scale_dtype, size)
         except Exception as error:  # of a driver or a compiler, which raise types that are unknown here

@@ -28,7 +28,7 @@ from quantkit.tensors.scheme import QuantScheme
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = 32  # that share an activation scale
 _EXACT_MAX, _FAST_MAX = 127 * 256, 127  # the largest integers that activations become
-_BLOCK_FEATURES = frozenset({
+BLOCK_FEATURES = frozenset({
     "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "clip_qkv", "window", "rotary", "query_scaling_beta",
     "attention_scale", "attention_softcap", "sinks", "norms", "residual_multiplier", "activation", "activation_limit",
     "experts",
@@ -120,7 +120,7 @@ class CpuBackend:
 
         return Operations(
             cached_attention, float_linear=float_linear,
-            block=BlockKernel(partial(prepare_blocks, operators.block), _BLOCK_FEATURES, torch.float32),
+            block=BlockKernel(partial(prepare_blocks, operators.block), BLOCK_FEATURES, torch.float32),
             experts=ExpertKernel(operators.stack, experts), single_threaded=single_threaded,
         )  # fmt: skip
 

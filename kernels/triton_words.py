@@ -35,7 +35,7 @@ WIDEN = tl.constexpr(INTERPRETED)
 """Its interpreter takes the bits of bfloat16 for integers in `tl.dot`."""
 
 _PACK_CODES = 1 << 25  # packed at a time
-_FLOATS = 512 << 20  # bytes of a weight that are converted to floats in memory at a time
+FLOAT_BYTES = 512 << 20  # bytes of a weight that are converted to floats in memory at a time
 _ROWS = 128  # that are converted at a time, at least
 
 
@@ -86,7 +86,7 @@ def linear_by_parts(x: Tensor, rows: int, bias: Tensor | None, fill: Callable[[T
     Args:
         fill: writes some rows of the weight [N, I] into a tensor of x's dtype.
     """
-    size = max(_ROWS, _FLOATS // (x.shape[1] * x.element_size()) // _ROWS * _ROWS)
+    size = max(_ROWS, FLOAT_BYTES // (x.shape[1] * x.element_size()) // _ROWS * _ROWS)
     products = []
     for start in range(0, rows, size):
         part = slice(start, min(start + size, rows))

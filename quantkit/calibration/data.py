@@ -16,10 +16,10 @@ from quantkit.errors import RequestError
 from quantkit.text.tokenizer import Tokenizer
 
 # How much of the text is read: four times the samples in English, and at least 4 MiB.
-_BYTES_PER_TOKEN = 16
-_MIN_BYTES = 4 * 2**20
-_TOKENIZED_WHOLE = 2**18
-_CHARACTERS_PER_TOKEN = 8
+BYTES_PER_TOKEN = 16
+MIN_BYTES = 4 * 2**20
+MAX_WHOLE_LENGTH = 2**18
+CHARACTERS_PER_TOKEN = 8
 _MAX_TOKENS = 1 << 28  # a thousand times the default; more are a typing error
 
 
@@ -76,7 +76,7 @@ def load_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, 
     text, sha256, name = _read(source, samples, length, seed)
     generator = torch.Generator().manual_seed(seed)
     tokens = None
-    if len(text) > max(_TOKENIZED_WHOLE, _CHARACTERS_PER_TOKEN * length):
+    if len(text) > max(MAX_WHOLE_LENGTH, CHARACTERS_PER_TOKEN * length):
         tokens = _from_pieces(text, tokenizer, samples, length, generator)
     if tokens is None:
         lead, ids = _tokenized_sample(text, tokenizer, length, source)
@@ -94,7 +94,7 @@ def require_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: in
         RequestError: as `load_calibration` does.
     """
     text, _, _ = _read(source, samples, length, seed)
-    beginning = text[: max(_TOKENIZED_WHOLE, _CHARACTERS_PER_TOKEN * length)]
+    beginning = text[: max(MAX_WHOLE_LENGTH, CHARACTERS_PER_TOKEN * length)]
     lead, ids = tokenized(beginning, tokenizer)
     if len(lead) + len(ids) < length:
         _tokenized_sample(text, tokenizer, length, source)
@@ -118,7 +118,7 @@ def _read(source: str | Path, samples: int, length: int, seed: int) -> tuple[str
     """The text that the samples need, the sha256 for the manifest, and the name of a dataset on the hub."""
     as_seed("seed", seed)
     require_samples(samples, length)
-    limit = max(_BYTES_PER_TOKEN * samples * length, _MIN_BYTES)
+    limit = max(BYTES_PER_TOKEN * samples * length, MIN_BYTES)
     dataset = hub_id(source)
     if dataset is None:
         text, sha256 = file_text(Path(source), limit)
@@ -153,7 +153,7 @@ def _from_pieces(
     text: str, tokenizer: Tokenizer, samples: int, length: int, generator: torch.Generator
 ) -> Tensor | None:
     """Samples [N, T], each the first tokens after a random space; None if a piece of the text has too few."""
-    width = _CHARACTERS_PER_TOKEN * length
+    width = CHARACTERS_PER_TOKEN * length
     rows = []
     for start in torch.randint(len(text) - width + 1, (samples,), generator=generator).tolist():
         piece = text[start : start + width]

@@ -8,7 +8,7 @@ from torch import Tensor
 from quantkit.distributed.group import ProcessGroup
 from quantkit.tensors.products import add_square_, fill_lower_, times
 
-_TOGETHER = 2048
+ROWS_AT_ONCE = 2048
 
 
 class HessianAccumulator:
@@ -95,13 +95,13 @@ class _Columns:
 
     @property
     def full(self) -> bool:
-        return self._count == _TOGETHER
+        return self._count == ROWS_AT_ONCE
 
     def fill(self, rows: Tensor) -> Tensor:
         """Keep as many rows as fit, and return the others."""
         if self._columns is None:
-            self._columns = rows.new_empty(rows.shape[1], _TOGETHER)
-        kept = min(len(rows), _TOGETHER - self._count)
+            self._columns = rows.new_empty(rows.shape[1], ROWS_AT_ONCE)
+        kept = min(len(rows), ROWS_AT_ONCE - self._count)
         self._columns[:, self._count : self._count + kept] = rows[:kept].t()
         self._count += kept
         return rows[kept:]

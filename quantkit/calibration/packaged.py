@@ -39,8 +39,8 @@ _SPREAD = 4  # tokenized tokens of a kind per token drawn
 _MAX_PASSES = 2  # through the text, in windows that overlap
 _MIN_DISTINCT = 16  # different tokens
 _BETWEEN = "\n\n"
-_TEMPLATE_SECONDS = 60.0  # of a chat template for all dialogues
-_TEMPLATE_LENGTH = 1 << 22
+TEMPLATE_SECONDS = 60.0  # of a chat template for all dialogues
+TEMPLATE_LENGTH = 1 << 22
 
 
 NearUniform = Callable[[Sequence[Tensor]], list[bool]]
@@ -88,7 +88,7 @@ class PackagedText:
             documents.setdefault(document["kind"], []).append(document)
         weights = {name: sum(len(_plain(one).encode()) for one in own) for name, own in documents.items()}
         generator = torch.Generator().manual_seed(seed)
-        budget = Budget(_TEMPLATE_SECONDS, _TEMPLATE_LENGTH, repeatable=True)
+        budget = Budget(TEMPLATE_SECONDS, TEMPLATE_LENGTH, repeatable=True)
         kinds: list[_Kind] = []
         dialogues: list[list[int] | None] = []
         for name, own in documents.items():

@@ -19,7 +19,7 @@ from pathlib import Path
 from quantkit.errors import CheckpointError
 
 _PIECE = 1 << 22
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
+_SAMPLES, SAMPLE_BYTES = 64, 1 << 14
 _MAX_READ = 1 << 30  # a single read of more than 2 GiB is an error on some systems
 _LFS = b"version https://git-lfs.github.com/spec"
 _HTML = (b"<!doctype html", b"<html", b"<?xml", b"<head")
@@ -71,7 +71,7 @@ class SourceFile:
         digest = hashlib.sha256()
         step = max(self.size // _SAMPLES, 1)
         for start in range(0, self.size, step):
-            digest.update(self.read(start, min(_SAMPLE_BYTES, step, self.size - start)))
+            digest.update(self.read(start, min(SAMPLE_BYTES, step, self.size - start)))
         return self.path.name, self.size, self._modified, digest.hexdigest()
 
     def require_unchanged(self) -> None:

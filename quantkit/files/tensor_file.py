@@ -17,7 +17,7 @@ from quantkit.tensors.tensor_slice import TensorSlice
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BUFFER = 1 << 23  # bytes per read if not all of them are needed
+BUFFER_BYTES = 1 << 23  # bytes per read if not all of them are needed
 _MAX_DIMS = 64  # of torch
 _MAX_SIZE = (1 << 63) - 1
 
@@ -176,7 +176,7 @@ class TensorFile:
     def row_parts(self, name: str) -> Iterator[TensorSlice]:
         """A tensor's rows, a few megabytes at a time."""
         rows, *rest = self.tensors[name].shape
-        step = max(1, _BUFFER // max(1, math.prod(rest) * self.tensors[name].dtype.itemsize))
+        step = max(1, BUFFER_BYTES // max(1, math.prod(rest) * self.tensors[name].dtype.itemsize))
         for start in range(0, rows, step):
             yield TensorSlice(0, ((start, min(start + step, rows)),))
 
@@ -195,14 +195,14 @@ class TensorFile:
         span = view.span
         if target.is_contiguous() and view.stride == target.stride():
             self.source.read_into(view.start, _bytes(target))
-        elif span * view.dtype.itemsize <= _BUFFER:
+        elif span * view.dtype.itemsize <= BUFFER_BYTES:
             flat = target.new_empty(span)
             self.source.read_into(view.start, _bytes(flat))
             target.copy_(flat.as_strided(view.shape, view.stride))
         else:
             axis = max(range(len(view.shape)), key=lambda a: view.stride[a] * (view.shape[a] > 1))
             size = view.shape[axis]
-            step = max(1, size * _BUFFER // (span * view.dtype.itemsize))
+            step = max(1, size * BUFFER_BYTES // (span * view.dtype.itemsize))
             for start in range(0, size, step):
                 length = min(step, size - start)
                 self._fill(target.narrow(axis, start, length), view.narrow(axis, start, length))

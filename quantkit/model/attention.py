@@ -16,9 +16,9 @@ from torch import Tensor
 from quantkit.model.cache import KVCache
 from quantkit.tensors.cached_rows import CachedRows, cached_rows
 
-_LONG = 2048
+MAX_QUERY_ROWS = 2048
 """Positions beyond which masks and scores, which grow with their square, are made for a piece of them at a time."""
-_SCORES_BYTES = 16 << 20  # of a piece; what is larger is taken from the system each time anew
+SCORES_BYTES = 16 << 20  # of a piece; what is larger is taken from the system each time anew
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def causal_attention(
     Args:
         cache_dtype: keys and values are seen as a cache of this type stores them; None is as they are.
     """
-    long = positions.shape[-1] > _LONG and _eager_on_cpu(positions)
+    long = positions.shape[-1] > MAX_QUERY_ROWS and _eager_on_cpu(positions)
     masks = {} if long else {window: _window_mask(positions, window) for window in set(windows)}
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
@@ -173,8 +173,8 @@ def _mixed_in_pieces(
     keys at a time, with what any of them sees."""
     batch, kv_heads, count, _ = keys.shape
     heads = queries.shape[1] // kv_heads
-    seen = count if window is None else min(count, window + _LONG)
-    size = min(_LONG, max(1, _SCORES_BYTES // (4 * batch * heads * seen)))
+    seen = count if window is None else min(count, window + MAX_QUERY_ROWS)
+    size = min(MAX_QUERY_ROWS, max(1, SCORES_BYTES // (4 * batch * heads * seen)))
     mixed = torch.empty(batch, count, kv_heads, heads * queries.shape[-1], dtype=values.dtype, device=values.device)
     for start in range(0, count, size):
         stop = min(start + size, count)

@@ -30,7 +30,7 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_COPY_BYTES = 1 << 25  # of a float tensor that are converted at a time
+COPY_BYTES = 1 << 25  # of a float tensor that are converted at a time
 BLOCK_PREFIX = "model.layers.{}."
 
 
@@ -177,7 +177,7 @@ def _stacked_floats(
     rows = [shape[0] for shape in shapes]
     stacked = torch.empty((sum(rows), *shapes[0][1:]), device=device, dtype=dtype)
     head = checkpoint.config.head_dim
-    step = max(head, _COPY_BYTES // max(1, stacked[:1].nbytes) // head * head)
+    step = max(head, COPY_BYTES // max(1, stacked[:1].nbytes) // head * head)
     for name, copy in zip(names, torch.split(stacked, rows), strict=True):
         for start in range(0, len(copy), step):
             part = TensorSlice(0, ((start, min(start + step, len(copy))),)) if step < len(copy) else None

@@ -17,7 +17,7 @@ from quantkit.solver.grid import Grid, search_scales
 from quantkit.tensors.products import times
 from quantkit.tensors.scheme import QuantScheme
 
-_PANEL = 256
+PANEL_COLUMNS = 256
 
 
 class SearchScales(Protocol):
@@ -114,7 +114,7 @@ def solve_codes(
     wanted = target[order.flip(0)]  # the first to round is the last, as in the factor; whitened errors take its place
     errors, codes = torch.empty_like(wanted), torch.empty_like(wanted)
     inputs = len(order)
-    for first, last in _ranges(inputs, _PANEL):
+    for first, last in _ranges(inputs, PANEL_COLUMNS):
         here, later = slice(inputs - last, inputs - first), slice(inputs - first, inputs)
         corner = factor[here, here]
         diagonal = corner.diagonal().unsqueeze(1)
@@ -148,7 +148,7 @@ def descend(
     codes = codes.clone()
     missing = grid.values(codes).neg_().add_(target)
     gain = torch.zeros(codes.shape[1], dtype=codes.dtype, device=codes.device)
-    for first, last in _ranges(len(order), _PANEL):
+    for first, last in _ranges(len(order), PANEL_COLUMNS):
         columns = order[first:last]
         rows = hessian[columns]
         corner = rows[:, columns]

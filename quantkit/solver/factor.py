@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.tensors.products import times
 
-_BLOCK = 512
+BLOCK_SIZE = 512
 _STRIPS = 8
 
 
@@ -24,8 +24,8 @@ def cholesky(matrix: Tensor) -> Tensor | None:
         factor, info = torch.linalg.cholesky_ex(matrix, upper=True)
         return None if info else factor
     size = len(matrix)
-    for start in range(0, size, _BLOCK):
-        stop = min(start + _BLOCK, size)
+    for start in range(0, size, BLOCK_SIZE):
+        stop = min(start + BLOCK_SIZE, size)
         if start:
             matrix[start:stop, start:].sub_(times(matrix[:start, start:stop].t(), matrix[:start, start:]))
         corner, info = torch.linalg.cholesky_ex(matrix[start:stop, start:stop], upper=True)
@@ -42,8 +42,8 @@ def cholesky(matrix: Tensor) -> Tensor | None:
 def solve_factored(factor: Tensor, right: Tensor) -> Tensor:
     """The X [N, O] with ``factor.T @ factor @ X = right`` for an upper triangular factor [N, N]."""
     found = right.clone()
-    blocks = [(start, min(start + _BLOCK, len(factor))) for start in range(0, len(factor), _BLOCK)]
-    identity = torch.eye(_BLOCK, dtype=factor.dtype, device=factor.device)
+    blocks = [(start, min(start + BLOCK_SIZE, len(factor))) for start in range(0, len(factor), BLOCK_SIZE)]
+    identity = torch.eye(BLOCK_SIZE, dtype=factor.dtype, device=factor.device)
     inverses = []  # of the blocks on the diagonal, so that all other steps are products
     for start, stop in blocks:
         corner = factor[start:stop, start:stop]
@@ -62,7 +62,7 @@ def solve_factored(factor: Tensor, right: Tensor) -> Tensor:
 def upper_transposed_times(factor: Tensor, right: Tensor) -> Tensor:
     """``factor.T @ right`` for an upper triangular factor [N, N] and [N, O]."""
     found = torch.empty_like(right)
-    step = max(_BLOCK, -(-len(factor) // _STRIPS))
+    step = max(BLOCK_SIZE, -(-len(factor) // _STRIPS))
     for start in range(0, len(factor), step):
         stop = min(start + step, len(factor))
         found[start:stop] = times(factor[:stop, start:stop].t(), right[:stop])

@@ -15,7 +15,7 @@ _COARSE = tuple(1.05 - 0.05 * step for step in range(14))  # 1 is among them
 FINE = (-0.025, -0.0125, 0.0125, 0.025)
 """The distances of finer steps from the best coarse one."""
 _LESS = 1 - 1e-6  # steps of both signs often have equal losses except for rounding: the first is kept
-_NARROWEST = 16
+MIN_TILE_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def search_scales(
                 zero[tile] = found.offset.to(torch.uint8)
 
     size, max_weights = columns // groups, searched_weights(weight.device)
-    width = min(rows, max(_NARROWEST, max_weights // size))
+    width = min(rows, max(MIN_TILE_ROWS, max_weights // size))
     height = max(1, max_weights // (size * width))
     tiles = [
         (slice(first, first + height), slice(start, start + width))

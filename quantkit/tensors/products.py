@@ -16,10 +16,10 @@ from torch import Tensor
 BFLOAT16_SETTING = "QUANTKIT_BF16"
 """Environment variable that forbids bfloat16 on a CPU where it is 0, and requests it on a GPU where it is 1."""
 
-_MIN_PRODUCTS = 1 << 20  # multiplications; for fewer, the call itself takes the time
+MIN_MULTIPLICATIONS = 1 << 20  # multiplications; for fewer, the call itself takes the time
 _FEWEST_ROWS = 16  # with fewer, reading is what takes time
 _STRIPS = 16
-_PRODUCT = (
+PRODUCT_ELEMENTS = (
     7 << 18
 )  # elements of a product that is only added up: smaller than what the allocator maps separately each time
 _STEP, _WIDE_STEP = 64, 128
@@ -45,7 +45,7 @@ def add_square_(total: Tensor, columns: Tensor) -> None:
     """Add ``columns @ columns.T`` of [I, N] to the upper triangle of [I, I]; of what lies below, only parts are
     added."""
     step = _strip(len(columns))
-    width = max(step, _PRODUCT // step)
+    width = max(step, PRODUCT_ELEMENTS // step)
     for start in range(0, len(columns), step):
         for left in range(start, len(columns), width):
             here = slice(start, start + step), slice(left, left + width)
@@ -145,5 +145,5 @@ def _dense(matrix: Tensor) -> Tensor:
 
 def _through_onednn(a: Tensor, b: Tensor) -> bool:
     of_float32 = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
-    large = a.shape[0] >= _FEWEST_ROWS and a.shape[0] * b.numel() >= _MIN_PRODUCTS
+    large = a.shape[0] >= _FEWEST_ROWS and a.shape[0] * b.numel() >= MIN_MULTIPLICATIONS
     return of_float32 and large and _is_faster_through_onednn()

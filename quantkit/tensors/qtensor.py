@@ -18,7 +18,7 @@ CARRIED = "carried"
 SCALES_CAST = "scales cast"
 """What they call it where codes and zero points are those of the source, and scales are rounded to another type."""
 
-_CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 20
 _CACHED_ELEMENTS = 1 << 17  # whose float32 temporaries stay in a core's cache
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -192,7 +192,7 @@ def float_rows(value: Tensor | QuantTensor, start: int, stop: int) -> Tensor:
     return value[start:stop].float()
 
 
-def row_chunks(rows: int, columns: int, elements: int = _CHUNK_ELEMENTS) -> Iterator[tuple[int, int]]:
+def row_chunks(rows: int, columns: int, elements: int = CHUNK_ELEMENTS) -> Iterator[tuple[int, int]]:
     """Row ranges of `elements` elements, a million by default, so that float32 temporaries stay small."""
     step = max(1, elements // max(1, columns))
     for start in range(0, rows, step):

@@ -138,7 +138,7 @@ def test_of_a_long_text_only_the_first_part_is_read(
     else:
         _write_table(path, text=[part] * 60)
     letter = whole.encode().index("ß".encode(), 1000)
-    monkeypatch.setattr(data, "_MIN_BYTES", letter + 1)  # half of it
+    monkeypatch.setattr(data, "MIN_BYTES", letter + 1)  # half of it
     for samples, end in ((2, letter), (12, 16 * 12 * 10)):
         found = load_calibration(path, tokenizer, samples=samples, length=10, seed=0)
         expected = whole.encode()[:end].decode(errors="ignore")
@@ -149,7 +149,7 @@ def test_of_a_long_text_only_the_first_part_is_read(
 def test_of_a_long_text_only_the_samples_are_tokenized(
     text: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "_TOKENIZED_WHOLE", 1000)
+    monkeypatch.setattr(data, "MAX_WHOLE_LENGTH", 1000)
     taken, encode = [], type(tokenizer).encode
 
     def watched(self: Tokenizer, piece: str) -> list[int]:
@@ -173,8 +173,8 @@ def test_of_a_long_text_only_the_samples_are_tokenized(
 def test_pieces_of_too_few_tokens_mean_the_whole_text_is_tokenized(
     text: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "_TOKENIZED_WHOLE", 100)
-    monkeypatch.setattr(data, "_CHARACTERS_PER_TOKEN", 1)
+    monkeypatch.setattr(data, "MAX_WHOLE_LENGTH", 100)
+    monkeypatch.setattr(data, "CHARACTERS_PER_TOKEN", 1)
     assert load_calibration(text, tokenizer, samples=3, length=60, seed=0).tokens.shape == (3, 60)
 
 
@@ -289,5 +289,5 @@ def test_local_text_needs_none_of_the_hubs_libraries(text: Path) -> None:
 
 def test_the_bounds_in_the_docs_are_those_of_the_code() -> None:
     page = (ROOT / "docs/calibration.md").read_text()
-    assert f"first {data._BYTES_PER_TOKEN} bytes for every token drawn" in page
-    assert f"first {data._MIN_BYTES // 2**20} MiB" in page
+    assert f"first {data.BYTES_PER_TOKEN} bytes for every token drawn" in page
+    assert f"first {data.MIN_BYTES // 2**20} MiB" in page

@@ -195,8 +195,8 @@ def test_a_template_that_tells_no_dialogue_is_told_of_and_ends(
 ) -> None:
     turns = json.dumps({"kind": "dialogue", "messages": DIALOGUE[1:]}) + "\n"
     documents.write_text(documents.read_text() + turns * 40)
-    monkeypatch.setattr(packaged, "_TEMPLATE_SECONDS", 1.0)
-    monkeypatch.setattr(packaged, "_TEMPLATE_LENGTH", 1 << 17)
+    monkeypatch.setattr(packaged, "TEMPLATE_SECONDS", 1.0)
+    monkeypatch.setattr(packaged, "TEMPLATE_LENGTH", 1 << 17)
     text = _of(chat=TemplateChat(lambda _: ChatTemplate(template), Letters()))  # type: ignore[arg-type]
     assert re.search(words, " ".join(text.notes))
 

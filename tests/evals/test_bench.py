@@ -95,7 +95,7 @@ def test_one_thread_is_tried_where_the_weights_are_few(monkeypatch: pytest.Monke
     torch.set_num_threads(2)
     try:
         for bytes_, expected in ((10**12, Rate(1, 1, 2)), (1, None)):
-            monkeypatch.setattr("quantkit.evals.bench._SMALL_BYTES", bytes_)
+            monkeypatch.setattr("quantkit.evals.bench.SMALL_BYTES", bytes_)
             (found,) = bench([model], options)
             assert (found.one_thread, found.decode[1].median, torch.get_num_threads()) == (expected, 2, 2)
     finally:
@@ -122,7 +122,7 @@ def test_cores_that_others_use_are_all_that_are_used_but_our_own(
     clock = {"now": 0.0, "own": 0.0}
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock["now"])
     monkeypatch.setattr(timing.time, "process_time", lambda: clock["own"])
-    monkeypatch.setattr(timing, "_PROC_STAT", stat := tmp_path / "stat")
+    monkeypatch.setattr(timing, "PROC_STAT", stat := tmp_path / "stat")
     ticks = os.sysconf("SC_CLK_TCK")
     stat.write_text(f"cpu  {5 * ticks} 0 0 {99 * ticks} {7 * ticks} 0 0 0 0 0\ncpu0 1 1\n")
     others = OtherProcesses()

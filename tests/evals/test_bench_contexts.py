@@ -147,7 +147,7 @@ def test_the_peak_of_memory_begins_again() -> None:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_what_does_not_fit_in_memory_is_left_out(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    enough = cache_bytes(load_model(demo_model).config, 2, 64, torch.bfloat16) + timing._SPARE_BYTES
+    enough = cache_bytes(load_model(demo_model).config, 2, 64, torch.bfloat16) + timing.SPARE_BYTES
     monkeypatch.setattr(timing, "free_bytes", lambda _: enough)
     (found,) = _bench(demo_model, contexts=(64, 128), batches=(1, 2))
     assert [(one.context, one.batch) for one in found.at_contexts] == [(64, 1), (64, 2), (128, 1)]

@@ -447,7 +447,7 @@ def test_a_legacy_file_is_read_twice_at_most(
 
     monkeypatch.setattr(source.os, "preadv", counting)
     monkeypatch.setattr(pth_io, "MAX_BYTES", 20_000)
-    monkeypatch.setattr(source, "_SAMPLE_BYTES", 16)
+    monkeypatch.setattr(source, "SAMPLE_BYTES", 16)
     convert(folder, tmp_path / "out")
     size = path.stat().st_size
     assert 2 * size <= counted <= 2.2 * size

@@ -45,7 +45,7 @@ def _parts(draw: st.DrawFn) -> tuple[str, TensorSlice]:
 @pytest.mark.parametrize("buffer", [4, 64, 1000, 1 << 23])
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_view_is_read_whole(name: str, buffer: int, file: TensorFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "_BUFFER", buffer)
+    monkeypatch.setattr(tensor_file, "BUFFER_BYTES", buffer)
     found = file.read(name)
     assert torch.equal(found, VIEWS[name])
     assert found.is_contiguous()
@@ -57,7 +57,7 @@ def test_a_view_is_read_whole(name: str, buffer: int, file: TensorFile, monkeypa
 def test_a_part_is_read_as_torch_cuts_it(wanted: tuple[str, TensorSlice], buffer: int, file: TensorFile) -> None:
     name, part = wanted
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_file, "_BUFFER", buffer)
+        patch.setattr(tensor_file, "BUFFER_BYTES", buffer)
         found = file.read(name, part)
         assert file.read_bytes(name, part) == found.numpy().tobytes()
         into = torch.zeros(*found.shape, 2)[..., 0]
@@ -104,7 +104,7 @@ def test_columns_of_a_large_tensor_take_little_memory(tmp_path: Path, monkeypatc
         sizes.append(made.nbytes)
         return made
 
-    monkeypatch.setattr(tensor_file, "_BUFFER", 100_000)
+    monkeypatch.setattr(tensor_file, "BUFFER_BYTES", 100_000)
     monkeypatch.setattr(torch, "empty", recording)
     tracemalloc.start()
     file.read("a", TensorSlice(1, ((10, 20),)))
@@ -115,7 +115,7 @@ def test_columns_of_a_large_tensor_take_little_memory(tmp_path: Path, monkeypatc
 
 
 def test_equal_tensors_are_told_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "_BUFFER", 1000)
+    monkeypatch.setattr(tensor_file, "BUFFER_BYTES", 1000)
     other = WHOLE.clone()
     other[-1, -1] += 1
     values = {"a": WHOLE, "same": WHOLE.clone(), "other": other, "flat": WHOLE.reshape(-1), "half": WHOLE.half()}

@@ -98,7 +98,7 @@ def test_no_samples_are_drawn(demo_model: Path, tmp_path: Path, monkeypatch: pyt
         demo_model, tmp_path / "out", "int8", method="gptq", calibration=path, samples=10**5, length=64
     )
     assert found.seconds > 0
-    assert calls == [data._TOKENIZED_WHOLE]
+    assert calls == [data.MAX_WHOLE_LENGTH]
 
 
 def test_time_counts_what_does_not_shrink_with_the_model(

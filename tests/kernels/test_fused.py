@@ -142,7 +142,7 @@ def test_a_kernel_is_passed_by_for_features_that_it_does_not_serve(
     model = load_model(tmp_path / "quantized", dtype=torch.float32)
     assert model.ops.blocks is None
     assert model.ops.cached_attention is not masked_attention
-    monkeypatch.setattr(cpu, "_BLOCK_FEATURES", cpu._BLOCK_FEATURES | {"sandwich"})
+    monkeypatch.setattr(cpu, "BLOCK_FEATURES", cpu.BLOCK_FEATURES | {"sandwich"})
     assert load_model(tmp_path / "quantized", dtype=torch.float32).ops.blocks is not None
 
 

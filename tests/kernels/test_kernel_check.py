@@ -25,7 +25,7 @@ pytestmark = pytest.mark.cpu_kernels
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCHEMES = ("int8", "int8-asym", "int4", "int4-g32-asym", "int4-g64", "int4-g128")
-ROWS = check._SMALL.rows
+ROWS = check.SMALL.rows
 
 
 class Wrapped:
@@ -81,7 +81,7 @@ def test_one_wrong_row_is_found_out(text: str, inner: str, share: float) -> None
         assert self_test(wrong, any_scheme(text), CPU, dtype, scale_dtype) is not None, (row, dtype)
 
 
-@pytest.mark.parametrize("tokens", check._SMALL.tokens)
+@pytest.mark.parametrize("tokens", check.SMALL.tokens)
 @pytest.mark.parametrize("inner", MODES)
 def test_a_row_that_is_wrong_for_some_number_of_tokens_is_found_out(inner: str, tokens: int) -> None:
     for row in (0, 17, ROWS - 1):
@@ -135,7 +135,7 @@ def _require_no_fault(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("text", [*SCHEMES, "int4-g4096"])
-@pytest.mark.parametrize("size", [check._SMALL, *check._ON_GPUS], ids=["small", "gpu", "gpu, whole units"])
+@pytest.mark.parametrize("size", [check.SMALL, *check.ON_GPUS], ids=["small", "gpu", "gpu, whole units"])
 def test_the_example_has_what_real_weights_have(text: str, size: check._Size) -> None:
     scheme = any_scheme(text)
     weight = check._example(scheme, size, torch.bfloat16)
@@ -152,7 +152,7 @@ def test_the_example_has_what_real_weights_have(text: str, size: check._Size) ->
         assert columns % 32 if scheme.group_size is None else weight.scale.shape[1] > 1
     if weight.zero is not None:
         assert weight.zero.unique().numel() > 10
-    if size in check._ON_GPUS:
+    if size in check.ON_GPUS:
         assert {2, 16, 128} <= set(size.tokens)
         assert columns == 4096 if not size.ragged else columns % 128 or (scheme.group_size or 0) % 128 == 0
 

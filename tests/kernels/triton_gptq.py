@@ -51,7 +51,7 @@ def _equal(found: Tensor, expected: Tensor) -> bool:
 def test_kernels_give_the_codes_that_torch_gives(
     name: str, rows: int, columns: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns_module, "_PANEL", 3 * together)
+    monkeypatch.setattr(columns_module, "PANEL_COLUMNS", 3 * together)
     kernels = replace(KERNELS, max_columns=together)
     weight, hessian = _problem(rows, columns)
     scheme = any_scheme(name)

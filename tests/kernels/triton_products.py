@@ -182,7 +182,7 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
 def test_a_large_weight_is_made_floats_in_parts(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_words, "_FLOATS", 300 * 96 * 4)
+    monkeypatch.setattr(triton_words, "FLOAT_BYTES", 300 * 96 * 4)
     weight, x, bias = _random(text, 600, 96), torch.randn(9, 96), torch.randn(600)
     with _Largest(torch.float32) as largest:
         found = _product(x, weight, bias, TileConfig("matmul", 1, 256, 1))

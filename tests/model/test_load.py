@@ -42,7 +42,7 @@ def test_loading_and_generating_leave_torchs_compiler_alone(demo_model: Path, tm
 
 def test_large_tensors_are_copied_in_parts(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load_model(demo_model, dtype=torch.float32).state_dict()
-    monkeypatch.setattr(load, "_COPY_BYTES", 5000)
+    monkeypatch.setattr(load, "COPY_BYTES", 5000)
     parts = load_model(demo_model, dtype=torch.float32).state_dict()
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
@@ -54,7 +54,7 @@ def test_linears_of_floats_that_share_an_input_become_one(tmp_path: Path, monkey
     folder, int8 = oracle.save(made, tmp_path / "model"), QuantScheme.parse("int8")
     kept = tuple(Override(f"*.1.{name}", None) for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"))
     quantkit.quantize(folder, tmp_path / "mixed", Recipe(int8, kept), method="rtn", accept_quality_loss=True)
-    monkeypatch.setattr(load, "_COPY_BYTES", 5000)
+    monkeypatch.setattr(load, "COPY_BYTES", 5000)
     for path in (folder, tmp_path / "mixed"):
         checkpoint, read = open_checkpoint(path), list[int]()
         model = load_model(_Noted(checkpoint, read), dtype=torch.bfloat16)

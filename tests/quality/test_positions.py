@@ -99,8 +99,8 @@ def test_pieces_of_attention_are_the_whole(window: int | None, scores: Scores, m
     queries, (keys, values) = torch.randn(2, 4, 150, 16), torch.randn(2, 2, 2, 150, 16)
     positions = torch.arange(150) * 3  # which only have to rise
     whole = causal_attention(positions, [window])(0, queries, keys, values, scores)
-    monkeypatch.setattr(attention, "_LONG", 64)
-    monkeypatch.setattr(attention, "_SCORES_BYTES", 2 * 2 * 150 * 4 * 11)
+    monkeypatch.setattr(attention, "MAX_QUERY_ROWS", 64)
+    monkeypatch.setattr(attention, "SCORES_BYTES", 2 * 2 * 150 * 4 * 11)
     masks: list[torch.Size] = []
     mixed = attention._mixed
 

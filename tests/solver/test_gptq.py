@@ -103,7 +103,7 @@ def test_panels_change_nothing(panel: int, at_once: int, monkeypatch: pytest.Mon
     order = torch.arange(COLUMNS)
     factor = reverse_factor(_damped(hessian), order)
     expected, whitened = solve_codes(weight, factor, _grid(weight), order)
-    monkeypatch.setattr(columns_module, "_PANEL", panel)
+    monkeypatch.setattr(columns_module, "PANEL_COLUMNS", panel)
     codes, others = solve_codes(weight, factor, _grid(weight), order, replace(TORCH, max_columns=at_once))
     assert torch.equal(codes, expected)
     torch.testing.assert_close(others, whitened)
@@ -157,7 +157,7 @@ def test_refitted_scales_and_descent_lower_the_loss() -> None:
 def test_descent_gives_each_input_its_best_codes_in_turn(
     panel: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns_module, "_PANEL", panel)
+    monkeypatch.setattr(columns_module, "PANEL_COLUMNS", panel)
     weight, _, hessian = _transposed(torch.float64)
     grid = _grid(weight)
     order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(1))
@@ -321,7 +321,7 @@ def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = QuantScheme.parse("int4-g32-asym")
     whole = search_scales(weight, hessian.diagonal(), scheme, torch.float32)
     monkeypatch.setattr(grid_module, "searched_weights", lambda device: 1)
-    monkeypatch.setattr(grid_module, "_NARROWEST", 5)
+    monkeypatch.setattr(grid_module, "MIN_TILE_ROWS", 5)
     tiled = search_scales(weight, hessian.diagonal(), scheme, torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(whole, tiled, strict=True) if a is not None and b is not None)
 

@@ -25,7 +25,7 @@ from quantkit.tensors.products import add_square_, bfloat16_linear, fill_lower_,
 def test_products_are_torchs(
     shape: tuple[int, int, int], form: str, onednn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "_LEAST", 1)
+    monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(products, "_is_faster_through_onednn", lambda: onednn)
     rows, inner, columns = shape
     a, b = torch.randn(rows, inner), torch.randn(inner, columns)
@@ -40,7 +40,7 @@ def test_products_are_torchs(
 @pytest.mark.parametrize("product", [1, 300, 1 << 20])
 @pytest.mark.parametrize("width", [1, 7, 8, 100, 129])
 def test_triangles_are_the_whole_square(width: int, product: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_PRODUCT", product)
+    monkeypatch.setattr(products, "PRODUCT_ELEMENTS", product)
     total, expected = torch.zeros(width, width), torch.zeros(width, width)
     for count in (1, 33):
         x = torch.randn(count, width)
@@ -52,7 +52,7 @@ def test_triangles_are_the_whole_square(width: int, product: int, monkeypatch: p
 
 @pytest.mark.parametrize("together", [1, 8, 64])
 def test_sums_over_inputs_are_the_same_however_many_wait(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hessian_module, "_TOGETHER", together)
+    monkeypatch.setattr(hessian_module, "ROWS_AT_ONCE", together)
     found = HessianAccumulator(5, 3, torch.device("cpu"))
     alone, paired, apart = (torch.randn(28, width) for width in (5, 5, 3))
     for some in (slice(0, 3), slice(3, 23), slice(23, 28)):
@@ -67,7 +67,7 @@ def test_sums_over_inputs_are_the_same_however_many_wait(together: int, monkeypa
 
 @pytest.mark.parametrize("size", [1, 7, 32, 61])
 def test_factors_and_what_they_solve(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factor_module, "_BLOCK", 8)
+    monkeypatch.setattr(factor_module, "BLOCK_SIZE", 8)
     x, right = torch.randn(2 * size + 1, size, dtype=torch.float64), torch.randn(size, 3, dtype=torch.float64)
     matrix = x.t() @ x
     found = cholesky(matrix.clone())

@@ -252,7 +252,7 @@ def test_the_chunk_size_changes_nothing(text: str, elements: int, monkeypatch: p
     weight = _weight(7, 64)
     whole = quantize_rtn(weight, any_scheme(text), torch.bfloat16)
     error = relative_error(whole, weight)
-    monkeypatch.setattr(qtensor, "_CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(qtensor, "CHUNK_ELEMENTS", elements)
     _require_equal(quantize_rtn(weight, any_scheme(text), torch.bfloat16), whole)
     assert relative_error(whole, weight) == pytest.approx(error, rel=1e-12)
 

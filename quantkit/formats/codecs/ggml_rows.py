@@ -31,7 +31,7 @@ NOT_READ = frozenset({
     GgmlType.Q8_1, GgmlType.Q8_K, GgmlType.Q1_0, GgmlType.I8, GgmlType.I16, GgmlType.I32, GgmlType.I64, GgmlType.F64,
 })  # fmt: skip
 """Types that no published weights have: for activations, integers, and one that gguf cannot convert to floats."""
-_CHUNK = 1 << 21  # weights that are turned to floats at a time
+CHUNK_ELEMENTS = 1 << 21  # weights that are turned to floats at a time
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class GgmlRows:
         columns = view.shape[1] // self.type.block_bytes * self.type.block
         left, right = (0, columns) if inside is None else inside
         target = self.dtype.empty((rows.size, right - left))
-        step = max(1, _CHUNK // columns)
+        step = max(1, CHUNK_ELEMENTS // columns)
         for start in range(0, rows.size, step):
             stop = min(start + step, rows.size)
             raw = self.file.read_view(view, rows.rows(start, stop))

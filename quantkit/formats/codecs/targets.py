@@ -17,7 +17,7 @@ from quantkit.json_values import Settings, shown
 BY_NAME, BY_PATTERN, BY_CLASS, NO_MATCH = range(4)
 """How closely a target matches a module."""
 
-_SECONDS = 2.0
+PATTERN_SECONDS = 2.0
 _SKIPPED = ("modules_to_not_convert", "ignored_layers", "modules_in_block_to_skip", "llm_int8_skip_modules")
 _HEADS = ("lm_head", "embed_out", "output")
 _MAX_PATTERN = 1000
@@ -32,7 +32,7 @@ class Deadline:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._end = time.monotonic() + _SECONDS
+        self._end = time.monotonic() + PATTERN_SECONDS
 
     def left(self) -> float:
         """
@@ -47,7 +47,7 @@ class Deadline:
     def missed(self) -> None:
         raise CheckpointError(
             "the patterns of quantization_config take too long to match", path=self.path,
-            expected=f"at most {_SECONDS:g} s",
+            expected=f"at most {PATTERN_SECONDS:g} s",
         )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def test_two_groups_that_contradict_each_other_are_refused_by_name(
 )  # fmt: skip
 @pytest.mark.parametrize("place", ["targets", "ignore"])
 def test_a_pattern_that_takes_for_ever_is_given_up(pattern: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.formats.codecs.targets._SECONDS", 0.2)
+    monkeypatch.setattr("quantkit.formats.codecs.targets.PATTERN_SECONDS", 0.2)
     raw = _config(one=(["Linear"], {}))
     if place == "targets":
         raw["config_groups"]["one"]["targets"] = [pattern] * 50

@@ -114,7 +114,7 @@ def test_codes_are_those_of_the_file(case: str, kind: Ggml, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", [kind for kind in GgmlType if kind not in NOT_READ and kind not in ggml_rows.FLOATS])
 def test_a_type_means_what_gguf_says(kind: GgmlType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ggml_rows, "_CHUNK", 1 << 12)  # several for a tensor
+    monkeypatch.setattr(ggml_rows, "CHUNK_ELEMENTS", 1 << 12)  # several for a tensor
     source, tensors = _source(json.dumps(["qwen2", _WIDE]))
     blocks = np.random.default_rng(0).integers(0, 256, (256, kind.row_bytes(256)), np.uint8)
     path = tmp_path / "model.gguf"
