@@ -66,7 +66,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         _ = quantkit.quantise  # type: ignore[attr-defined]
 
 
-def test_names_mean_what_a_type_checker_is_told() -> None:
+def test_names_mean_what_a_type_checker_is_reported() -> None:
     """The table that loads names, and the imports that tools read, say the same."""
     source = Path(str(quantkit.__file__)).read_text()
     for name in set(dir(quantkit)) - {"__version__"}:
@@ -88,12 +88,12 @@ def test_help_reads_as_a_reference() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_says_what_it_takes_gives_and_raises(name: str) -> None:
-    _require_told(getattr(quantkit, name))
+    _require_reported(getattr(quantkit, name))
 
 
 @pytest.mark.parametrize("method", ["build", "generate", "text_completion", "chat_completion"])
 def test_metas_interface_says_what_it_takes_gives_and_raises(method: str) -> None:
-    _require_told(getattr(quantkit.Llama, method))
+    _require_reported(getattr(quantkit.Llama, method))
 
 
 def test_metas_interface_has_metas_arguments() -> None:
@@ -129,16 +129,16 @@ def test_every_plan_says_what_it_takes_gives_and_raises(name: str) -> None:
 @pytest.mark.parametrize("kind", [SentencePieceTokenizer, TiktokenTokenizer, JsonTokenizer])
 @pytest.mark.parametrize("method", ["encode", "decode"])
 def test_tokenizers_say_what_they_take_give_and_raise(kind: type, method: str) -> None:
-    _require_told(getattr(kind, method))
+    _require_reported(getattr(kind, method))
 
 
-def _require_told(function: Any) -> None:
+def _require_reported(function: Any) -> None:
     text = inspect.getdoc(function) or ""
-    told, _, result = text.partition("Returns:\n")
+    reported, _, result = text.partition("Returns:\n")
     assert result, "nothing is said of what it returns"
     assert "Raises:\n" in result
     for parameter in set(inspect.signature(function).parameters) - {"self"}:
-        assert f"{parameter}:" in told or f"{parameter}," in told, parameter
+        assert f"{parameter}:" in reported or f"{parameter}," in reported, parameter
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -159,9 +159,9 @@ def test_reports_are_json(demo_model: Path, tmp_path: Path) -> None:
         assert report.lines()
 
 
-def test_every_field_of_an_inspection_is_told_of() -> None:
-    told = (inspect.getdoc(quantkit.Inspection) or "").partition("Attributes:")[2]
-    assert not [one.name for one in dataclasses.fields(quantkit.Inspection) if one.name not in told]
+def test_every_field_of_an_inspection_is_reported() -> None:
+    reported = (inspect.getdoc(quantkit.Inspection) or "").partition("Attributes:")[2]
+    assert not [one.name for one in dataclasses.fields(quantkit.Inspection) if one.name not in reported]
 
 
 def test_docs_name_the_errors_that_are_worth_another_try() -> None:

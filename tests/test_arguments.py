@@ -173,7 +173,7 @@ def test_a_wrong_type_is_refused_in_one_line_that_names_the_argument(
         assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_told_of_a_wrong_type(jobs: dict[str, Job]) -> None:
+def test_what_is_reported_a_wrong_type(jobs: dict[str, Job]) -> None:
     for arguments, line in (
         ({"strict": "false"}, "`strict` is of the wrong type (found 'false', expected True or False)"),
         ({"dst": None}, "`dst` is of the wrong type (found None, expected a path)"),
@@ -276,7 +276,7 @@ def test_a_path_is_no_scheme(scheme: Any, jobs: dict[str, Job]) -> None:
             jobs[job](scheme=scheme)
 
 
-def test_the_command_line_is_not_told_of_python(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_the_command_line_is_not_reported_python(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
     code, _, err = run(capfd, "quantize", demo_model, tmp_path / "out", "--scheme", "recipe.json")
     assert code == 2
     assert "unknown quantization scheme (found 'recipe.json'" in err

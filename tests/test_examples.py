@@ -61,8 +61,8 @@ def test_a_choice_by_log_probabilities(demo_model: Path) -> None:
     for choice, score in scores.items():
         ids = tokenizer.encode(f"The capital of France is{choice}")
         with torch.inference_mode():
-            told = model(torch.tensor([ids]), torch.arange(len(ids)))[0].float().log_softmax(-1)
-        expected = sum(float(told[at - 1, ids[at]]) for at in range(start, len(ids)))
+            reported = model(torch.tensor([ids]), torch.arange(len(ids)))[0].float().log_softmax(-1)
+        expected = sum(float(reported[at - 1, ids[at]]) for at in range(start, len(ids)))
         assert score == pytest.approx(expected / len(choice), abs=0.02)
     assert len(scores) == 3
     assert best == f"best: {max(scores, key=lambda one: scores[one]).strip()}"

@@ -181,12 +181,12 @@ def test_the_library_does_not_print() -> None:
         assert not [c for c in calls if isinstance(c, ast.Name) and c.id == "print"], module
 
 
-def test_transformers_is_asked_in_one_module() -> None:
+def test_transformers_is_used_in_one_module() -> None:
     users = [m for m, tree in MODULES.items() if any(n.split(".")[0] == "transformers" for n in _imports(tree))]
     assert users == ["quantkit.model.transformers_linears"]
 
 
-def test_jax_is_asked_for_in_one_room_and_torchax_in_one_module() -> None:
+def test_jax_is_requested_in_one_room_and_torchax_in_one_module() -> None:
     def users(package: str) -> set[str]:
         return {m for m, tree in MODULES.items() if any(n.split(".")[0] == package for n in _imports(tree))}
 

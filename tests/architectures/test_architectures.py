@@ -258,9 +258,9 @@ def test_sequences_of_all_lengths_in_slots_are_those_of_transformers(case: str, 
         text = torch.tensor([[*prompts[index], *found.token_ids]])
         assert found.token_ids == oracle.greedy(model, text[:, :-14], 14)
         assert found.logprobs is not None
-        for place, told in enumerate(found.logprobs.tokens, text.shape[1] - 14):
+        for place, reported in enumerate(found.logprobs.tokens, text.shape[1] - 14):
             expected = oracle.logits(model, text[:, :place])[0, -1].log_softmax(-1)[text[0, place]]
-            assert told == pytest.approx(float(expected), abs=1e-4)
+            assert reported == pytest.approx(float(expected), abs=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

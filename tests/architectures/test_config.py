@@ -265,7 +265,7 @@ def test_transformers_reads_our_config_as_the_one_it_came_from(variant: str, tmp
     theirs.rope_parameters.pop("type", None)  # what older readers of some families ask for
     for one in (theirs, original):  # of kinds of layers that there are none of, nothing is kept
         unused = {"full_attention", "sliding_attention"} - set(getattr(one, "layer_types", None) or [])
-        one.rope_parameters = {kind: told for kind, told in one.rope_parameters.items() if kind not in unused}
+        one.rope_parameters = {kind: reported for kind, reported in one.rope_parameters.items() if kind not in unused}
     for key in ("rope_parameters", "layer_types", "attention_bias", "mlp_bias", "query_pre_attn_scalar"):
         assert getattr(theirs, key, None) == getattr(original, key, None), key
     assert theirs.architectures == [config_to_hf(config)["architectures"][0]]

@@ -167,7 +167,7 @@ def test_a_missing_tensor_is_named(case: str, name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("case", "name", "at", "told"),
+    ("case", "name", "at", "reported"),
     [
         ("mixtral", "block_sparse_moe.experts.5.w2.weight", (3, 4), "mlp.experts.5.down_proj.weight"),
         ("qwen2-moe", "mlp.shared_expert_gate.weight", (0, 1), "mlp.shared_expert_gate.weight"),
@@ -178,13 +178,13 @@ def test_a_missing_tensor_is_named(case: str, name: str, tmp_path: Path) -> None
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_in_experts_and_routers_is_refused_by_name(
-    case: str, name: str, at: tuple[int, ...], told: str, value: float, tmp_path: Path
+    case: str, name: str, at: tuple[int, ...], reported: str, value: float, tmp_path: Path
 ) -> None:
     def spoil(stored: dict[str, Tensor]) -> None:
         stored[_LAYER + name][at] = value
 
     folder = _edited(_saved(case, tmp_path / "source"), spoil)
-    with pytest.raises(NonFiniteError, match=f"{_LAYER}{told}"):
+    with pytest.raises(NonFiniteError, match=f"{_LAYER}{reported}"):
         quantkit.quantize(folder, tmp_path / "made", "int8", source_check=False)
     assert not (tmp_path / "made").exists()
 
@@ -235,7 +235,7 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path: Path) -> None:
     assert open_checkpoint(folder).config == expected
 
 
-def test_experts_are_told(tmp_path: Path) -> None:
+def test_experts_are_reported(tmp_path: Path) -> None:
     source = _saved("qwen3-moe-dense-layer", tmp_path / "source")
     quantkit.quantize(source, tmp_path / "int4", "int4-g32", method="rtn", accept_quality_loss=True)
     hidden, attention, expert = 64, 2 * 64 * 128 + 2 * 64 * 32 + 2 * 16, 3 * 64 * 64
@@ -245,22 +245,24 @@ def test_experts_are_told(tmp_path: Path) -> None:
     assert (found.parameters, found.active_parameters) == (rest + 12 * expert, rest + 4 * expert)
     met = found.active_parameters / 1e6
     assert f"  experts: 6 in a layer, 2 for a token, which meets {1e3 * met:.2f}K parameters" in found.lines()
-    card = (tmp_path / "int4" / "README.md").read_text()
-    assert f"| experts | 6 in a layer, 2 for each token, which uses {met:.3g} million weights |" in card
-    assert "| kept as floats | embedding (also the output head), norms and routers (float32) |" in card
-    assert "| transformers 5.23 with compressed-tensors 0.20 | yes |" in card
-    assert "| vLLM 0.32 on a CPU with AVX-512 | not tried with experts |" in card
+    readme = (tmp_path / "int4" / "README.md").read_text()
+    assert f"| experts | 6 in a layer, 2 for each token, which uses {met:.3g} million weights |" in readme
+    assert "| kept as floats | embedding (also the output head), norms and routers (float32) |" in readme
+    assert "| transformers 5.23 with compressed-tensors 0.20 | yes |" in readme
+    assert "| vLLM 0.32 on a CPU with AVX-512 | not tried with experts |" in readme
     recipe = Recipe(
         INT4, (Override("*down_proj", INT8), Override("model.layers.2.*", INT4), Override("*.0.*.experts.1.up*", INT8))
     )
     quantkit.quantize(source, tmp_path / "mixed", recipe, method="rtn", accept_quality_loss=True)
-    card = (tmp_path / "mixed" / "README.md").read_text()
+    readme = (tmp_path / "mixed" / "README.md").read_text()
     assert (
         "8 linear layers: `mlp.experts.*.down_proj`, `mlp.experts.1.up_proj` of layer 0; `mlp.down_proj` of layer 1 |"
-    ) in card
-    assert "transformers 5.23 with compressed-tensors 0.20 | no: it does not load experts of several schemes |" in card
-    assert "AutoModelForCausalLM" not in card
-    assert "library_name" not in card
+    ) in readme
+    assert (
+        "transformers 5.23 with compressed-tensors 0.20 | no: it does not load experts of several schemes |" in readme
+    )
+    assert "AutoModelForCausalLM" not in readme
+    assert "library_name" not in readme
     dense = quantkit.inspect(oracle.save(oracle.make("llama"), tmp_path / "dense"))
     assert dense.experts == dense.experts_per_token == 0
     assert dense.active_parameters == dense.parameters

@@ -122,7 +122,7 @@ def test_factors_of_no_known_scaling_are_taken_one_by_one() -> None:
     assert ones.rope.type == "default"
 
 
-def test_which_tensors_are_changed_is_told() -> None:
+def test_which_tensors_are_changed_is_reported() -> None:
     config = _config("gemma2", head_dim=16, query_pre_attn_scalar=16, pad_token_id=0)
     offsets = {tensor.name: stored_offset(config, tensor) for tensor in gguf_tensors(config)}
     assert {name for name, offset in offsets.items() if offset} == {name for name in offsets if "norm" in name}
@@ -179,7 +179,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(case: str) -> None:
         metadata_of(_config(kind, **changes))
 
 
-def test_a_window_that_llama_cpp_does_not_know_is_told() -> None:
+def test_a_window_that_llama_cpp_does_not_know_is_reported() -> None:
     assert notes_of(_config("mistral", sliding_window=7)) == [
         "llama.cpp ignores the model's windows of 7 tokens, so its results differ for longer texts"
     ]
@@ -243,7 +243,7 @@ def test_what_says_nothing_is_no_setting() -> None:
         _read(moe, qwen3moe__expert_gating_func=2)
 
 
-def test_granite_may_not_be_told_to_have_no_positions() -> None:
+def test_granite_may_not_be_reported_to_have_no_positions() -> None:
     with pytest.raises(UnsupportedError, match=r"rope\.scaling\.finetuned"):
         _read(_config("granite"), granite__rope__scaling__finetuned=False)
 

@@ -115,7 +115,7 @@ def test_no_linear_of_a_module_with_a_state_is_rounded_and_all_others_are(kind: 
     assert {named[name] for name in known if name.rpartition(".")[2] in _PLAIN} <= {"linear"}
 
 
-def test_state_is_seen_in_code_where_no_name_tells_of_it() -> None:
+def test_state_is_seen_in_code_where_no_name_reports_it() -> None:
     """A convolution whose weights a linear makes: by its code alone, of all in transformers 5.23."""
     config = transformers.AutoConfig.for_model("inkling2")
     with torch.device("meta"):
@@ -151,10 +151,10 @@ def test_a_hybrid_is_packed_but_for_its_linear_attention_and_that_is_said(tmp_pa
     assert all(torch.equal(before[name], after[name]) for name in own)
     assert made.schemes == {"int4-g32": 4 * 3 + 2 * 4}  # feed-forward in all layers, attention in half of them
     (note,) = (note for note in made.notes if "linear attention" in note)
-    card = " ".join((made.path / "README.md").read_text().split()).replace("\\*", "*")
+    readme = " ".join((made.path / "README.md").read_text().split()).replace("\\*", "*")
     for name in ("in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z", "out_proj"):
         assert f"model.layers.*.linear_attn.{name}.weight" in note
-        assert f"model.layers.*.linear_attn.{name}.weight" in card
+        assert f"model.layers.*.linear_attn.{name}.weight" in readme
         assert "carries a state" in made.manifest["modules"][f"model.layers.0.linear_attn.{name}"]["reason"]
     assert "10 linears of linear attention" in note
     assert quantkit.verify(made.path, source).ok

@@ -53,7 +53,7 @@ def test_an_old_key_of_a_rope_type_that_transformers_5_ignores_is_refused(kind: 
 
 
 @pytest.mark.parametrize("kind", _NESTED)
-def test_an_original_context_beside_settings_by_layer_is_ignored_and_reported(
+def test_an_original_context_next_to_settings_by_layer_is_ignored_and_reported(
     kind: str, tmp_path: Path, capfd: Capture
 ) -> None:
     ropes = {"full_attention": {**_YARN, "rope_theta": 1e4}, "sliding_attention": {"rope_type": "default"}}

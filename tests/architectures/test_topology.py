@@ -146,7 +146,7 @@ def test_stacked_experts_say_how_they_lie(tmp_path: Path) -> None:
     assert saved[gate_up.name] == (4, 64, 2 * 96)
 
 
-def test_windows_and_positions_are_told_layer_by_layer(tmp_path: Path) -> None:
+def test_windows_and_positions_are_reported_layer_by_layer(tmp_path: Path) -> None:
     config, _ = _saved("gemma2", tmp_path)
     assert config.windows == (4096, None, 4096)
     gpt, _ = _saved("gpt-oss", tmp_path / "gpt")
@@ -159,7 +159,7 @@ def test_families_that_do_not_run_are_refused_by_name(kind: str) -> None:
         config_from_hf({"model_type": kind}, "config.json")
 
 
-def test_canonical_names_tell_roles_apart() -> None:
+def test_canonical_names_distinguish_roles() -> None:
     assert len(set(CANONICAL.values())) == len(CANONICAL)
 
 

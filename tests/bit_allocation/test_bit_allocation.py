@@ -104,7 +104,7 @@ def test_gradients_are_those_of_the_whole_model(case: str, tmp_path: Path, monke
     assert given.keys() == {name for name in found if found[name].any()}
 
 
-def test_foretold_errors_are_close_to_those_of_gptq() -> None:
+def test_predicted_errors_are_close_to_those_of_gptq() -> None:
     mixed = torch.randn(64, 64) @ torch.diag(torch.linspace(0.2, 3, 64))
     x, weight = torch.randn(4000, 64) @ mixed, torch.randn(96, 64)
     hessian = x.t() @ x / len(x)
@@ -145,15 +145,15 @@ def test_experts_are_estimated_on_the_tokens_sent_to_them(tmp_path: Path) -> Non
     assert all(0 < one[INT8] < one[G32] for one in found)
 
 
-def test_the_size_is_what_was_asked_for(made: quantkit.QuantizeResult) -> None:
+def test_the_size_is_what_was_requested(made: quantkit.QuantizeResult) -> None:
     allocation = made.allocation
     assert allocation is not None
     linears = [one for one in made.manifest["modules"].items() if one[0] != "lm_head"]
     written = open_checkpoint(made.path)
     bits = weights = 0
-    for module, told in linears:
+    for module, reported in linears:
         rows, columns = written.info(f"{module}.weight").shape
-        scheme = QuantScheme.parse(told["scheme"])
+        scheme = QuantScheme.parse(reported["scheme"])
         weights += rows * columns
         bits += rows * (columns * scheme.bits + 16 * scheme.groups(columns))
     assert 4.49 < bits / weights <= 4.5
@@ -163,14 +163,14 @@ def test_the_size_is_what_was_asked_for(made: quantkit.QuantizeResult) -> None:
     assert made.manifest["bit_allocation"] == allocation.to_json()
 
 
-def test_the_choice_is_told(made: quantkit.QuantizeResult) -> None:
+def test_the_choice_is_reported(made: quantkit.QuantizeResult) -> None:
     assert made.allocation is not None
     lines = made.lines()
     assert lines[0].split() == ["layer", "q", "k", "v", "o", "gate", "up", "down", "KL", "x", "1e-4"]
     assert lines[-2].startswith("chosen for 4.5 bits a weight: 4.")
-    card = (made.path / "README.md").read_text()
-    assert "| layer | q k v | o | gate up | down | KL x 1e-4 |" in card
-    assert "--target-bits 4.5" in card
+    readme = (made.path / "README.md").read_text()
+    assert "| layer | q k v | o | gate up | down | KL x 1e-4 |" in readme
+    assert "--target-bits 4.5" in readme
     assert (made.path / "bit-allocation.svg").read_text() == picture(made.allocation)
     assert picture(made.allocation).count("<title>") == len(made.allocation.units) + 4
     assert quantkit.inspect(made.path).schemes_chosen in "\n".join(quantkit.inspect(made.path).lines())
@@ -178,25 +178,25 @@ def test_the_choice_is_told(made: quantkit.QuantizeResult) -> None:
 
 
 def test_files_of_weights_are_at_most_so_large(demo_model: Path, tmp_path: Path) -> None:
-    dst, most = tmp_path / "out.gguf", 1_900_000
-    made = quantkit.quantize(demo_model, dst, max_size=most, to="gguf", head="int8", keep="*.0.self_attn.*", **GPTQ)
+    dst, maximum = tmp_path / "out.gguf", 1_900_000
+    made = quantkit.quantize(demo_model, dst, max_size=maximum, to="gguf", head="int8", keep="*.0.self_attn.*", **GPTQ)
     assert made.allocation is not None
     assert made.allocation.weight_bytes == dst.stat().st_size
-    assert 0.98 * most < dst.stat().st_size <= most
-    told = made.manifest["modules"]
-    assert told["lm_head"]["scheme"] == "int8"
-    assert told["model.layers.0.self_attn.q_proj"]["scheme"] is None
+    assert 0.98 * maximum < dst.stat().st_size <= maximum
+    reported = made.manifest["modules"]
+    assert reported["lm_head"]["scheme"] == "int8"
+    assert reported["model.layers.0.self_attn.q_proj"]["scheme"] is None
 
 
 def test_a_resumed_run_keeps_its_choice(
     made: quantkit.QuantizeResult, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def job(src: Path, dst: Path, **options: Any) -> Any:
-        def told(phase: str, done: int, total: int, unit: str) -> None:
+        def reported(phase: str, done: int, total: int, unit: str) -> None:
             if phase == "quantize":
                 options["progress"](phase, done, total, unit)
 
-        return quantkit.quantize(src, dst, target_bits=4.5, **{**GPTQ, **options, "progress": told})
+        return quantkit.quantize(src, dst, target_bits=4.5, **{**GPTQ, **options, "progress": reported})
 
     interrupted(job, demo_model, tmp_path / "out")  # whose choice is the same, or the bytes would differ
     monkeypatch.setattr("quantkit.bit_allocation.fit.estimate_losses", lambda *_, **__: pytest.fail("estimated anew"))
@@ -230,5 +230,5 @@ def test_what_cannot_be_is_refused_before_any_work(
         assert expected is None or str(expected) in str(error.value.expected)
 
 
-def test_candidates_are_those_that_may_be_asked_for() -> None:
+def test_candidates_are_those_that_may_be_requested() -> None:
     assert [str(scheme) for scheme in CANDIDATES] == ["int4-g128", "int4-g64", "int4-g32", "int8"]

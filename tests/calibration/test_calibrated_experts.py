@@ -164,7 +164,7 @@ def test_a_hessian_is_of_the_tokens_that_are_sent_to_the_expert_by_their_shares(
     torch.testing.assert_close(seen[1], everyone.t() @ everyone, rtol=1e-3, atol=1e-3)
 
 
-def test_the_manifest_tells_which_tokens_calibrated_an_expert(made: quantkit.QuantizeResult) -> None:
+def test_the_manifest_reports_which_tokens_calibrated_an_expert(made: quantkit.QuantizeResult) -> None:
     records = made.manifest["modules"]
     for layer in range(3):
         counts = [records[_expert(layer, expert, "up_proj")] for expert in range(6)]
@@ -180,7 +180,7 @@ def test_the_manifest_tells_which_tokens_calibrated_an_expert(made: quantkit.Qua
     assert 0 < starved["routed_tokens"] < 2 * 64
 
 
-def test_starved_experts_are_told_in_one_line(made: quantkit.QuantizeResult) -> None:
+def test_starved_experts_are_reported_in_one_line(made: quantkit.QuantizeResult) -> None:
     (line,) = [note for note in made.notes if "experts" in note]
     experts = [
         [made.manifest["modules"][_expert(layer, expert, part)] for part in ("gate_proj", "down_proj")]
@@ -272,12 +272,14 @@ def test_disk_and_resumed_runs_give_equal_bytes(
             if now == stop:
                 raise KeyboardInterrupt
 
-        told: list[Any] = []
+        reported: list[Any] = []
         with pytest.raises(KeyboardInterrupt):
             _quantize(model, tmp_path / name, text, progress=interrupt)
-        _quantize(model, tmp_path / name, text, resume=True, progress=lambda *now, told=told: told.append(now))
+        _quantize(
+            model, tmp_path / name, text, resume=True, progress=lambda *now, reported=reported: reported.append(now)
+        )
         assert contents(tmp_path / name) == expected
-        assert any(phase == "calibrate" and unit == "linears" for phase, _, _, unit in told)
+        assert any(phase == "calibrate" and unit == "linears" for phase, _, _, unit in reported)
 
 
 def test_experts_have_schemes_of_their_own(model: Path, text: Path, tmp_path: Path) -> None:
@@ -312,7 +314,7 @@ def test_a_store_holds_what_was_reckoned(
     assert 10**9 - min(free) == pytest.approx(reckoned, rel=0.01)
 
 
-def test_two_processes_decide_alike_and_make_what_one_makes(model: Path, text: Path, tmp_path: Path) -> None:
+def test_two_processes_decide_the_same_way_and_make_what_one_makes(model: Path, text: Path, tmp_path: Path) -> None:
     kept = "*.self_attn.*"  # so that the first router sees the same states in both
     _quantize(model, tmp_path / "one", text, keep=kept)
     done = torchrun(

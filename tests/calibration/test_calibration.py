@@ -199,7 +199,7 @@ def test_activations_on_disk_change_nothing(demo_model: Path, text: Path, tmp_pa
     assert max(made) > 1
 
 
-def test_full_disk_under_the_activations_is_told_and_resumable(
+def test_full_disk_under_the_activations_is_reported_and_resumable(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = _contents(_quantize(demo_model, tmp_path / "whole", text))
@@ -219,7 +219,7 @@ def test_full_disk_under_the_activations_is_told_and_resumable(
     assert _contents(_quantize(demo_model, tmp_path / "out", text, resume=True)) == whole
 
 
-def test_the_manifest_tells_how_each_layer_was_solved(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_the_manifest_reports_how_each_layer_was_solved(demo_model: Path, text: Path, tmp_path: Path) -> None:
     folder = _quantize(demo_model, tmp_path / "out", text, seed=4, keep=["*.k_proj"])
     made = json.loads((folder / "quantkit.json").read_text())
     assert made["method"] == "gptq"

@@ -184,7 +184,7 @@ def test_no_more_shards_are_read_than_the_samples_need(answers: Answers) -> None
 
 
 @pytest.mark.parametrize(("source", "split"), [("some/configs:en", "train"), ("some/configs:en:test", "test")])
-def test_config_and_split_are_those_asked_for(answers: Answers, source: str, split: str) -> None:
+def test_config_and_split_are_those_requested(answers: Answers, source: str, split: str) -> None:
     text = "\n\n".join([f"the {split} split"] * 100)
     manifest = answers.of[source]["manifest"]
     assert (manifest["source"], manifest["sha256"]) == (source, hashlib.sha256(text.encode()).hexdigest())

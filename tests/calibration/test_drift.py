@@ -52,15 +52,15 @@ def test_drift_that_many_tokens_show_is_made_up_for() -> None:
 
 
 def test_damping_counts_the_tokens_that_show_drift(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requested = []
 
     def damping(inputs: int, tokens: int) -> float:
-        asked.append((inputs, tokens))
+        requested.append((inputs, tokens))
         return 0.1
 
     monkeypatch.setattr(group_solver, "drift_damping", damping)
     _solved(torch.randn(32, WIDTH), torch.randn(300, WIDTH), torch.randn(300, WIDTH))
-    assert asked == [(WIDTH, 300)]
+    assert requested == [(WIDTH, 300)]
 
 
 @pytest.mark.parametrize(("inner", "standard"), [(512, 4), (1024, 4), (1025, 8), (5632, 8)])

@@ -107,7 +107,7 @@ def test_what_the_source_does_not_predict_is_dropped_and_replaced(documents: Pat
     assert any("third 8" in note for note in drawn.notes)
 
 
-def test_as_many_samples_are_drawn_as_were_asked_for_or_a_note_says_how_many(documents: Path) -> None:
+def test_as_many_samples_are_drawn_as_were_requested_or_a_note_says_how_many(documents: Path) -> None:
     def scripted(*rounds: Sequence[int], then: int) -> Any:
         found = iter(rounds)
         return lambda pieces: [bool(one) for one in next(found, [then] * len(pieces))]
@@ -142,7 +142,7 @@ def test_no_more_of_the_text_is_tokenized_than_the_samples_can_be_spread_over(do
 
 
 @pytest.mark.parametrize("made", [[], [3], [3, 4]])
-def test_a_tokenizer_that_makes_nothing_of_it_is_told(made: list[int], documents: Path) -> None:
+def test_a_tokenizer_that_makes_nothing_of_it_is_reported(made: list[int], documents: Path) -> None:
     class Poor(Letters):
         def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
             return made
@@ -190,7 +190,7 @@ def test_dialogues_go_through_the_models_template(template: str | None, expected
         ("hello", "makes the same of all 40 dialogues"),
     ],
 )
-def test_a_template_that_tells_no_dialogue_is_told_of_and_ends(
+def test_a_template_that_reports_no_dialogue_is_reported_and_ends(
     template: str, words: str, documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = json.dumps({"kind": "dialogue", "messages": DIALOGUE[1:]}) + "\n"
@@ -209,7 +209,7 @@ def test_dialogues_are_the_same_at_all_times(documents: Path) -> None:
     assert "26 Jul 2024 000000" in "".join(map(chr, texts[0].kinds[-1].tokens.tolist()))
 
 
-def test_a_source_tells_what_it_predicts_from_what_it_does_not(tmp_path: Path) -> None:
+def test_a_source_reports_what_it_predicts_from_what_it_does_not(tmp_path: Path) -> None:
     """A model that knows what follows each of the first 32 tokens, and nothing of the others."""
     model = oracle.make("llama", vocab_size=64, hidden_size=64, num_hidden_layers=1)
     with torch.no_grad():
@@ -284,9 +284,9 @@ def test_int4_is_calibrated_on_what_the_source_knows_and_goes_on_with_it(demo_mo
     record = made.manifest["calibration"]
     assert (made.method, made.manifest["method"], record["source"]) == ("gptq", "gptq", "packaged")
     assert (record["samples"], record["dropped"] > 0, set(record["dropped_kinds"])) == (6, True, {"russian"})
-    card = (made.path / "README.md").read_text()
-    assert "quantkit's own text" in card
-    assert f"{record['dropped']} others, which the source hardly predicts, were dropped" in card
+    readme = (made.path / "README.md").read_text()
+    assert "quantkit's own text" in readme
+    assert f"{record['dropped']} others, which the source hardly predicts, were dropped" in readme
 
     def interrupt(phase: str, done: int, *_: object) -> None:
         if (phase, done) == ("quantize", 14):
@@ -301,7 +301,7 @@ def test_int4_is_calibrated_on_what_the_source_knows_and_goes_on_with_it(demo_mo
 
 
 @pytest.mark.usefixtures("languages")
-def test_the_command_tells_what_it_takes_before_it_begins(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_the_command_reports_what_it_takes_before_it_begins(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
     options = ["--scheme", "int4-g64", "--samples", "6", "--length", "48", "--json", "-"]
     with pytest.raises(SystemExit) as stop:
         main([str(one) for one in ("quantize", demo_model, tmp_path / "out", *options)])
@@ -341,10 +341,10 @@ def test_numbers_that_make_no_sense_are_refused_before_anything_grows_with_them(
         quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **given)
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.2, "1 s"), (1.2, "2 s"), (100.0, "2 min"), (130.0, "3 min")])
-def test_the_time_that_is_told_is_rounded_up(seconds: float, told: str) -> None:
+@pytest.mark.parametrize(("seconds", "reported"), [(0.2, "1 s"), (1.2, "2 s"), (100.0, "2 min"), (130.0, "3 min")])
+def test_the_time_that_is_reported_is_rounded_up(seconds: float, reported: str) -> None:
     estimate = Estimate({}, 1, "writing", 0, 1, 0, seconds, 0, [])
-    assert estimate.line().endswith(f"time {told}")
+    assert estimate.line().endswith(f"time {reported}")
 
 
 def test_plan_counts_the_default_method(demo_model: Path, tmp_path: Path) -> None:

@@ -116,18 +116,18 @@ def test_a_pipe_through_the_command(demo_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "told"),
+    ("line", "code", "reported"),
     [(b"/Reset now\n", 2, "/reset takes no argument (found 'now'); //reset begins a question with /reset"),
      (b"\xff\xfe\n", 2, "the question cannot be decoded (found line 1, expected UTF-8)"),
      (b"[INST]\n", 2, "holds a tag of the chat format"), (b"word " * 9000 + b"\n", 2, "too long for the context")],
 )  # fmt: skip
 def test_what_cannot_be_answered_ends_a_pipe(
-    line: bytes, code: int, told: str, demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    line: bytes, code: int, reported: str, demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line)))
     found, out, err = run(capfd, "chat", demo_model, "--template", "llama2")
     assert (found, out, err.count("\n")) == (code, "", 1)
-    assert told in err
+    assert reported in err
 
 
 def test_a_path_is_no_command(demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,16 +148,16 @@ def test_a_line_of_a_pipe_that_is_no_command_is_a_question(
     assert err == f"quantkit: note: {note}\n"
 
 
-@pytest.mark.parametrize(("closed", "code", "told"), [("<&-", 0, ""), (">&-", 5, "standard output is closed")])
-def test_streams_that_are_closed(closed: str, code: int, told: str, demo_model: Path) -> None:
+@pytest.mark.parametrize(("closed", "code", "reported"), [("<&-", 0, ""), (">&-", 5, "standard output is closed")])
+def test_streams_that_are_closed(closed: str, code: int, reported: str, demo_model: Path) -> None:
     command = f'exec "$@" {closed}'
     arguments = [sys.executable, "-m", "quantkit.cli", "chat", demo_model, "--template", "llama2"]
     done = subprocess.run(["sh", "-c", command, "sh", *arguments], input=b"", capture_output=True, cwd="/", check=False)
-    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (code, b"", 1 if told else 0)
-    assert told in done.stderr.decode()
+    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (code, b"", 1 if reported else 0)
+    assert reported in done.stderr.decode()
 
 
-def test_a_model_without_a_template_is_told_what_to_do(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_model_without_a_template_is_reported_what_to_do(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
     code, _, err = run(capfd, "chat", demo_model)
     assert code == 2
     assert "has no chat template (expected --template llama2 or llama3 for an instruct model)" in err
@@ -170,13 +170,13 @@ def test_a_model_without_a_template_is_told_what_to_do(demo_model: Path, tmp_pat
 
 def test_a_context_that_cannot_be_is_refused(demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The people?\n")))
-    for context, told in ((-3, "must be at least 1"), (0, "must be at least 1"), (10**6, "exceeds the model's")):
+    for context, reported in ((-3, "must be at least 1"), (0, "must be at least 1"), (10**6, "exceeds the model's")):
         code, _, err = run(capfd, "chat", demo_model, "--template", "llama2", "--context", context)
         assert code == 2
-        assert err.startswith(f"quantkit: error: --context {told} (found {context}")
+        assert err.startswith(f"quantkit: error: --context {reported} (found {context}")
 
 
-def test_tokens_are_drawn_as_the_folder_says_unless_asked_otherwise(
+def test_tokens_are_drawn_as_the_folder_says_by_default(
     demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantkit.convert(demo_model, tmp_path / "hf", template="llama2", source_check=False)
@@ -207,8 +207,8 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(demo_model: Path, tmp_path: P
     terminal.wait_for(READY)
     terminal.type("And the Congress?\r")
     terminal.wait_for("And the Congress?")
-    told = terminal.wait_for(READY)
-    assert "the answer was cut off at the maximum number of tokens" in told
+    reported = terminal.wait_for(READY)
+    assert "the answer was cut off at the maximum number of tokens" in reported
     terminal.type("\x04")
     code, got = terminal.end()
     assert code == 0
@@ -244,7 +244,7 @@ def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
         cwd=tmp_path,
     )  # fmt: skip
     terminal.wait_for(READY)
-    for typed, told in (
+    for typed, reported in (
         ("/help\r", "start a new conversation"),
         ("/nonsense\r", "quantkit: error: no such command (found /nonsense"),
         ("/reset now\r", "quantkit: error: /reset takes no argument (found 'now')"),
@@ -264,7 +264,7 @@ def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
         ("/system\r", "There is no system prompt."),
     ):
         terminal.type(typed)
-        assert told in _shown(terminal.wait_for(READY)), typed
+        assert reported in _shown(terminal.wait_for(READY)), typed
     terminal.type("/exit\r")
     assert terminal.end()[0] == 0
 

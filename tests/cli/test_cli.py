@@ -176,7 +176,7 @@ def test_a_command_line_that_cannot_be_parsed_exits_2(arguments: list[str], capf
     assert "Traceback" not in err
 
 
-def test_the_head_is_quantized_where_asked_for(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_the_head_is_quantized_where_requested(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
     options = "--scheme", "int4-g32", "--method", "rtn", "--head", "int8", "--accept-quality-loss"
     assert run(capfd, "quantize", demo_model, tmp_path / "out", *options)[0] == 0
     found = schemes(open_checkpoint(tmp_path / "out"))
@@ -265,7 +265,7 @@ def test_a_reader_that_closes_the_pipe_is_no_error(demo_model: Path, tmp_path: P
     assert (found.returncode, found.stderr) == (0, b"")
 
 
-def test_a_verdict_is_told_by_the_exit_code_whoever_reads(demo_model: Path, tmp_path: Path) -> None:
+def test_a_verdict_is_reported_by_the_exit_code_whoever_reads(demo_model: Path, tmp_path: Path) -> None:
     quantkit.convert(demo_model, tmp_path / "bf16")
     oracle.edit_json(tmp_path / "bf16" / "config.json", rms_norm_eps=1e-3)
     reading, writing = os.pipe()
@@ -286,7 +286,7 @@ def test_an_output_that_cannot_be_written_is_an_error_of_one_line(demo_model: Pa
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
-def test_what_is_done_is_done_though_nobody_can_be_told(demo_model: Path, tmp_path: Path) -> None:
+def test_what_is_done_is_done_though_nobody_can_be_reported(demo_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quantkit.cli", "convert", str(demo_model), str(tmp_path / "out")]
     with open("/dev/full", "w") as full:
         assert subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=600, check=False).returncode == 0

@@ -29,10 +29,10 @@ def test_a_stop_string_ends_a_text(demo_model: Path, capfd: Capture) -> None:
 
 
 def test_several_samples_stand_one_below_the_other(demo_model: Path, capfd: Capture) -> None:
-    asked = ("generate", demo_model, "The people", "--max-new-tokens", "4", "--temperature", "1")
-    code, out, _ = run(capfd, *asked, "--seed", "3", "-n", "3")
+    requested = ("generate", demo_model, "The people", "--max-new-tokens", "4", "--temperature", "1")
+    code, out, _ = run(capfd, *requested, "--seed", "3", "-n", "3")
     assert code == 0
-    alone = [run(capfd, *asked, "--seed", str(seed))[1] for seed in (3, 4, 5)]
+    alone = [run(capfd, *requested, "--seed", str(seed))[1] for seed in (3, 4, 5)]
     assert out == "".join(f"--- {number} of 3 ---\n{text}" for number, text in enumerate(alone, 1))
 
 
@@ -48,13 +48,13 @@ def test_all_sampling_options_of_one_prompt_are_the_librarys(demo_model: Path, c
     assert out == f"The people{expected}\n"
 
 
-def test_too_long_a_prompt_is_cut_where_that_is_asked_for(demo_model: Path, capfd: Capture) -> None:
+def test_too_long_a_prompt_is_cut_where_that_is_requested(demo_model: Path, capfd: Capture) -> None:
     prompt = "word " * 5000
     assert run(capfd, "generate", demo_model, prompt, "--max-new-tokens", "2")[0] == 2
     assert run(capfd, "generate", demo_model, prompt, "--max-new-tokens", "2", "--truncate")[0] == 0
 
 
-def test_stats_tell_times_and_the_share_of_bandwidth(
+def test_stats_report_times_and_the_share_of_bandwidth(
     demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quantkit.evals.timing.bandwidth", lambda device: 1e12)
@@ -73,16 +73,16 @@ def test_stats_tell_times_and_the_share_of_bandwidth(
 def test_warm_up_says_how_many_steps_are_compiled(
     demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ("generate", demo_model, "The people", "--max-new-tokens", "2", "--warmup")
-    assert run(capfd, *asked)[2] == "quantkit: note: nothing is compiled: the steps are eager\n"
+    requested = ("generate", demo_model, "The people", "--max-new-tokens", "2", "--warmup")
+    assert run(capfd, *requested)[2] == "quantkit: note: nothing is compiled: the steps are eager\n"
     monkeypatch.setattr("quantkit.runtime.engine.Engine.warm_up", lambda self: 7)
-    assert run(capfd, *asked)[2] == "quantkit: note: 7 steps compiled\n"
+    assert run(capfd, *requested)[2] == "quantkit: note: 7 steps compiled\n"
 
 
-@pytest.mark.parametrize("asked", ["The", "The -n 2", "--prompts IN --output -", "The --backend xla"])
-def test_text_that_nobody_could_ever_read_is_not_generated(asked: str, demo_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("requested", ["The", "The -n 2", "--prompts IN --output -", "The --backend xla"])
+def test_text_that_nobody_could_ever_read_is_not_generated(requested: str, demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "in").write_text('{"prompt": "The"}\n')
-    words = [str(tmp_path / "in") if word == "IN" else word for word in asked.split()]
+    words = [str(tmp_path / "in") if word == "IN" else word for word in requested.split()]
     command = shlex.join([sys.executable, "-m", "quantkit.cli", "generate", str(demo_model), *words])
     found = subprocess.run(
         ["sh", "-c", f"{command} >&-"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=600, check=False
@@ -102,10 +102,10 @@ def test_a_file_is_made_though_stdout_is_closed(demo_model: Path, tmp_path: Path
     assert (tmp_path / "out").read_text().count("\n") == 1
 
 
-@pytest.mark.parametrize("asked", ["The", "--prompts IN --output -"])
-def test_a_reader_that_has_seen_enough_is_no_error(asked: str, demo_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("requested", ["The", "--prompts IN --output -"])
+def test_a_reader_that_has_seen_enough_is_no_error(requested: str, demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "in").write_text('{"prompt": "The"}\n')
-    words = [str(tmp_path / "in") if word == "IN" else word for word in asked.split()]
+    words = [str(tmp_path / "in") if word == "IN" else word for word in requested.split()]
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "quantkit.cli", "generate", str(demo_model), *words]

@@ -121,14 +121,14 @@ def test_the_backends_offered_are_those_there_are(capfd: Capture) -> None:
         (("generate", "x", "-dash"), "; for a prompt that begins with a dash: --prompt=TEXT"),
     ],
 )  # fmt: skip
-def test_who_comes_from_elsewhere_is_told_the_way(arguments: tuple[str, ...], words: str, capfd: Capture) -> None:
+def test_who_comes_from_elsewhere_is_reported_the_way(arguments: tuple[str, ...], words: str, capfd: Capture) -> None:
     code, _, err = run(capfd, *arguments)
     assert code == 2
     assert words in err
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B"])
-def test_a_name_on_a_hub_is_told_how_to_get(name: str, capfd: Capture) -> None:
+def test_a_name_on_a_hub_gets_a_hint(name: str, capfd: Capture) -> None:
     code, _, err = run(capfd, "inspect", name)
     assert code == 3
     assert f"hf:{name}\n" in err

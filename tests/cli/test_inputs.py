@@ -271,7 +271,7 @@ def test_a_safetensors_header_that_lies_is_refused(
     refused(capfd, 3, hf, path, *words)
 
 
-def test_a_truncated_safetensors_file_tells_expected_and_found_bytes(hf: Path, capfd: Capture) -> None:
+def test_a_truncated_safetensors_file_reports_expected_and_found_bytes(hf: Path, capfd: Capture) -> None:
     path = hf / "model.safetensors"
     raw = path.read_bytes()
     data = len(raw) - 8 - struct.unpack("<Q", raw[:8])[0]
@@ -338,7 +338,7 @@ def test_a_truncated_model_of_our_own_cannot_be_downloaded_again(
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
-def test_a_truncated_pth_tells_expected_and_found_bytes(share: float, meta: Path, capfd: Capture) -> None:
+def test_a_truncated_pth_reports_expected_and_found_bytes(share: float, meta: Path, capfd: Capture) -> None:
     path = meta / "consolidated.01.pth"
     raw = path.read_bytes()
     path.write_bytes(raw[: int(share * len(raw))])
@@ -433,7 +433,7 @@ def test_a_gap_in_metas_numbering_names_the_shard(missing: int, meta: Path, capf
     refused(capfd, 3, meta, meta / f"consolidated.{missing:02d}.pth", "is missing", "found 2 shards")
 
 
-def test_a_missing_last_meta_shard_is_told_from_the_shapes(meta: Path, capfd: Capture) -> None:
+def test_a_missing_last_meta_shard_is_distinguished_from_the_shapes(meta: Path, capfd: Capture) -> None:
     (meta / "consolidated.01.pth").unlink()
     refused(capfd, 3, meta, "number of shards disagrees", "found 1 consolidated.*.pth", "expected 2")
 
@@ -442,7 +442,7 @@ def test_a_missing_last_meta_shard_is_told_from_the_shapes(meta: Path, capfd: Ca
     "vocab_size",
     [-1, 96],
 )
-def test_a_missing_last_shard_of_llama_3_is_told_from_the_shapes(
+def test_a_missing_last_shard_of_llama_3_is_distinguished_from_the_shapes(
     vocab_size: int, model: Any, tmp_path: Path, capfd: Capture
 ) -> None:
     src = save_meta(model, tmp_path / "meta", 2, embedding_axis=0, vocab_size=vocab_size)
@@ -450,7 +450,7 @@ def test_a_missing_last_shard_of_llama_3_is_told_from_the_shapes(
     refused(capfd, 3, src, "number of shards disagrees", "found 1 consolidated.*.pth", "expected 2")
 
 
-def test_a_stray_third_meta_shard_is_told_from_the_shapes(meta: Path, capfd: Capture) -> None:
+def test_a_stray_third_meta_shard_is_distinguished_from_the_shapes(meta: Path, capfd: Capture) -> None:
     shutil.copy(meta / "consolidated.01.pth", meta / "consolidated.02.pth")
     refused(capfd, 3, meta, "number of shards disagrees", "found 3 consolidated.*.pth", "expected 2")
 
@@ -521,7 +521,7 @@ def test_an_index_without_a_weight_map_is_refused(content: str, sharded: Path, c
 
 
 @pytest.mark.parametrize("name", ["norm.weight", "layers.0.attention_norm.weight"])
-def test_meta_shards_of_different_models_are_told_by_their_norms(name: str, meta: Path, capfd: Capture) -> None:
+def test_meta_shards_of_different_models_are_reported_by_their_norms(name: str, meta: Path, capfd: Capture) -> None:
     path = meta / "consolidated.01.pth"
     shard = torch.load(path, weights_only=True)
     shard[name][0] += 1
@@ -611,7 +611,7 @@ def test_safetensors_win_over_bin_and_say_so(hf: Path, pickled: Path, model: Any
     assert torch.equal(weights_of(dst)[HEAD], 2 * model.state_dict()[HEAD])
 
 
-def test_a_stray_file_beside_an_index_is_ignored_and_named(sharded: Path, model: Any, capfd: Capture) -> None:
+def test_a_stray_file_next_to_an_index_is_ignored_and_named(sharded: Path, model: Any, capfd: Capture) -> None:
     (sharded / "model.safetensors").write_bytes(b"an interrupted download")
     dst, notes = accepted(capfd, sharded)
     assert "model.safetensors not in the index; ignored" in notes
@@ -719,7 +719,7 @@ def test_a_config_with_a_wrong_value_is_refused(
         ({"dtype": "float64"}, ("dtype is not supported", "found float64")),
     ],
 )
-def test_a_config_that_asks_for_other_arithmetic_is_refused(
+def test_a_config_that_requests_other_arithmetic_is_refused(
     changes: dict[str, Any], words: tuple[str, ...], hf: Path, capfd: Capture
 ) -> None:
     oracle.edit_json(hf / "config.json", **changes)
@@ -861,14 +861,14 @@ def test_values_that_overflow_float16_name_tensor_and_count(large: Path, capfd: 
     refused(capfd, 7, large, *words, by=("convert", "--dtype", "fp16"))
 
 
-def test_values_that_overflow_are_written_when_told_so(large: Path, capfd: Capture) -> None:
+def test_values_that_overflow_are_written_on_request(large: Path, capfd: Capture) -> None:
     dst, _ = accepted(capfd, large, "--dtype", "fp16", "--allow-nonfinite")
     expected = {name: tensor.half() for name, tensor in weights_of(large).items()}
     assert int(expected[QUERY].isinf().sum()) == 2
     torch.testing.assert_close(weights_of(dst), expected, rtol=0, atol=0)
 
 
-def test_values_that_are_not_finite_are_written_when_told_so(hf: Path, capfd: Capture) -> None:
+def test_values_that_are_not_finite_are_written_on_request(hf: Path, capfd: Capture) -> None:
     rewrite(hf, lambda state: state[QUERY].view(-1)[:3].fill_(float("nan")))
     dst, _ = accepted(capfd, hf, "--allow-nonfinite")
     torch.testing.assert_close(weights_of(dst), weights_of(hf), rtol=0, atol=0, equal_nan=True)

@@ -120,7 +120,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_partial_folder_is_told_for_what_it_is(
+def test_a_partial_folder_is_reported_for_what_it_is(
     command: str, demo_model: Path, dst: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     places = {"SRC": partial(dst), "MODEL": demo_model, "DST": tmp_path / "new"}
@@ -145,7 +145,7 @@ def test_a_journal_that_says_nothing_names_no_job(line: bytes, dst: Path) -> Non
         quantkit.inspect(partial(dst))
 
 
-def test_one_that_is_being_written_is_told_as_that(demo_model: Path, tmp_path: Path) -> None:
+def test_one_that_is_being_written_is_reported_as_that(demo_model: Path, tmp_path: Path) -> None:
     def progress(phase: str, done: int, total: int, unit: str) -> None:
         with pytest.raises(CheckpointError, match=r"is writing to .*out\.partial already, in another call; it is no"):
             quantkit.inspect(partial(tmp_path / "out"))
@@ -183,7 +183,7 @@ def _process(code: str, *arguments: str | Path) -> tuple[int, str, str]:
 
 @SIGNALS
 @pytest.mark.parametrize("module", ["click", "quantkit.cli.commands", "torch"])
-def test_an_interruption_of_an_import_is_told_in_one_line(
+def test_an_interruption_of_an_import_is_reported_in_one_line(
     module: str, number: int, code: int, demo_model: Path, tmp_path: Path
 ) -> None:
     program = RAISING.format(module=module, action=f"os.kill(os.getpid(), {number})")
@@ -214,7 +214,7 @@ def test_signals_are_the_commands_and_not_the_librarys(demo_model: Path, tmp_pat
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_python_is_told_too_what_is_kept(demo_model: Path, tmp_path: Path) -> None:
+def test_python_is_reported_too_what_is_kept(demo_model: Path, tmp_path: Path) -> None:
     def progress(phase: str, done: int, total: int, unit: str) -> None:
         if done > 2:
             raise KeyboardInterrupt

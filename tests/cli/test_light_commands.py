@@ -34,13 +34,13 @@ for command in commands:
 
 def _run(*commands: tuple[str | Path, ...]) -> list[int]:
     """What commands exit with, one after the other in one process, which imports nothing heavy."""
-    asked = json.dumps([HEAVY, [list(map(str, command)) for command in commands]])
-    run = subprocess.run([sys.executable, "-c", _RUN, asked], capture_output=True, text=True, cwd="/")
-    told = [json.loads(line) for line in run.stderr.splitlines() if line.startswith("[")]
-    assert len(told) == len(commands), run.stderr
-    for command, (_, imported) in zip(commands, told, strict=True):
+    requested = json.dumps([HEAVY, [list(map(str, command)) for command in commands]])
+    run = subprocess.run([sys.executable, "-c", _RUN, requested], capture_output=True, text=True, cwd="/")
+    reported = [json.loads(line) for line in run.stderr.splitlines() if line.startswith("[")]
+    assert len(reported) == len(commands), run.stderr
+    for command, (_, imported) in zip(commands, reported, strict=True):
         assert imported == [], (command, run.stderr)
-    return [code for code, _ in told]
+    return [code for code, _ in reported]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_inspect_reads_headers_without_torch(folders: Path) -> None:
     assert _run(*(("inspect", model) for model in models)) == [0] * 9
 
 
-def test_inspect_tells_what_is_wrong_without_torch(folders: Path, tmp_path: Path) -> None:
+def test_inspect_reports_what_is_wrong_without_torch(folders: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for file in (folders / "source").iterdir():
@@ -82,11 +82,11 @@ def test_the_doctor_reads_headers_without_torch(folders: Path) -> None:
 
 
 def test_help_needs_no_torch() -> None:
-    asked = [(name, "--help") for name in COMMANDS]
-    assert set(_run(("--help",), ("--version",), *asked, ("plan", "convert", "-h"))) == {0}
+    requested = [(name, "--help") for name in COMMANDS]
+    assert set(_run(("--help",), ("--version",), *requested, ("plan", "convert", "-h"))) == {0}
 
 
-def test_a_request_that_makes_no_sense_is_told_without_torch() -> None:
+def test_a_request_that_makes_no_sense_is_reported_without_torch() -> None:
     wrong = (
         "nonsense", "inspect", "convert SRC", "convert SRC DST --nonsense", "quantize SRC DST --method nonsense",
         "quantize SRC DST", "plan quantize SRC DST", "plan DIR", "verify", "eval", "bench --nonsense",
@@ -95,7 +95,7 @@ def test_a_request_that_makes_no_sense_is_told_without_torch() -> None:
     assert set(_run(*(tuple(command.split()) for command in wrong))) == {2}
 
 
-def test_a_plain_mistake_is_told_without_torch(folders: Path) -> None:
+def test_a_plain_mistake_is_reported_without_torch(folders: Path) -> None:
     source, out = str(folders / "source"), "/tmp/out"
     wrong = (
         ("quantize", source, out, "--scheme", "q4_0"), ("quantize", source, out, "--scheme", "int8", "--head", "q8"),
@@ -121,8 +121,10 @@ def test_a_plain_mistake_is_told_without_torch(folders: Path) -> None:
     assert set(_run(*missing)) == {3}
 
 
-def test_what_is_wrong_in_a_file_of_prompts_is_told_without_torch(folders: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_in_a_file_of_prompts_is_reported_without_torch(folders: Path, tmp_path: Path) -> None:
     (tmp_path / "in").write_text('{"prompt": "The people"}\n{"prompt": "The", "top_p": 0}\n')
     (tmp_path / "long").write_text('{"token_ids": [1], "max_new_tokens": 1000000}\n')
-    asked = ("generate", folders / "tokenizer", "--output", tmp_path / "out", "--prompts")
-    assert _run((*asked, tmp_path / "in"), (*asked, tmp_path / "long"), (*asked, tmp_path / "none")) == [2] * 3
+    requested = ("generate", folders / "tokenizer", "--output", tmp_path / "out", "--prompts")
+    assert (
+        _run((*requested, tmp_path / "in"), (*requested, tmp_path / "long"), (*requested, tmp_path / "none")) == [2] * 3
+    )

@@ -47,7 +47,7 @@ def _options(name: str) -> dict[str, click.Option]:
 
 
 @pytest.mark.parametrize("name", ["weights", "device", "dtype", "json", "compile", "resume", "table"])
-def test_what_has_one_name_is_told_alike(name: str) -> None:
+def test_what_has_one_name_is_reported_once(name: str) -> None:
     options = _options(name)
     assert len(options) > 1
     assert len({(option.help, str(option.type), repr(option.default)) for option in options.values()}) == 1
@@ -77,7 +77,7 @@ def test_every_command_and_every_option_says_what_it_is(capfd: Capture, monkeypa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here a GPU would be used")
-def test_without_a_device_a_gpu_is_asked_for_where_torch_sees_one(
+def test_without_a_device_a_gpu_is_requested_where_torch_sees_one(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Capture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -98,7 +98,7 @@ def test_without_a_device_a_gpu_is_asked_for_where_torch_sees_one(
     assert "device cannot be used (found cuda" in err
 
 
-def test_each_measurement_of_bench_asks_for_the_same(demo_model: Path) -> None:
+def test_each_measurement_of_bench_requests_the_same(demo_model: Path) -> None:
     options = BenchOptions(prompt_lengths=(4,), batches=(), runs=1, device="nonsense")
     with pytest.raises(RequestError, match=r"device cannot be used \(found nonsense"):
         bench([BenchModel(demo_model)], options)

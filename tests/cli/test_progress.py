@@ -78,7 +78,7 @@ def test_a_short_phase_is_one_line(clock: Clock, capfd: Capture) -> None:
     assert _said(capfd) == ["quantkit: gate: 0/24 layers"]
 
 
-def test_a_long_phase_tells_every_30_seconds_how_far_it_is(clock: Clock, capfd: Capture) -> None:
+def test_a_long_phase_reports_every_30_seconds_how_far_it_is(clock: Clock, capfd: Capture) -> None:
     display = _display(clock)
     for done in range(24):
         display("quantize", done, 24, "layers")
@@ -155,7 +155,7 @@ def test_a_stderr_that_takes_nothing_is_no_obstacle(monkeypatch: pytest.MonkeyPa
 # A bar
 
 
-def test_a_bar_tells_phase_count_and_time_left_and_is_gone_at_the_end(
+def test_a_bar_reports_phase_count_and_time_left_and_is_gone_at_the_end(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = _on_terminal(monkeypatch)
@@ -198,14 +198,16 @@ def test_what_is_printed_while_a_bar_is_shown_stands_on_lines_of_its_own(
     assert screen(terminal.getvalue())[2:] == [""]
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.2, "0:01"), (40, "0:40"), (725, "12:05"), (3723, "1:02:03")])
-def test_times_are_read_off_a_clock(seconds: float, told: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seconds", "reported"), [(0.2, "0:01"), (40, "0:40"), (725, "12:05"), (3723, "1:02:03")])
+def test_times_are_read_off_a_clock(
+    seconds: float, reported: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal = _on_terminal(monkeypatch)
     with _display(clock) as display:
         display("gate", 0, 2, "layers")
         clock.passes(seconds)
         display("gate", 1, 2, "layers")
-        assert screen(terminal.getvalue())[0].endswith(f"| 1/2 layers, {told} left")
+        assert screen(terminal.getvalue())[0].endswith(f"| 1/2 layers, {reported} left")
 
 
 # Commands
@@ -231,7 +233,7 @@ def test_a_terminal_of_any_size_shows_a_bar(rows: int, columns: int, demo_model:
     assert max(map(len, drawn)) < (columns or 80)
 
 
-def test_the_table_of_tasks_begins_on_a_line_of_its_own_and_no_other_bars_are_shown(
+def test_the_table_of_trequests_begins_on_a_line_of_its_own_and_no_other_bars_are_shown(
     demo_model: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("lm_eval")
@@ -255,7 +257,7 @@ def test_the_table_of_tasks_begins_on_a_line_of_its_own_and_no_other_bars_are_sh
 GPTQ = ["--scheme", "int4-g64", "--method", "gptq", "--samples", "8", "--length", "64"]
 
 
-def test_a_resumed_gptq_run_tells_apart_what_was_there(demo_model: Path, tmp_path: Path) -> None:
+def test_a_resumed_gptq_run_reports_apart_what_was_there(demo_model: Path, tmp_path: Path) -> None:
     def job(src: Path, dst: Path, **given: Any) -> None:
         quantkit.quantize(
             src, dst, "int4-g64", method="gptq", calibration=EXCERPT, samples=8, length=64,
@@ -263,19 +265,19 @@ def test_a_resumed_gptq_run_tells_apart_what_was_there(demo_model: Path, tmp_pat
         )  # fmt: skip
 
     interrupted(job, demo_model, tmp_path / "out", share=0.6)
-    told: list[tuple[str, int, int, str]] = []
-    job(demo_model, tmp_path / "out", resume=True, progress=lambda *now: told.append(now))
-    phases = list(dict.fromkeys(phase for phase, *_ in told))
+    reported: list[tuple[str, int, int, str]] = []
+    job(demo_model, tmp_path / "out", resume=True, progress=lambda *now: reported.append(now))
+    phases = list(dict.fromkeys(phase for phase, *_ in reported))
     assert [phase for phase in phases if phase != "sha256 of the source"] == [
         "check of what is there", "calibrate", "quantize", "gate",
     ]  # fmt: skip
-    passed = [now for now in told if now[0] == "calibrate"]
+    passed = [now for now in reported if now[0] == "calibrate"]
     assert passed == [("calibrate", done, 14, "linears") for done in (0, 3, 4, 6, 7, 10, 11, 13, 14)]
-    solved = [now for now in told if now[0] == "quantize"]
+    solved = [now for now in reported if now[0] == "quantize"]
     assert solved == [("quantize", done, 28, "linears") for done in (14, 17, 18, 20, 21, 24, 25, 27, 28)]
 
 
-def test_of_a_group_the_first_process_tells(demo_model: Path, tmp_path: Path) -> None:
+def test_of_a_group_the_first_process_reports(demo_model: Path, tmp_path: Path) -> None:
     command = "from quantkit.cli.main import main; main()"
     given = ["quantize", demo_model, tmp_path / "out", *GPTQ, "--calibration", EXCERPT]
     first, second = forked.group(2, command, *given)
@@ -286,22 +288,22 @@ def test_of_a_group_the_first_process_tells(demo_model: Path, tmp_path: Path) ->
     assert not PROGRESS.search(second.stderr)
 
 
-def test_only_what_changes_is_told(demo_model: Path, tmp_path: Path) -> None:
-    told: dict[str, list[tuple[str, int, int, str]]] = {}
+def test_only_what_changes_is_reported(demo_model: Path, tmp_path: Path) -> None:
+    reported: dict[str, list[tuple[str, int, int, str]]] = {}
 
     def listening(name: str) -> Progress:
-        return lambda *now: told.setdefault(name, []).append(now)
+        return lambda *now: reported.setdefault(name, []).append(now)
 
     quantkit.convert(demo_model, tmp_path / "out", progress=listening("convert"))
     quantkit.quantize(demo_model, tmp_path / "int8", "int8", progress=listening("quantize"))
     quantkit.verify(demo_model, tmp_path / "out", progress=listening("verify"))
     quantkit.evaluate(demo_model, progress=listening("evaluate"))
-    assert len(told) == 4
-    for events in told.values():
+    assert len(reported) == 4
+    for events in reported.values():
         assert all(one != after for one, after in itertools.pairwise(events))
 
 
-def test_a_pace_stands_beside_what_is_done(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pace_stands_next_to_what_is_done(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with ProgressDisplay(ticking=False, details=lambda: "12 tokens/s") as progress:
         progress("generate", 0, 2, "prompts")
     assert capfd.readouterr().err == "quantkit: generate: 0/2 prompts, 12 tokens/s\n"

@@ -23,7 +23,7 @@ COMMAND = "from quantkit.cli.main import main; main()"
 GPTQ: dict[str, Any] = {"method": "gptq", "calibration": EXCERPT, "samples": 24, "length": 64}
 
 
-def _told(all_: list[subprocess.CompletedProcess[str]]) -> list[str]:
+def _reported(all_: list[subprocess.CompletedProcess[str]]) -> list[str]:
     """The errors that quantkit tells on stderr; torch has words of its own there for a lost process."""
     return [line for one in all_ for line in one.stderr.splitlines() if line.startswith("quantkit: error: ")]
 
@@ -43,11 +43,11 @@ def test_one_works_and_the_other_exits_as_it_does(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
-def test_an_error_is_told_once_and_is_that_of_both(demo_model: Path, tmp_path: Path) -> None:
+def test_an_error_is_reported_once_and_is_that_of_both(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     both = forked.group(2, COMMAND, "quantize", demo_model, tmp_path / "out", "--scheme", "int8")
     assert [one.returncode for one in both] == [5, 5]
-    assert _told(both) == [f"quantkit: error: {tmp_path / 'out'}: exists already; nothing is overwritten;"
+    assert _reported(both) == [f"quantkit: error: {tmp_path / 'out'}: exists already; nothing is overwritten;"
                            " choose another name or remove it"]  # fmt: skip
 
 
@@ -79,8 +79,8 @@ def test_a_run_of_one_process_is_not_resumed_by_two(demo_model: Path, tmp_path: 
     both = forked.group(2, COMMAND, "quantize", demo_model, dst, *options)
     assert both[0].returncode == 6
     assert both[1].returncode != 0
-    (told,) = _told(both)
-    assert "found changed number of processes" in told
+    (reported,) = _reported(both)
+    assert "found changed number of processes" in reported
     after = contents(partial(dst))
     after.pop(WRITER)
     assert after == before

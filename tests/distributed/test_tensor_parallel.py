@@ -238,7 +238,7 @@ def test_bench_measures_a_shared_model(folders: dict[str, Path], tmp_path: Path)
     assert row["cache_bytes"] < cache_bytes(whole.config, 2, 48, torch.float32)  # those of its own heads
 
 
-def _told(stderr: str) -> list[str]:
+def _reported(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("quantkit: ")]
 
 
@@ -254,8 +254,8 @@ def _run_apart(script: Path, *commands: list[str | Path]) -> str:
     script.write_text(DIFFERENT)
     done = _run(len(commands), script, *(json.dumps([str(part) for part in command]) for command in commands))
     assert done.returncode != 0
-    (told,) = _told(done.stderr)
-    return told
+    (reported,) = _reported(done.stderr)
+    return reported
 
 
 def test_processes_with_different_files_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -264,27 +264,27 @@ def test_processes_with_different_files_are_refused(folders: dict[str, Path], tm
         file.seek(-1, os.SEEK_END)
         file.write(b"\x00")
     (other / "quantkit.json").unlink()
-    told = _run_apart(tmp_path / "run.py", *(["generate", m, "--prompt", "My"] for m in (folders["fp32"], other)))
-    assert told.startswith("quantkit: error: the processes differ in contents of model.safetensors (found")
+    reported = _run_apart(tmp_path / "run.py", *(["generate", m, "--prompt", "My"] for m in (folders["fp32"], other)))
+    assert reported.startswith("quantkit: error: the processes differ in contents of model.safetensors (found")
 
 
 def test_processes_with_different_seeds_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "text").write_text(excerpt())
     arguments = ["--scheme", "int8", "--method", "gptq", "--calibration", tmp_path / "text"]
     command = ["quantize", folders["fp32"], tmp_path / "out", *arguments]
-    told = _run_apart(tmp_path / "run.py", *([*command, "--seed", seed] for seed in ("1", "2")))
+    reported = _run_apart(tmp_path / "run.py", *([*command, "--seed", seed] for seed in ("1", "2")))
     assert (
-        told
+        reported
         == "quantkit: error: the processes differ in option seed (found 2 in process 1, expected 1 as in process 0)"
     )
     assert not (tmp_path / "out").exists()
 
 
-def test_an_error_of_all_is_told_once(folders: dict[str, Path]) -> None:
+def test_an_error_of_all_is_reported_once(folders: dict[str, Path]) -> None:
     all_ = forked.group(3, COMMAND, "generate", folders["small"], "--prompt", "My")
     assert 0 not in [done.returncode for done in all_]
-    (told,) = _told("".join(done.stderr for done in all_))
-    assert "the processes do not divide the attention heads (found 3 processes, 8 heads" in told
+    (reported,) = _reported("".join(done.stderr for done in all_))
+    assert "the processes do not divide the attention heads (found 3 processes, 8 heads" in reported
 
 
 @pytest.mark.parametrize(("how", "count"), [(signal.SIGKILL, 4), (signal.SIGINT, 2)])
@@ -311,12 +311,12 @@ def test_a_lost_process_and_an_interruption_end_the_job(
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
-    told = _told(err.read_text())
+    reported = _reported(err.read_text())
     if how == signal.SIGINT:
-        assert told == ["quantkit: interrupted"]
+        assert reported == ["quantkit: interrupted"]
     else:  # the launcher ends the others, before, while or after they find out
         lost = "quantkit: error: another process was lost; its own message or exit code says why"
-        assert told in ([], [lost], ["quantkit: interrupted"])
+        assert reported in ([], [lost], ["quantkit: interrupted"])
         assert err.read_text().count("Signal 9 (SIGKILL) received") == 1
     assert err.read_text().count("Traceback") == 1  # the launcher's own
 

@@ -50,7 +50,7 @@ class Case:
     shards: int = 1
     change: Change = _nothing
     damage: Callable[[Path], object] = _nothing
-    asked: dict[str, Any] = field(default_factory=dict)
+    requested: dict[str, Any] = field(default_factory=dict)
 
 
 DEEP = {"deep": True}
@@ -269,7 +269,7 @@ CASES = [
     Case("stale-index", shards=3, damage=_moved_in_index),
     Case("tensor-twice", damage=_second_file),
     Case("no-index", shards=3, damage=_removed(INDEX)),
-    Case("no-index", shards=3, damage=_removed(INDEX), asked={"runtime": "transformers"}),
+    Case("no-index", shards=3, damage=_removed(INDEX), requested={"runtime": "transformers"}),
     Case("no-index", damage=lambda folder: (folder / "model.safetensors").rename(folder / _ONE_OF_ONE)),
     Case("stray-file", shards=3, damage=lambda folder: save_file({"x": torch.zeros(1)}, folder / "old.safetensors")),
     Case("no-config", damage=_removed("config.json")),
@@ -328,9 +328,9 @@ CASES = [
     Case("fused-schemes", "packed", change=_both(
         _reencode([Q], lambda weight: {"weight": weight}), _setting(ignore=["lm_head", Q]))),
     Case("expert-schemes", "packed", change=_mixed_experts),
-    Case("tp-groups", "packed", asked={"tp": 4}),
-    Case("tp-groups", "fp8", asked={"tp": 4}),
-    Case("tp-heads", asked={"tp": 3}),
+    Case("tp-groups", "packed", requested={"tp": 4}),
+    Case("tp-groups", "fp8", requested={"tp": 4}),
+    Case("tp-heads", requested={"tp": 3}),
     Case("act-order", "packed", change=lambda _, config: _weights(config).update(actorder="group")),
     Case("quantized-embedding", "packed", change=_both(
         _reencode(["model.embed_tokens"], build.packed), _second_group(["model.embed_tokens"]))),
@@ -339,7 +339,7 @@ CASES = [
     Case("low-bit-state", "mlx", change=_linear_attention),
     Case("zero-version", "gptq", change=_setting(checkpoint_format="gptq_v2")),
     Case("zero-version", "gptq-v2", change=_setting(checkpoint_format="gptq")),
-    Case("zero-version", "gptq-asym", change=_setting(checkpoint_format="gptq_v2"), asked=DEEP),
+    Case("zero-version", "gptq-asym", change=_setting(checkpoint_format="gptq_v2"), requested=DEEP),
     Case("kv-scales-missing", "packed-kv", change=_without(_V_SCALE)),
     Case("kv-scales-missing", "packed-kv", change=_without(_V_SCALE, _V_SCALE.replace("v_scale", "k_scale"))),
     Case("kv-no-scales", "packed", change=_setting(kv_cache_scheme=build.KV_SCHEME)),
@@ -387,29 +387,29 @@ CASES = [
     Case("bad-generation-config", damage=_edited("generation_config.json", do_sample=True, top_p="high")),
     Case("bad-generation-config", damage=_edited("generation_config.json", max_new_tokens=0)),
     # one runtime
-    Case("other-container", asked={"runtime": "llama.cpp"}),
-    Case("other-method", "mlx", asked={"runtime": "vllm"}),
-    Case("other-method", "packed", asked={"runtime": "mlx"}),
-    Case("gptq-zeros", "gptq-asym", asked={"runtime": "vllm"}),
-    Case("gptq-order", "gptq", change=_setting(desc_act=True), asked={"runtime": "vllm"}),
-    Case("packed-zeros", "packed-asym", asked={"runtime": "transformers"}),
-    Case("column-groups", "gptq", asked={"runtime": "mlx"}),
-    Case("no-cpu-kernel", "packed-8", asked={"runtime": "vllm"}),
-    Case("unknown-family", change=_configured(model_type="other"), asked={"runtime": "vllm"}),
+    Case("other-container", requested={"runtime": "llama.cpp"}),
+    Case("other-method", "mlx", requested={"runtime": "vllm"}),
+    Case("other-method", "packed", requested={"runtime": "mlx"}),
+    Case("gptq-zeros", "gptq-asym", requested={"runtime": "vllm"}),
+    Case("gptq-order", "gptq", change=_setting(desc_act=True), requested={"runtime": "vllm"}),
+    Case("packed-zeros", "packed-asym", requested={"runtime": "transformers"}),
+    Case("column-groups", "gptq", requested={"runtime": "mlx"}),
+    Case("no-cpu-kernel", "packed-8", requested={"runtime": "vllm"}),
+    Case("unknown-family", change=_configured(model_type="other"), requested={"runtime": "vllm"}),
     # numbers
-    Case("nan", change=_filled(f"{DOWN}.weight", float("nan"), slice(3, 4)), asked=DEEP),
-    Case("nan", "packed", change=_filled(f"{DOWN}.weight_scale", float("inf"), slice(1)), asked=DEEP),
-    Case("never-written", change=_filled(f"{DOWN}.weight", 0), asked=DEEP),
-    Case("never-written", change=_filled("model.norm.weight", 0), asked=DEEP),
-    Case("never-written", "packed", change=_filled(f"{DOWN}.weight_packed", 0x77777777), asked=DEEP),
-    Case("never-written", "awq", change=_filled(f"{DOWN}.scales", 0), asked=DEEP),
-    Case("partly-written", change=_filled(f"{DOWN}.weight", 0, slice(40, None)), asked=DEEP),
-    Case("equal-scales", "packed", change=_filled(f"{DOWN}.weight_scale", 0.01), asked=DEEP),
-    Case("zero-scales", "gptq", change=_filled(f"{DOWN}.scales", 0, slice(3)), asked=DEEP),
-    Case("absurd-scale", "packed", change=_filled(f"{DOWN}.weight_scale", 1e9, slice(1)), asked=DEEP),
-    Case("negative-scales", "packed", change=_changed(f"{DOWN}.weight_scale", torch.neg), asked=DEEP),
-    Case("tied-head", change=_configured(tie_word_embeddings=True), asked=DEEP),
-    Case("column-order", "gptq", change=_changed(f"{DOWN}.g_idx", lambda order: order.flip(0)), asked=DEEP),
+    Case("nan", change=_filled(f"{DOWN}.weight", float("nan"), slice(3, 4)), requested=DEEP),
+    Case("nan", "packed", change=_filled(f"{DOWN}.weight_scale", float("inf"), slice(1)), requested=DEEP),
+    Case("never-written", change=_filled(f"{DOWN}.weight", 0), requested=DEEP),
+    Case("never-written", change=_filled("model.norm.weight", 0), requested=DEEP),
+    Case("never-written", "packed", change=_filled(f"{DOWN}.weight_packed", 0x77777777), requested=DEEP),
+    Case("never-written", "awq", change=_filled(f"{DOWN}.scales", 0), requested=DEEP),
+    Case("partly-written", change=_filled(f"{DOWN}.weight", 0, slice(40, None)), requested=DEEP),
+    Case("equal-scales", "packed", change=_filled(f"{DOWN}.weight_scale", 0.01), requested=DEEP),
+    Case("zero-scales", "gptq", change=_filled(f"{DOWN}.scales", 0, slice(3)), requested=DEEP),
+    Case("absurd-scale", "packed", change=_filled(f"{DOWN}.weight_scale", 1e9, slice(1)), requested=DEEP),
+    Case("negative-scales", "packed", change=_changed(f"{DOWN}.weight_scale", torch.neg), requested=DEEP),
+    Case("tied-head", change=_configured(tie_word_embeddings=True), requested=DEEP),
+    Case("column-order", "gptq", change=_changed(f"{DOWN}.g_idx", lambda order: order.flip(0)), requested=DEEP),
 ]  # fmt: skip
 
 
@@ -466,14 +466,14 @@ GGUF_CASES: list[tuple[str, Change, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "change", "asked"), GGUF_CASES, ids=[rule for rule, _, _ in GGUF_CASES])
+@pytest.mark.parametrize(("rule", "change", "requested"), GGUF_CASES, ids=[rule for rule, _, _ in GGUF_CASES])
 def test_a_gguf_file_that_is_broken_for_a_rule_is_found_by_it_alone(
-    rule: str, change: Change, asked: dict[str, Any], tmp_path: Path
+    rule: str, change: Change, requested: dict[str, Any], tmp_path: Path
 ) -> None:
     tensors, metadata = build.gguf_tensors(), build.gguf_metadata()
     change(tensors, metadata)
     path = build.write_gguf(tmp_path / "tiny.gguf", tensors, metadata)
-    assert _names(quantkit.diagnose(path, **asked)) == {rule}
+    assert _names(quantkit.diagnose(path, **requested)) == {rule}
 
 
 DAMAGED = [(_cut, "truncated-file"), (lambda path: path.write_bytes(b"x"), "damaged-file")]
@@ -548,7 +548,7 @@ def test_every_rule_has_a_case() -> None:
     assert tried | elsewhere | {"refused", "other-scheme", "slow-groups"} == set(ALL)
 
 
-def test_scalars_of_other_bits_and_groups_are_told_for_vllm(tmp_path: Path) -> None:
+def test_scalars_of_other_bits_and_groups_are_reported_for_vllm(tmp_path: Path) -> None:
     tensors, config = build.tensors("packed"), json.loads(json.dumps(build.FORMATS["packed"][1]))
     _weights(config).update(num_bits=16)
     _weights(config).update(group_size=16)
@@ -556,7 +556,7 @@ def test_scalars_of_other_bits_and_groups_are_told_for_vllm(tmp_path: Path) -> N
     assert {"other-scheme", "slow-groups"} <= _names(quantkit.diagnose(folder, runtime="vllm"))
 
 
-def test_many_of_one_kind_are_told_once_with_their_count(tmp_path: Path) -> None:
+def test_many_of_one_kind_are_reported_once_with_their_count(tmp_path: Path) -> None:
     tensors = build.tensors("packed")
     lost = [name for name in tensors if name.endswith("weight_scale")]
     for name in lost:
@@ -576,10 +576,10 @@ def test_what_a_runtime_minds_is_an_error_for_it_alone(tmp_path: Path) -> None:
     assert quantkit.diagnose(folder, runtime="vllm").broken
 
 
-@pytest.mark.parametrize("asked", [{"runtime": "ollama"}, {"tp": 0}, {"tp": "2"}, {"deep": 1}])
-def test_arguments_that_make_no_sense(asked: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("requested", [{"runtime": "ollama"}, {"tp": 0}, {"tp": "2"}, {"deep": 1}])
+def test_arguments_that_make_no_sense(requested: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(RequestError):
-        quantkit.diagnose(build.make(tmp_path / "model"), **asked)
+        quantkit.diagnose(build.make(tmp_path / "model"), **requested)
 
 
 def test_nothing_there_and_no_weights(tmp_path: Path) -> None:
@@ -590,7 +590,7 @@ def test_nothing_there_and_no_weights(tmp_path: Path) -> None:
         quantkit.diagnose(tmp_path / "notes.txt")
 
 
-def test_the_command_tells_and_ends_with_its_code(tmp_path: Path, capfd: Capture) -> None:
+def test_the_command_reports_and_ends_with_its_code(tmp_path: Path, capfd: Capture) -> None:
     folder = build.make(tmp_path / "model", "gptq-asym")
     code, out, _ = run(capfd, "doctor", folder)
     assert code == 0
@@ -598,8 +598,8 @@ def test_the_command_tells_and_ends_with_its_code(tmp_path: Path, capfd: Capture
     assert "not looked at: the weights themselves, and what it predicts (--deep)" in " ".join(out.split())
     code, out, _ = run(capfd, "doctor", folder, "--for", "vllm", "--json", tmp_path / "found.json")
     assert code == 12
-    (told,) = [line for line in out.splitlines() if line.strip().startswith("error ")]
-    assert told.split() == ["error", "gptq-zeros", "model.layers.0.mlp.down_proj", "and", "20", "more"]
+    (reported,) = [line for line in out.splitlines() if line.strip().startswith("error ")]
+    assert reported.split() == ["error", "gptq-zeros", "model.layers.0.mlp.down_proj", "and", "20", "more"]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["broken"]
     assert found["findings"][0]["remedy"] == ALL["gptq-zeros"].remedy
@@ -665,11 +665,11 @@ def test_one_file_of_weights(tmp_path: Path) -> None:
 def test_docs_list_every_rule() -> None:
     text = (ROOT / "docs" / "doctor.md").read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    told = {cells[0].strip("| `"): cells[1:] for cells in rows}
-    assert list(told) == list(ALL)
+    reported = {cells[0].strip("| `"): cells[1:] for cells in rows}
+    assert list(reported) == list(ALL)
     for name, rule in ALL.items():
         severity = rule.severity + (f", breaks {', '.join(rule.breaks)}" if rule.breaks else "")
-        assert told[name] == [severity, rule.checks, rule.source + " |"], name
+        assert reported[name] == [severity, rule.checks, rule.source + " |"], name
 
 
 def test_all_rules_that_are_reported_are_listed() -> None:
@@ -677,7 +677,7 @@ def test_all_rules_that_are_reported_are_listed() -> None:
     assert set(re.findall(r'finding\(\s*"([^"]+)"', code)) <= set(ALL) <= set(re.findall(r'"([a-z0-9-]+)"', code))
 
 
-def test_rules_are_named_and_told_for_people() -> None:
+def test_rules_are_named_and_reported_for_people() -> None:
     assert all(len(rule.name) <= 22 and rule.remedy and not rule.checks.endswith(".") for rule in ALL.values())
     assert all(set(rule.breaks) <= set(RUNTIMES) for rule in ALL.values())
     assert Finding(ALL["nan"], "a", "b").to_json()["severity"] == "error"

@@ -68,10 +68,10 @@ def test_the_demo_computes_on_one_thread_and_leaves_their_number_as_it_was(
         torch.set_num_threads(before)
 
 
-def test_a_demo_tells_each_step(tmp_path: Path) -> None:
-    told: list[tuple[str, int, int, str]] = []
-    run_demo(tmp_path / "demo", quick=True, progress=lambda *now: told.append(now))
-    steps = [(phase, done) for phase, done, _, unit in told if unit == "steps"]
+def test_a_demo_reports_each_step(tmp_path: Path) -> None:
+    reported: list[tuple[str, int, int, str]] = []
+    run_demo(tmp_path / "demo", quick=True, progress=lambda *now: reported.append(now))
+    steps = [(phase, done) for phase, done, _, unit in reported if unit == "steps"]
     assert steps == [
         ("convert", 0), ("quantize to int4-g64", 1), ("verify bf16", 2), ("verify int4-g64", 3),
         ("generate with bf16", 4), ("generate with int4-g64", 5),

@@ -78,7 +78,7 @@ def test_tables_for_papers_and_programs_have_stdout_alone(demo_model: Path, tmp_
     assert err.startswith("model,text,")
 
 
-def test_a_misspelt_task_is_told_as_such_before_anything_else(tmp_path: Path, capfd: Capture) -> None:
+def test_a_misspelt_task_is_reported_as_such_before_anything_else(tmp_path: Path, capfd: Capture) -> None:
     """Before the model is looked for, and before the hub is."""
     pytest.importorskip("lm_eval")
     code, out, err = run(capfd, "eval", tmp_path / "none", "--tasks", "hellaswag,winogrand")
@@ -89,7 +89,9 @@ def test_a_misspelt_task_is_told_as_such_before_anything_else(tmp_path: Path, ca
     assert err == "quantkit: error: unknown task (found xyzzy!); python -m lm_eval ls tasks lists all of them\n"
 
 
-def test_tasks_without_data_or_network_are_one_line_at_once(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_trequests_without_data_or_network_are_one_line_at_once(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
     pytest.importorskip("lm_eval")
     code, out, err = run(capfd, "eval", demo_model, "--tasks", "hellaswag,winogrande", "--task-data", tmp_path)
     assert (code, out) == (2, "")
@@ -99,7 +101,7 @@ def test_tasks_without_data_or_network_are_one_line_at_once(demo_model: Path, tm
     )
 
 
-def test_without_the_harness_the_way_to_it_is_told(
+def test_without_the_harness_the_way_to_it_is_reported(
     demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
@@ -108,7 +110,7 @@ def test_without_the_harness_the_way_to_it_is_told(
     assert err == "quantkit: error: lm_eval is not installed; pip install '.[evals]', from quantkit's folder\n"
 
 
-def test_without_matplotlib_the_way_to_it_is_told_before_the_work(
+def test_without_matplotlib_the_way_to_it_is_reported_before_the_work(
     demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -119,7 +121,7 @@ def test_without_matplotlib_the_way_to_it_is_told_before_the_work(
     )
 
 
-def test_local_data_are_asked_for_a_task(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_local_data_are_requested_a_task(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
     pytest.importorskip("lm_eval")
     (tmp_path / "winogrande.jsonl").write_text(
         "\n".join(

@@ -69,12 +69,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i, line in enumerate(lines)
     ]
     (target / "wikitext.txt").write_text("".join(pages))
-    asked = [
+    requested = [
         {"activity_label": "Speaking", "ctx_a": " ".join(line.split()[:20]), "ctx_b": "we need", "endings": ENDINGS,
          "label": str(i % 4)}
         for i, line in enumerate(lines)
     ]  # fmt: skip
-    (target / "hellaswag.jsonl").write_text("\n".join(json.dumps(one) for one in asked))
+    (target / "hellaswag.jsonl").write_text("\n".join(json.dumps(one) for one in requested))
     blanks = [{"sentence": f"{' '.join(line.split()[:9])} _ of the people.", "option1": "peace", "option2": "horse",
                "answer": str(i % 2 + 1)} for i, line in enumerate(lines)]  # fmt: skip
     (target / "winogrande.json").write_text(json.dumps(blanks))
@@ -94,7 +94,7 @@ def test_word_perplexity_is_the_harness_s_to_four_digits(folder: Path, ours: Any
         assert found.metrics["bits_per_byte,none"] == pytest.approx(alone.bits_per_byte, rel=1e-5)
 
 
-def test_tasks_with_choices_give_the_same(ours: Any, theirs: Any, data: Path) -> None:
+def test_trequests_with_choices_give_the_same(ours: Any, theirs: Any, data: Path) -> None:
     scores = []
     for lm in (ours, theirs):
         with open_tasks(["hellaswag", "winogrande"], data) as loaded:
@@ -148,11 +148,11 @@ def test_generated_texts_are_the_same(ours: Any, theirs: Any) -> None:
 
 
 def test_progress_moves_within_a_batch(folder: Path) -> None:
-    told: list[tuple[str, int, int, str]] = []
+    reported: list[tuple[str, int, int, str]] = []
     checkpoint = open_checkpoint(folder)
-    lm = as_lm(checkpoint, measuring_tokenizer(checkpoint), CONTEXT, progress=lambda *now: told.append(now))
+    lm = as_lm(checkpoint, measuring_tokenizer(checkpoint), CONTEXT, progress=lambda *now: reported.append(now))
     lm.loglikelihood([SimpleNamespace(args=("The peace of", f" the {ending}")) for ending in ENDINGS])
-    assert list(dict.fromkeys(told)) == [("tasks", done, len(ENDINGS), "requests") for done in range(len(ENDINGS))]
+    assert list(dict.fromkeys(reported)) == [("tasks", done, len(ENDINGS), "requests") for done in range(len(ENDINGS))]
 
 
 @pytest.mark.parametrize("pair", [("a", excerpt()), ("The Con", "gress")])
@@ -200,7 +200,7 @@ def test_what_a_task_cannot_use_is_named(tmp_path: Path) -> None:
         ("winogrande", {"answer": "3"}), ("winogrande", {"sentence": "no gap"}),
     ],
 )  # fmt: skip
-def test_a_line_that_a_task_cannot_use_is_told(
+def test_a_line_that_a_task_cannot_use_is_reported(
     task: str, bad: dict[str, Any] | None, ours: Any, tmp_path: Path, capfd: Any
 ) -> None:
     """Whether it fails when it is read, when the task takes it in, or when it is asked."""

@@ -120,7 +120,7 @@ def test_a_line_is_one_line_whatever_a_name_holds(style: str) -> None:
     assert sum("two lines" in line for line in lines) == 1
 
 
-def test_models_are_called_by_the_shortest_ends_that_tell_them_apart(
+def test_models_are_called_by_the_shortest_ends_that_distinguish_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

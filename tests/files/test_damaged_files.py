@@ -240,7 +240,7 @@ def test_small_records_are_held_against_their_checksums_when_a_file_is_opened(tm
 
 
 @pytest.mark.parametrize("command", [("convert",), ("quantize", "--scheme", "int8")])
-def test_flipped_bits_are_told_by_the_checksum(command: tuple[str, ...], pickled: Path, capfd: Capture) -> None:
+def test_flipped_bits_are_reported_by_the_checksum(command: tuple[str, ...], pickled: Path, capfd: Capture) -> None:
     path = pickled / "pytorch_model.bin"
     _flip(path, "data/5")
     assert run(capfd, "inspect", pickled)[0] == 0  # which reads no data
@@ -250,7 +250,7 @@ def test_flipped_bits_are_told_by_the_checksum(command: tuple[str, ...], pickled
     assert not (pickled.parent / "out").exists()
 
 
-def test_flipped_bits_in_the_pickle_are_told_when_it_is_opened(tmp_path: Path) -> None:
+def test_flipped_bits_in_the_pickle_are_reported_when_it_is_opened(tmp_path: Path) -> None:
     path = _saved(tmp_path / "a.pth")
     _flip(path, "data.pkl")
     with pytest.raises(CheckpointError, match=r"record 'a/data\.pkl' is damaged"):
@@ -310,7 +310,7 @@ def test_a_file_cut_off_after_it_was_opened_is_an_error(kind: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_deleted_file_is_read_on_and_told_in_the_end(kind: str, tmp_path: Path) -> None:
+def test_a_deleted_file_is_read_on_and_reported_in_the_end(kind: str, tmp_path: Path) -> None:
     path = _written(tmp_path / "a", kind)
     file = _opened(path, kind)
     path.unlink()
@@ -347,7 +347,9 @@ def test_a_source_that_changes_during_a_conversion_is_an_error(
     assert not (pickled.parent / "out").exists()
 
 
-def test_an_error_of_any_kind_in_the_hashing_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_any_kind_in_the_hashing_thread_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(self: object) -> str:
         raise MemoryError("no more")
 

@@ -188,7 +188,7 @@ def test_which_files_are_needed(names: tuple[str, ...], left_out: tuple[str, ...
     assert sorted(needed_files(dict.fromkeys((*names, *left_out), 1), MODEL)) == sorted(names)
 
 
-def test_which_of_several_gguf_models_is_asked_for() -> None:
+def test_which_of_several_gguf_models_is_requested() -> None:
     sizes = dict.fromkeys(("a-Q4_0.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf", "config.json"), 1)
     with pytest.raises(RequestError, match=r"several GGUF models .* hf:some/model/a-Q4_0.gguf"):
         needed_files(sizes, MODEL)

@@ -114,7 +114,7 @@ def test_columns_of_a_large_tensor_take_little_memory(tmp_path: Path, monkeypatc
     assert peak < 200_000
 
 
-def test_equal_tensors_are_told_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_tensors_are_distinguished_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_file, "BUFFER_BYTES", 1000)
     other = WHOLE.clone()
     other[-1, -1] += 1

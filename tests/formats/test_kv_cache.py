@@ -112,9 +112,9 @@ def test_a_folder_of_compressed_tensors_goes_round_and_loads_in_transformers(
     assert _settings(made.path)["kv_cache_scheme"] == _settings(source)["kv_cache_scheme"]
     assert QuantizationConfig.model_validate(_settings(made.path)).kv_cache_scheme is not None
     assert any("scheme and scales of the KV cache are carried as they are" in note for note in made.notes)
-    told = f"float8 per tensor, static, scales of {LAYERS} of {LAYERS} layers"
-    assert any(told in note and note.endswith("not used here") for note in made.notes)
-    assert f"  KV cache: {told}" in quantkit.inspect(made.path).lines()
+    reported = f"float8 per tensor, static, scales of {LAYERS} of {LAYERS} layers"
+    assert any(reported in note and note.endswith("not used here") for note in made.notes)
+    assert f"  KV cache: {reported}" in quantkit.inspect(made.path).lines()
     report = verify(source, made.path)
     assert (report.verdict, report.kv_cache) == (Verdict.SAME, None)
     assert quantkit.diagnose(made.path).findings == []
@@ -467,9 +467,9 @@ VALUES: dict[str, list[Any]] = {
     "dynamic": [False, True, "local", "x", None],
 }
 STRATEGIES: list[dict[str, Any]] = [
-    {"strategy": strategy, **beside}
+    {"strategy": strategy, **neighbors}
     for strategy in ("tensor", "Channel", "group", "block", "token", "tensor_group", "attn_head", "head", 3, None)
-    for beside in ({}, {"group_size": 16}, {"group_size": 0}, {"group_size": -1}, {"group_size": -2},
+    for neighbors in ({}, {"group_size": 16}, {"group_size": 0}, {"group_size": -1}, {"group_size": -2},
                    {"block_structure": [8, 8]})
 ]  # fmt: skip
 

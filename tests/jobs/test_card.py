@@ -31,19 +31,19 @@ def floats(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _card(folder: Path) -> tuple[dict[str, Any], str]:
+def _readme(folder: Path) -> tuple[dict[str, Any], str]:
     """What hubs read of a card, and what people do."""
     _, head, body = (folder / "README.md").read_text().split("---\n", 2)
     facts: dict[str, Any] = yaml.safe_load(head)
     return facts, body
 
 
-def test_the_card_carries_licence_and_figures(floats: Path, tmp_path: Path) -> None:
+def test_the_gpu_carries_licence_and_figures(floats: Path, tmp_path: Path) -> None:
     source = oracle.copy(floats, tmp_path / "m")
     (source / "README.md").write_text("---\nlicense: llama2\nlanguage: [en]\ntags: [mine]\n---\n# M\n")
     oracle.edit_json(source / "config.json", _name_or_path="owner/model")
     made = quantkit.quantize(source, tmp_path / "out", "int4-g64", method="rtn")
-    facts, body = _card(tmp_path / "out")
+    facts, body = _readme(tmp_path / "out")
     assert facts == {
         "license": "llama2", "language": ["en"], "base_model": "owner/model", "base_model_relation": "quantized",
         "library_name": "transformers", "pipeline_tag": "text-generation",
@@ -68,7 +68,7 @@ def test_columns_and_heads_of_the_table_are_as_many(floats: Path, tmp_path: Path
         floats, tmp_path / "out", "int4-g64", method="gptq", calibration=EXCERPT, samples=4, length=64,
         accept_quality_loss=True,
     )  # fmt: skip
-    _, body = _card(tmp_path / "out")
+    _, body = _readme(tmp_path / "out")
     table = [line for line in body.splitlines() if line.startswith("| ") and line.count("|") > 4]
     assert len(table) == 4
     assert len({line.count("|") for line in table}) == 1
@@ -94,7 +94,7 @@ def test_the_title_is_the_models_name(
     source = oracle.copy(floats, tmp_path / folder)
     oracle.edit_json(source / "config.json", **config)
     quantkit.quantize(source, tmp_path / "out", "int8")
-    facts, body = _card(tmp_path / "out")
+    facts, body = _readme(tmp_path / "out")
     assert body.startswith(f"\n# {title}, int8\n")
     assert facts.get("base_model") == base
     assert "secret" not in body
@@ -106,12 +106,12 @@ def test_a_name_and_a_licence_may_be_given(floats: Path, tmp_path: Path, capfd: 
     options = ["--scheme", "int8", "--base-model", "some/base", "--license", "apache-2.0"]
     code, _, err = run(capfd, "quantize", source, tmp_path / "out", *options)
     assert code == 0, err
-    facts, body = _card(tmp_path / "out")
+    facts, body = _readme(tmp_path / "out")
     assert (facts["base_model"], facts["license"], facts["language"]) == ("some/base", "apache-2.0", "en")
     assert "license_name" not in facts
     assert body.startswith("\n# base, int8\n")
     quantkit.quantize(source, tmp_path / "same", "int8", license="other")
-    assert _card(tmp_path / "same")[0]["license_name"] == "mine"
+    assert _readme(tmp_path / "same")[0]["license_name"] == "mine"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ RECIPE = Recipe(QuantScheme.parse("int4-g64"), (Override("*.1.mlp.down_proj", Qu
     ],
     ids=["scheme", "recipe", "gptq", "packaged text", "size"],
 )  # fmt: skip
-def test_the_command_on_the_card_makes_the_same_again(
+def test_the_command_on_the_gpu_makes_the_same_again(
     given: dict[str, Any], floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     (tmp_path / "my-text.txt").write_text(EXCERPT.read_text()[:4000])
@@ -157,14 +157,14 @@ def test_the_command_on_the_card_makes_the_same_again(
     oracle.copy(floats, tmp_path / "mini")
     given = {name: tmp_path / one if one == "my-text.txt" else one for name, one in given.items()}
     quantkit.quantize(tmp_path / "mini", tmp_path / "out", **{"method": "rtn", **given})
-    _, body = _card(tmp_path / "out")
+    _, body = _readme(tmp_path / "out")
     assert str(tmp_path) not in body
     monkeypatch.chdir(tmp_path)
     if found := re.search(r"```json\n(.*?)```", body, re.DOTALL):
         (tmp_path / "recipe.json").write_text(found[1])
-    told = re.search(r"```\n(quantkit quantize .*)\n```", body)
-    assert told is not None
-    command = shlex.split(told[1])
+    reported = re.search(r"```\n(quantkit quantize .*)\n```", body)
+    assert reported is not None
+    command = shlex.split(reported[1])
     code, _, err = run(capfd, *command[1:])
     assert code == 0, err
     assert ("--calibration" in command) == ("calibration" in given)
@@ -174,14 +174,14 @@ def test_the_command_on_the_card_makes_the_same_again(
     assert again["model.safetensors"] == contents(tmp_path / "out")["model.safetensors"]
 
 
-def test_layers_are_told_in_few_words(floats: Path, tmp_path: Path) -> None:
+def test_layers_are_reported_in_few_words(floats: Path, tmp_path: Path) -> None:
     overrides = (
         Override("*.[0-2].mlp.*_proj", QuantScheme.parse("int8")), Override("*.3.*", None),
         Override("*.1.self_attn.o_proj", None),
     )  # fmt: skip
     recipe = Recipe(QuantScheme.parse("int4-g64"), overrides)
     quantkit.quantize(floats, tmp_path / "out", recipe, method="rtn")
-    _, body = _card(tmp_path / "out")
+    _, body = _readme(tmp_path / "out")
     assert body.startswith("\n# floats, int4-g64 and int8\n")
     assert "`mlp.gate_proj`, `mlp.up_proj`, `mlp.down_proj` of layers 0, 1 and 2 |" in body
     assert "| embedding and norms; all of layer 3; `self_attn.o_proj` of layer 1; `lm_head` (bfloat16) |" in body
@@ -190,32 +190,32 @@ def test_layers_are_told_in_few_words(floats: Path, tmp_path: Path) -> None:
 
 def test_zero_points_are_not_said_to_load_in_transformers(floats: Path, tmp_path: Path) -> None:
     quantkit.quantize(floats, tmp_path / "out", "int4-g64-asym", method="rtn")
-    facts, body = _card(tmp_path / "out")
+    facts, body = _readme(tmp_path / "out")
     assert "library_name" not in facts
     assert "| no: it does not load packed zero points |" in body
     assert "AutoModel" not in body
     assert "vllm serve floats-int4-g64-asym" in body
 
 
-def test_what_is_only_for_the_card_does_not_keep_a_run_from_going_on(floats: Path, tmp_path: Path) -> None:
+def test_what_is_only_for_the_gpu_does_not_keep_a_run_from_going_on(floats: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
     interrupted(lambda *a, **b: quantkit.quantize(*a, "int4-g64", method="rtn", license="mit", **b), floats, dst)
     assert partial_folder(dst).exists()
     quantkit.quantize(floats, dst, "int4-g64", method="rtn", license="apache-2.0", base_model="a/b", resume=True)
-    assert _card(dst)[0]["license"] == "apache-2.0"
+    assert _readme(dst)[0]["license"] == "apache-2.0"
 
 
 @pytest.mark.parametrize("text", ["no head", "---\n: [", "---\n- a\n---\n", "---\nlicense: x"])
-def test_a_card_without_a_sound_head_is_no_obstacle(text: str, floats: Path, tmp_path: Path) -> None:
+def test_a_gpu_without_a_sound_head_is_no_obstacle(text: str, floats: Path, tmp_path: Path) -> None:
     source = oracle.copy(floats, tmp_path / "m")
     (source / "README.md").write_text(text)
     quantkit.quantize(source, tmp_path / "out", "int8")
-    assert "license" not in _card(tmp_path / "out")[0]
+    assert "license" not in _readme(tmp_path / "out")[0]
 
 
-def test_random_tokens_are_told_as_such(tmp_path: Path) -> None:
+def test_random_tokens_are_reported_as_such(tmp_path: Path) -> None:
     quantkit.quantize(oracle.save(oracle.make("llama"), tmp_path / "m"), tmp_path / "out", "int8")
-    assert "random tokens, as there is no tokenizer" in _card(tmp_path / "out")[1]
+    assert "random tokens, as there is no tokenizer" in _readme(tmp_path / "out")[1]
     assert (
         json.loads((tmp_path / "out" / "quantkit.json").read_text())["quality"]["texts"][0]["text"] == "random tokens"
     )

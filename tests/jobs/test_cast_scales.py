@@ -111,10 +111,10 @@ def test_codes_and_zero_points_stay_bit_for_bit(scheme: str, dtype: str, to: str
     lossless = to == "mlx" and dtype == "bf16"  # float32 has each scale
     assert made.exact.scales_cast == (0 if lossless else count)
     assert (made.exact.tensors, made.exact.equal) == (count, count if lossless else 0)
-    told = made.lines()[0]
-    assert ("all 7 quantized tensors equal" if lossless else "7 in codes and zero points, with scales cast") in told
-    assert "KL" in told
-    assert "rounded anew" not in told
+    reported = made.lines()[0]
+    assert ("all 7 quantized tensors equal" if lossless else "7 in codes and zero points, with scales cast") in reported
+    assert "KL" in reported
+    assert "rounded anew" not in reported
     assert any(f"{count} of {count} quantized tensors keep their codes" in note for note in made.notes)
     assert made.manifest["exact"].get("scales_cast", 0) == made.exact.scales_cast
     assert {record["solver"] for record in made.manifest["modules"].values()} == {"scales cast"}
@@ -173,13 +173,13 @@ def test_no_weight_moves_by_more_than_half_a_step() -> None:
         codes[0, 0] = code
         return cast_scales(QuantTensor(codes, torch.tensor([[scale]]), None, QuantScheme(4, None)), torch.float16)
 
-    least = 2.0**-24  # of float16
+    minimum = 2.0**-24  # of float16
     for scale, kept in ((1.0001, True), (65519.0, True), (65520.0, False), (1e6, False), (2.0**-25, False)):
         assert (cast(scale) is not None) == kept, scale
-    assert cast(7.5 * least) is not None  # 7 steps move by 3.5 of 7.5 halves at most
-    assert cast(6.4 * least) is not None
-    assert cast(6.5 * least) is None  # by 7 times a half of 6.5
-    assert cast(6.5 * least, code=14) is not None
+    assert cast(7.5 * minimum) is not None  # 7 steps move by 3.5 of 7.5 halves at most
+    assert cast(6.4 * minimum) is not None
+    assert cast(6.5 * minimum) is None  # by 7 times a half of 6.5
+    assert cast(6.5 * minimum, code=14) is not None
     assert cast(2.0**-30, code=8) is not None  # all weights are zeros
     assert cast(float("nan")) is not None
 

@@ -56,7 +56,7 @@ def test_a_size_does_not_go_with_rounding(demo_model: Path, tmp_path: Path) -> N
         ({"max_size": 1_000}, "at least 1467072 ", None),
     ],
 )
-def test_what_counts_is_told(
+def test_what_counts_is_reported(
     given: dict[str, Any], expected: str | None, hint: str | None, demo_model: Path, tmp_path: Path
 ) -> None:
     if expected is None:
@@ -68,7 +68,7 @@ def test_what_counts_is_told(
     assert hint is None if caught.value.hint is None else hint is not None and caught.value.hint.startswith(hint)
 
 
-def test_one_size_is_told(demo_model: Path, tmp_path: Path) -> None:
+def test_one_size_is_reported(demo_model: Path, tmp_path: Path) -> None:
     given = {**SAMPLES, "accept_quality_loss": True}
     made = quantkit.quantize(demo_model, tmp_path / "made.gguf", target_bits=6.5, **given)
     size = size_text((tmp_path / "made.gguf").stat().st_size)

@@ -99,11 +99,11 @@ def test_each_line_is_what_generate_batch_gives_alone(demo_model: Path, made: Pa
     found = lines(made)
     expected = [(number, sample) for number, one in enumerate(PROMPTS) for sample in range(one.get("n", 1))]
     assert [(one["index"], one["sample"]) for one in found] == expected
-    for number, asked in enumerate(PROMPTS):
-        options = {key: value for key, value in asked.items() if key not in ("id", "prompt", "token_ids") and value}
+    for number, requested in enumerate(PROMPTS):
+        options = {key: value for key, value in requested.items() if key not in ("id", "prompt", "token_ids") and value}
         if "logit_bias" in options:
             options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
-        prompt = asked.get("prompt") or asked["token_ids"]
+        prompt = requested.get("prompt") or requested["token_ids"]
         alone = quantkit.generate_batch(model, [prompt], tokenizer=tokenizer, **{"max_new_tokens": NEW, **options})
         own = [one for one in found if one["index"] == number]
         assert [one["text"] for one in own] == [one.text for one in alone]
@@ -112,8 +112,8 @@ def test_each_line_is_what_generate_batch_gives_alone(demo_model: Path, made: Pa
         assert [one["prompt_tokens"] for one in own] == [one.prompt_tokens for one in alone]
         echoed = alone[0].prompt_tokens if options.get("echo") else 0
         assert [one["completion_tokens"] for one in own] == [len(one.token_ids) - echoed for one in alone]
-        assert all(one.get("id", "none") == asked.get("id", "none") for one in own)
-        assert all(("token_ids" in one) == ("token_ids" in asked) for one in own)
+        assert all(one.get("id", "none") == requested.get("id", "none") for one in own)
+        assert all(("token_ids" in one) == ("token_ids" in requested) for one in own)
     assert found[4]["token_ids"] == quantkit.generate_batch(model, [[1, 20, 30]], max_new_tokens=NEW)[0].token_ids
     assert found[7]["stop"] == "e" and "e" not in found[7]["text"]  # noqa: PT018
 
@@ -125,14 +125,14 @@ def test_log_probabilities_name_the_tokens(demo_model: Path, made: Path) -> None
         model, ["Größe, 日本語"], tokenizer=tokenizer, max_new_tokens=NEW, logprobs=2, echo=True, repetition_penalty=1.3
     )
     assert alone.logprobs is not None
-    told = found["logprobs"]
-    assert [one["token_id"] for one in told] == alone.token_ids
-    assert told[0]["logprob"] is None and told[0]["top_logprobs"] == []  # noqa: PT018
-    assert [one["logprob"] for one in told[1:]] == pytest.approx(alone.logprobs.tokens[1:], abs=1e-3)
-    assert [[top["token_id"] for top in one["top_logprobs"]] for one in told] == [
+    reported = found["logprobs"]
+    assert [one["token_id"] for one in reported] == alone.token_ids
+    assert reported[0]["logprob"] is None and reported[0]["top_logprobs"] == []  # noqa: PT018
+    assert [one["logprob"] for one in reported[1:]] == pytest.approx(alone.logprobs.tokens[1:], abs=1e-3)
+    assert [[top["token_id"] for top in one["top_logprobs"]] for one in reported] == [
         list(top) for top in alone.logprobs.top
     ]
-    plain = [one["token"] for one in told if "\ufffd" not in one["token"]]
+    plain = [one["token"] for one in reported if "\ufffd" not in one["token"]]
     assert any(text.startswith(" ") for text in plain)
     assert all(text in found["text"] for text in plain[-3:])
 
@@ -147,9 +147,9 @@ def test_a_file_is_the_same_at_any_batch_size(
 
 
 def test_a_line_wins_over_the_command(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
-    asked = [{"prompt": "The people"}, {"prompt": "The people", "max_new_tokens": 3, "stop": None}]
-    asked += [{"prompt": "The people", "n": 1, "temperature": 0}, {"prompt": "The people", "echo": False}]
-    prompts, out = written(tmp_path / "in", asked), tmp_path / "out"
+    requested = [{"prompt": "The people"}, {"prompt": "The people", "max_new_tokens": 3, "stop": None}]
+    requested += [{"prompt": "The people", "n": 1, "temperature": 0}, {"prompt": "The people", "echo": False}]
+    prompts, out = written(tmp_path / "in", requested), tmp_path / "out"
     code, said, _ = run(
         capfd, "generate", demo_model, "--prompts", prompts, "--output", out, "--max-new-tokens", "5", "--n", "2",
         "--temperature", "1", "--seed", "3", "--echo", "--logit-bias", "263=1", "--top-k", "50",
@@ -173,12 +173,12 @@ def test_conversations_go_by_the_folders_template_and_defaults(
     quantkit.convert(demo_model, model, template="llama2", source_check=False)
     (model / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 2.0, "top_k": 1}))
     messages = [{"role": "user", "content": "Who are the people?"}]
-    asked = [
+    requested = [
         {"messages": messages},
         {"messages": messages, "top_k": 0, "seed": 3},
         {"messages": messages, "temperature": 0},
     ]
-    generated(model, written(tmp_path / "in", asked), tmp_path / "out")
+    generated(model, written(tmp_path / "in", requested), tmp_path / "out")
     likeliest, drawn, greedy = texts(tmp_path / "out")
     assert likeliest == greedy != drawn
     generated(model, tmp_path / "in", tmp_path / "asked", top_k=0, seed=3)
@@ -207,8 +207,8 @@ def test_template_variables_and_tools_reach_the_template(demo_model: Path, tmp_p
     quantkit.convert(demo_model, model, source_check=False)
     (model / "chat_template.jinja").write_text("{{ messages[0].content }} {{ mood }} {{ tools[0].name if tools }}")
     messages = [{"role": "user", "content": "Hi"}]
-    asked = [{"messages": messages, "chat_template_kwargs": {"mood": "well then"}, "tools": [{"name": "weather"}]}]
-    generated(model, written(tmp_path / "in", asked), tmp_path / "out", echo=True)
+    requested = [{"messages": messages, "chat_template_kwargs": {"mood": "well then"}, "tools": [{"name": "weather"}]}]
+    generated(model, written(tmp_path / "in", requested), tmp_path / "out", echo=True)
     assert lines(tmp_path / "out")[0]["text"].startswith("Hi well then weather")
 
 
@@ -226,8 +226,8 @@ def test_too_long_a_prompt_is_refused_with_its_line_or_cut(demo_model: Path, tmp
 
 
 def test_lines_go_to_stdout_as_they_come(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
-    asked = [{"prompt": "The", "max_new_tokens": 12}, {"prompt": "A", "max_new_tokens": 2}]
-    command = ("generate", demo_model, "--prompts", written(tmp_path / "in", asked), "--output", "-")
+    requested = [{"prompt": "The", "max_new_tokens": 12}, {"prompt": "A", "max_new_tokens": 2}]
+    command = ("generate", demo_model, "--prompts", written(tmp_path / "in", requested), "--output", "-")
     code, out, err = run(capfd, *command)
     assert code == 0
     assert [json.loads(line)["index"] for line in out.splitlines()] == [1, 0]
@@ -254,7 +254,7 @@ def test_spellings_of_special_tokens_are_text_unless_a_line_says_otherwise(demo_
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reported"),
     [
         (b"", "in: the file is empty"),
         (b"\n \n", "in: the file is empty"),
@@ -300,14 +300,14 @@ def test_spellings_of_special_tokens_are_text_unless_a_line_says_otherwise(demo_
         (b'{"messages": "hi"}', "has no chat template"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_line_is_told_before_the_model_is_loaded(
-    content: bytes, told: str, demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+def test_what_is_wrong_with_a_line_is_reported_before_the_model_is_loaded(
+    content: bytes, reported: str, demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quantkit.jobs.load.load", lambda *_, **__: pytest.fail("the model was loaded"))
     (tmp_path / "in").write_bytes(content)
     code, out, err = run(capfd, "generate", demo_model, "--prompts", tmp_path / "in", "--output", tmp_path / "out")
     assert (code, out) == (2, "")
-    assert told in err
+    assert reported in err
     assert err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
@@ -325,7 +325,7 @@ def test_an_id_comes_back_as_it_was_written(demo_model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "line", "told"),
+    ("options", "line", "reported"),
     [
         ("--echo --logprobs 1", {}, "{}; leave out --echo"),
         ("--echo", {"logprobs": 1}, "in:2: {}; leave out 'logprobs'"),
@@ -333,8 +333,8 @@ def test_an_id_comes_back_as_it_was_written(demo_model: Path, tmp_path: Path) ->
         ("", {"echo": True, "logprobs": 0}, "in:2: {}; leave out 'echo'"),
     ],
 )  # fmt: skip
-def test_what_xla_does_not_give_is_told_before_the_model_is_loaded(
-    options: str, line: dict[str, Any], told: str, demo_model: Path, tmp_path: Path, capfd: Capture,
+def test_what_xla_does_not_give_is_reported_before_the_model_is_loaded(
+    options: str, line: dict[str, Any], reported: str, demo_model: Path, tmp_path: Path, capfd: Capture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("quantkit.jobs.load.load_xla", lambda *_, **__: pytest.fail("the model was loaded"))
@@ -342,18 +342,21 @@ def test_what_xla_does_not_give_is_told_before_the_model_is_loaded(
     command = ("generate", demo_model, "--prompts", prompts, "--output", tmp_path / "out", "--backend", "xla")
     code, out, err = run(capfd, *command, *options.split())
     assert (code, out) == (2, "")
-    told = told.format("log-probabilities of prompts are not given through XLA")
-    assert err.removeprefix("quantkit: error: ").removeprefix(f"{tmp_path}/") == f"{told}\n"
+    reported = reported.format("log-probabilities of prompts are not given through XLA")
+    assert err.removeprefix("quantkit: error: ").removeprefix(f"{tmp_path}/") == f"{reported}\n"
 
 
-def test_a_template_that_refuses_a_conversation_is_told_with_its_line(demo_model: Path, tmp_path: Path) -> None:
-    asked = [{"messages": [{"role": "user", "content": "Hi"}]}, {"messages": [{"role": "system", "content": "Be."}]}]
+def test_a_template_that_refuses_a_conversation_is_reported_with_its_line(demo_model: Path, tmp_path: Path) -> None:
+    requested = [
+        {"messages": [{"role": "user", "content": "Hi"}]},
+        {"messages": [{"role": "system", "content": "Be."}]},
+    ]
     with pytest.raises(RequestError, match="in:2: llama2 takes at most one system message"):
-        generated(demo_model, written(tmp_path / "in", asked), tmp_path / "out", template="llama2")
+        generated(demo_model, written(tmp_path / "in", requested), tmp_path / "out", template="llama2")
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ("--prompts IN", "--prompts needs --output FILE.jsonl, or --output - for stdout"),
         ("--prompts IN --output OUT --prompt x", "the prompt is given twice (found --prompt and --prompts"),
@@ -371,12 +374,12 @@ def test_a_template_that_refuses_a_conversation_is_told_with_its_line(demo_model
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense(
-    options: str, told: str, demo_model: Path, prompts: Path, tmp_path: Path, capfd: Capture
+    options: str, reported: str, demo_model: Path, prompts: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     places = {"IN": prompts, "OUT": tmp_path / "out"}
     code, out, err = run(capfd, "generate", demo_model, *(places.get(word, word) for word in options.split()))
     assert (code, out) == (2, "")
-    assert told in err
+    assert reported in err
 
 
 def test_nothing_is_overwritten(demo_model: Path, prompts: Path, tmp_path: Path) -> None:
@@ -411,12 +414,12 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(
     with pytest.raises(InterruptedRunError, match="an interrupted run is there; add `resume=True` to go on with it"):
         generated(demo_model, prompts, out)
     interrupted(demo_model, prompts, out, done=4, resume=True)
-    told: list[int] = []
+    reported: list[int] = []
     made = generated(
         demo_model, prompts, out, resume=True, batch_size=2,
-        progress=lambda phase, now, total, unit: told.append(now) if phase == "generate" else None,
+        progress=lambda phase, now, total, unit: reported.append(now) if phase == "generate" else None,
     )  # fmt: skip
-    assert (made.prompts, made.resumed, told) == (6, 4, [4, 5, 6])
+    assert (made.prompts, made.resumed, reported) == (6, 4, [4, 5, 6])
     assert texts(out) == whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl"]
 
@@ -550,7 +553,7 @@ def test_a_full_disk_keeps_what_is_there(
     assert err == f"quantkit: error: {tmp_path}: the disk is full; {partial(tmp_path / 'out')} is kept: add --resume\n"
 
 
-def test_space_is_asked_for_as_the_prompts_need_it(
+def test_space_is_requested_as_the_prompts_need_it(
     demo_model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 1 << 20
@@ -600,8 +603,8 @@ def test_a_name_that_was_taken_meanwhile_is_left_alone(demo_model: Path, prompts
 
 def test_processes_share_a_file_of_prompts(demo_model: Path, prompts: Path, tmp_path: Path) -> None:
     """The first one reads and writes; the other may have neither."""
-    asked = ("generate", demo_model, "--device", "cpu", "--dtype", "fp32", "--max-new-tokens", str(NEW))
-    alone = forked.python(COMMAND, *asked, "--prompts", prompts, "--output", tmp_path / "one")
+    requested = ("generate", demo_model, "--device", "cpu", "--dtype", "fp32", "--max-new-tokens", str(NEW))
+    alone = forked.python(COMMAND, *requested, "--prompts", prompts, "--output", tmp_path / "one")
     assert alone.returncode == 0, alone.stderr
     code = (
         "import os, sys\n"
@@ -609,7 +612,7 @@ def test_processes_share_a_file_of_prompts(demo_model: Path, prompts: Path, tmp_
         "main([one.replace('@', os.environ['RANK']) for one in sys.argv[1:]])\n"
     )
     os.rename(prompts, tmp_path / "in0")
-    first, second = forked.group(2, code, *asked, "--prompts", tmp_path / "in@", "--output", tmp_path / "two@")
+    first, second = forked.group(2, code, *requested, "--prompts", tmp_path / "in@", "--output", tmp_path / "two@")
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout.startswith(f"{tmp_path / 'two0'}: 6 prompts, ")
     assert (second.stdout, second.stderr) == ("", "")

@@ -72,15 +72,15 @@ def _plain(model: Decoder, ids: Sequence[int]) -> torch.Tensor:
 
 
 def _expected(
-    llama: quantkit.Llama, prompt: list[int], most: int, echo: bool, length: int = LENGTH
+    llama: quantkit.Llama, prompt: list[int], maximum: int, echo: bool, length: int = LENGTH
 ) -> tuple[list[int], list[float]]:
     """One row of Meta's algorithm, greedy, by forward passes over all of it: continued up to the length whatever is
     said, then cut at the first end token of what is given out."""
     ids = list(prompt)
-    while len(ids) < min(length, len(prompt) + most):
+    while len(ids) < min(length, len(prompt) + maximum):
         ids.append(int(_plain(llama.model, ids)[-1].argmax()))
-    told = _plain(llama.model, ids)
-    logprobs = [0.0, *(float(told[at - 1, ids[at]]) for at in range(1, len(ids)))]
+    reported = _plain(llama.model, ids)
+    logprobs = [0.0, *(float(reported[at - 1, ids[at]]) for at in range(1, len(ids)))]
     start = 0 if echo else len(prompt)
     tokens, logprobs = ids[start:], logprobs[start:]
     ends = [tokens.index(end) for end in llama.model.config.eos_token_ids if end in tokens]
@@ -91,14 +91,14 @@ def _expected(
 def test_tokens_and_log_probabilities_are_those_of_the_algorithm(echo: bool, llama: quantkit.Llama) -> None:
     text = llama.tokenizer.encode("the people of the United States, in order to form a more perfect union")
     prompts = [text[:1], text[:9], text[:LENGTH], (text * 9)[: LENGTH - 3]]
-    for most in (0, 1, 12, LENGTH - 1):
-        tokens, logprobs = llama.generate(prompts, most, temperature=0, logprobs=True, echo=echo)
+    for maximum in (0, 1, 12, LENGTH - 1):
+        tokens, logprobs = llama.generate(prompts, maximum, temperature=0, logprobs=True, echo=echo)
         assert logprobs is not None
-        for prompt, ids, told in zip(prompts, tokens, logprobs, strict=True):
-            expected, values = _expected(llama, prompt, most, echo)
+        for prompt, ids, reported in zip(prompts, tokens, logprobs, strict=True):
+            expected, values = _expected(llama, prompt, maximum, echo)
             assert ids == expected
-            torch.testing.assert_close(torch.tensor(told), torch.tensor(values), rtol=0, atol=2e-4)
-        assert llama.generate(prompts, most, temperature=0, echo=echo) == (tokens, None)
+            torch.testing.assert_close(torch.tensor(reported), torch.tensor(values), rtol=0, atol=2e-4)
+        assert llama.generate(prompts, maximum, temperature=0, echo=echo) == (tokens, None)
 
 
 @pytest.mark.parametrize("echo", [False, True])
@@ -110,9 +110,9 @@ def test_a_result_ends_before_the_first_end_token_also_where_a_prompt_holds_it(
     monkeypatch.setattr(llama.model, "config", replace(llama.model.config, eos_token_ids=(whole[4], prompts[0][2])))
     tokens, logprobs = llama.generate(prompts, 12, temperature=0, logprobs=True, echo=echo)
     assert logprobs is not None
-    for prompt, ids, told in zip(prompts, tokens, logprobs, strict=True):
+    for prompt, ids, reported in zip(prompts, tokens, logprobs, strict=True):
         assert ids == _expected(llama, prompt, 12, echo)[0]
-        assert len(told) == len(ids)
+        assert len(reported) == len(ids)
     assert tokens[0] == prompts[0][:2] if echo else len(tokens[1]) <= 4
 
 
@@ -145,14 +145,14 @@ def _decoded(llama: quantkit.Llama, tokens: list[int]) -> str:
     return llama.tokenizer.decode(tokens, specials=llama.tokenizer.vocab_size == 516)
 
 
-def test_texts_come_with_what_was_asked_for(llama: quantkit.Llama) -> None:
+def test_texts_come_with_what_was_requested(llama: quantkit.Llama) -> None:
     prompts = ["the people", "My fellow citizens", ""]
     ids = [llama.tokenizer.encode(prompt) for prompt in prompts]
     plain = llama.text_completion(prompts, temperature=0, max_gen_len=6)
-    told = llama.text_completion(prompts, temperature=0, max_gen_len=6, logprobs=True)
+    reported = llama.text_completion(prompts, temperature=0, max_gen_len=6, logprobs=True)
     tokens, logprobs = llama.generate(ids, 6, temperature=0, logprobs=True)
     assert logprobs is not None
-    for one, other, new, values in zip(plain, told, tokens, logprobs, strict=True):
+    for one, other, new, values in zip(plain, reported, tokens, logprobs, strict=True):
         assert one == {"generation": _decoded(llama, new)}
         assert other == {
             "generation": _decoded(llama, new),
@@ -160,7 +160,7 @@ def test_texts_come_with_what_was_asked_for(llama: quantkit.Llama) -> None:
             "logprobs": values,
         }
         assert len(new) == 6
-    assert json.loads(json.dumps(told)) == told
+    assert json.loads(json.dumps(reported)) == reported
 
 
 def test_without_a_number_a_text_goes_on_to_the_end(llama: quantkit.Llama) -> None:
@@ -179,11 +179,11 @@ def test_an_echo_begins_with_bos_as_each_tokenizer_decodes_it(llama2: quantkit.L
 
 
 def test_special_tokens_in_texts_are_plain_text(llama3: quantkit.Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = _asked(llama3, monkeypatch)
+    requested = _requested(llama3, monkeypatch)
     llama3.text_completion(["<|eot_id|>"], 0, max_gen_len=1)
     llama3.chat_completion([[{"role": "user", "content": "<|eot_id|>"}]], 0, max_gen_len=1)
     eot = (llama3.tokenizer.special_tokens or {})["<|eot_id|>"]
-    assert [ids.count(eot) for ids in asked] == [0, 1]
+    assert [ids.count(eot) for ids in requested] == [0, 1]
 
 
 # Conversations
@@ -192,35 +192,35 @@ USER, ANSWER = {"role": "user", "content": " What? "}, {"role": "assistant", "co
 SYSTEM = {"role": "system", "content": " Be brief. "}
 
 
-def _asked(llama: quantkit.Llama, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def _requested(llama: quantkit.Llama, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The prompts that are asked for from now on."""
-    asked: list[list[int]] = []
+    requested: list[list[int]] = []
     generate = llama.generate
 
-    def heard(prompts: list[list[int]], *given: Any) -> Any:
-        asked.extend(prompts)
+    def received(prompts: list[list[int]], *given: Any) -> Any:
+        requested.extend(prompts)
         return generate(prompts, *given)
 
-    monkeypatch.setattr(llama, "generate", heard)
-    return asked
+    monkeypatch.setattr(llama, "generate", received)
+    return requested
 
 
-def test_llama_2_is_asked_in_its_own_format(llama2: quantkit.Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = _asked(llama2, monkeypatch)
+def test_llama_2_is_used_in_its_own_format(llama2: quantkit.Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    requested = _requested(llama2, monkeypatch)
     encode = llama2.tokenizer.encode
     llama2.chat_completion([[USER], [SYSTEM, USER, ANSWER, USER]], 0, max_gen_len=2)
     first = encode("[INST] <<SYS>>\n Be brief. \n<</SYS>>\n\n What? [/INST] That. ")
-    assert asked == [encode("[INST] What? [/INST]"), [*first, 2, *encode("[INST] What? [/INST]")]]
+    assert requested == [encode("[INST] What? [/INST]"), [*first, 2, *encode("[INST] What? [/INST]")]]
 
 
-def test_llama_3_is_asked_in_its_own_format(llama3: quantkit.Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = _asked(llama3, monkeypatch)
+def test_llama_3_is_used_in_its_own_format(llama3: quantkit.Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    requested = _requested(llama3, monkeypatch)
     llama3.chat_completion([[SYSTEM, USER]], 0, max_gen_len=2)
     text = "".join(
         f"<|start_header_id|>{role}<|end_header_id|>\n\n{content}"
         for role, content in (("system", "Be brief.<|eot_id|>"), ("user", "What?<|eot_id|>"), ("assistant", ""))
     )
-    assert asked == [llama3.tokenizer.encode(text, specials=True)]
+    assert requested == [llama3.tokenizer.encode(text, specials=True)]
 
 
 def test_answers_come_as_messages(llama: quantkit.Llama) -> None:
@@ -286,7 +286,9 @@ def test_draws_follow_the_seed_one_call_after_the_other(folders: dict[str, Path]
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_cannot_be_built_is_told(given: dict[str, Any], words: tuple[str, ...], folders: dict[str, Path]) -> None:
+def test_what_cannot_be_built_is_reported(
+    given: dict[str, Any], words: tuple[str, ...], folders: dict[str, Path]
+) -> None:
     folder = folders["llama2"]
     arguments = {"ckpt_dir": folder, "tokenizer_path": _tokenizer(folder), "max_seq_len": 8, "max_batch_size": 1}
     with pytest.raises(QuantkitError) as caught:
@@ -294,12 +296,12 @@ def test_what_cannot_be_built_is_told(given: dict[str, Any], words: tuple[str, .
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_another_models_tokenizer_is_told(folders: dict[str, Path]) -> None:
+def test_another_models_tokenizer_is_reported(folders: dict[str, Path]) -> None:
     with pytest.raises(CheckpointError, match=r"found 2048 tokens, expected at most 516\); the tokenizer is another"):
         quantkit.Llama.build(folders["llama3"], _tokenizer(folders["llama2"]), 8, 1)
 
 
-def test_what_cannot_be_generated_is_told(llama2: quantkit.Llama) -> None:
+def test_what_cannot_be_generated_is_reported(llama2: quantkit.Llama) -> None:
     for ask, words in (
         (lambda: llama2.generate([[1]] * 5, 1), "found 5, expected at most 4"),
         (lambda: llama2.generate([[1], [1] * 129], 1), "prompt 1 is longer than max_seq_len (found 129, expected 128)"),
@@ -376,13 +378,13 @@ except quantkit.errors.QuantkitError as error:
 """
 
 
-def test_processes_that_do_not_go_together_are_told(folders: dict[str, Path]) -> None:
+def test_processes_that_do_not_go_together_are_reported(folders: dict[str, Path]) -> None:
     for done in forked.group(2, DIFFERENT, folders["llama2"]):
         assert (done.returncode, done.stderr) == (0, "")
         assert "the processes differ in seed" in done.stdout
 
 
-def test_another_number_of_processes_is_told_before_they_join(
+def test_another_number_of_processes_is_reported_before_they_join(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # and nothing else that joining takes

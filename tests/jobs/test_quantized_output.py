@@ -167,7 +167,7 @@ def test_compressed_tensors_decompresses_to_our_values(scheme: str, dtype: torch
 
 
 @pytest.mark.parametrize("scheme", [None, 4, {"default": "int8"}])
-def test_what_is_no_scheme_is_told_with_those_that_are(scheme: Any, tmp_path: Path) -> None:
+def test_what_is_no_scheme_is_reported_with_those_that_are(scheme: Any, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="give a scheme: int8, int4-g32, int4-g64 or int4-g128, or a Recipe"):
         quantkit.quantize(_source(tmp_path / "float"), tmp_path / "out", scheme, method="rtn")
 
@@ -431,15 +431,15 @@ def test_quantizing_leaves_the_source_as_it_is(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"float", "out"}
 
 
-def test_the_manifest_tells_the_hashes_of_the_sources_tokenizer(demo_model: Path, tmp_path: Path) -> None:
+def test_the_manifest_reports_the_hashes_of_the_sources_tokenizer(demo_model: Path, tmp_path: Path) -> None:
     """Of Meta's file, and of each that a Hugging Face folder has."""
     quantkit.convert(demo_model, tmp_path / "hf")
     quantkit.quantize(tmp_path / "hf", tmp_path / "int8", "int8")
     for source, made in ((demo_model, "hf"), (tmp_path / "hf", "int8")):
-        told = _manifest(tmp_path / made)["source"]["sha256"]
+        reported = _manifest(tmp_path / made)["source"]["sha256"]
         read = {path.name for path in source.iterdir() if path.name.startswith("tokenizer")}
-        assert read <= set(told)
-        assert all(told[name] == hashlib.sha256((source / name).read_bytes()).hexdigest() for name in told)
+        assert read <= set(reported)
+        assert all(reported[name] == hashlib.sha256((source / name).read_bytes()).hexdigest() for name in reported)
     assert read == {"tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
 
 
@@ -457,7 +457,7 @@ def test_a_tokenizer_that_changes_during_the_job_is_an_error(demo_model: Path, t
     assert not (tmp_path / "out").exists()
 
 
-def test_the_manifest_tells_hashes_schemes_and_errors(tmp_path: Path) -> None:
+def test_the_manifest_reports_hashes_schemes_and_errors(tmp_path: Path) -> None:
     source, out = _source(tmp_path / "float"), tmp_path / "out"
     quantkit.quantize(source, out, MIXED, method="rtn")
     manifest = _manifest(out)

@@ -49,11 +49,13 @@ def test_the_line_holds_the_mean_of_all_texts(demo_model: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"), [(0.4123, "0.41 s"), (41.2, "41 s"), (59.9, "60 s"), (125.0, "2 min 05 s")]
+    ("seconds", "reported"), [(0.4123, "0.41 s"), (41.2, "41 s"), (59.9, "60 s"), (125.0, "2 min 05 s")]
 )
-def test_times_have_no_more_digits_than_one_reads(seconds: float, told: str, demo_model: Path, tmp_path: Path) -> None:
+def test_times_have_no_more_digits_than_one_reads(
+    seconds: float, reported: str, demo_model: Path, tmp_path: Path
+) -> None:
     made = quantkit.convert(demo_model, tmp_path / "out")
-    assert replace(made, seconds=seconds).lines()[0].endswith(f", {told}")
+    assert replace(made, seconds=seconds).lines()[0].endswith(f", {reported}")
 
 
 def test_each_process_of_a_group_gets_the_result_of_the_first(demo_model: Path, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def _interrupt(monkeypatch: pytest.MonkeyPatch, demo_model: Path, dst: Path) -> 
     assert _partial(dst).is_dir()
 
 
-def test_an_interrupted_run_is_not_overwritten_unasked(
+def test_an_interrupted_run_is_not_overwritten_unrequested(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _interrupt(monkeypatch, demo_model, tmp_path / "out")

@@ -51,7 +51,7 @@ def _lines(scheme: str, **sizes: int) -> list[str]:
         ),
     ],
 )
-def test_each_replacement_is_told_with_its_layers(scheme: str, sizes: dict[str, int], expected: list[str]) -> None:
+def test_each_replacement_is_reported_with_its_layers(scheme: str, sizes: dict[str, int], expected: list[str]) -> None:
     assert _lines(scheme, **sizes) == expected
 
 

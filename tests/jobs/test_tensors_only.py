@@ -285,14 +285,14 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert path.read_bytes() == (made / path.name).read_bytes(), path.name
 
 
-def test_plan_tells_of_such_models_too(tmp_path: Path) -> None:
+def test_plan_reports_such_models_too(tmp_path: Path) -> None:
     source = _folder(tmp_path / "src", _some())
     found = quantkit.plan.quantize(source, tmp_path / "dst", "int8", tensors_only=True)
     assert found.layers == {"int8": 3, "float": 1}
     assert quantkit.plan.convert(source, tmp_path / "dst", tensors_only=True).disk_bytes > 0
 
 
-def test_linears_are_told_by_names_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_are_reported_by_names_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_checkpoint(_folder(tmp_path / "src", _some(), {"model_type": "deepseek_v3"}), tensors_only=True)
     real = importlib.import_module
 
@@ -312,19 +312,19 @@ def test_a_hundred_thousand_tensors_are_named_once_each(monkeypatch: pytest.Monk
     """Work that grows with the square of their number would never end on DeepSeek V3: names are counted, not time."""
     from quantkit.architectures.families import opaque
 
-    asked = 0
+    requested = 0
     block = opaque._block
 
     def counted(name: str) -> str | None:
-        nonlocal asked
-        asked += 1
+        nonlocal requested
+        requested += 1
         return block(name)
 
     monkeypatch.setattr(opaque, "_block", counted)
     names = [f"model.layers.{i % 61}.mlp.experts.{i}.up_proj.weight" for i in range(100_000)]
     config = opaque.opaque_config({"model_type": "x"}, dict.fromkeys(names, ((8, 8), "bfloat16")))
     config = opaque.with_roles(config, opaque.named_roles({}, config.tensors or ()))
-    assert asked == len(names)
+    assert requested == len(names)
     assert config.num_layers == 61
     assert len(parameters(config)) == len(linear_columns(config)) == len(names)
 
@@ -399,10 +399,10 @@ def test_a_summary_that_is_not_the_tensors_is_found(what: str, tmp_path: Path) -
         quantkit.verify(made)
 
 
-def test_the_card_of_zero_points_names_no_reader_that_does_not_load_them(tmp_path: Path) -> None:
+def test_the_model_card_of_zero_points_names_no_reader_that_does_not_load_them(tmp_path: Path) -> None:
     source = _folder(tmp_path / "src", _some())
     for scheme in ("int4-g32", "int4-g32-asym"):
         made = quantkit.quantize(source, tmp_path / scheme, scheme, method="rtn", tensors_only=True).path
-        card = " ".join((made / "README.md").read_text().split())
-        assert "Loading was not tried" in card
-        assert ("transformers" in card.partition("## Use")[2]) == (scheme == "int4-g32")
+        readme = " ".join((made / "README.md").read_text().split())
+        assert "Loading was not tried" in readme
+        assert ("transformers" in readme.partition("## Use")[2]) == (scheme == "int4-g32")

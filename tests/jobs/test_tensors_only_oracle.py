@@ -165,7 +165,7 @@ def test_a_head_and_a_vision_part_are_quantized_where_a_recipe_names_them(tmp_pa
     assert (_logits(_loaded(model, made.path)) - _logits(floats)).abs().max() < 1e-5
 
 
-def test_a_model_that_transformers_cannot_build_is_told_by_names(tmp_path: Path) -> None:
+def test_a_model_that_transformers_cannot_build_is_reported_by_names(tmp_path: Path) -> None:
     _, source = _made("deepseek", tmp_path / "src")
     oracle.edit_json(source / "config.json", num_hidden_layers=10**9)
     made = quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True)

@@ -167,10 +167,10 @@ def test_scales_that_are_no_numbers_are_not_carried(
 
 @pytest.mark.parametrize(("scheme", "to", "reason", "headers_tell", "by_scales"), REFUSED, ids=str)
 def test_what_cannot_be_held_exactly_is_refused_by_the_first_tensors_name(
-    scheme: str, to: str, reason: str, headers_tell: bool, by_scales: bool, folders: dict[str, Path], tmp_path: Path,
+    scheme: str, to: str, reason: str, headers_state: bool, by_scales: bool, folders: dict[str, Path], tmp_path: Path,
     capfd: Capture,
 ) -> None:  # fmt: skip
-    for words in (("convert",), *([("plan", "convert")] if headers_tell else [])):
+    for words in (("convert",), *([("plan", "convert")] if headers_state else [])):
         code, _, err = run(capfd, *words, folders[scheme], tmp_path / "out", "--to", to, "--no-source-check")
         assert code == 4
         assert f"tensor 'model.layers.0.self_attn.q_proj.weight' cannot be held exactly as {to}: {reason}" in err
@@ -202,8 +202,8 @@ def test_a_scale_that_the_target_has_not_is_refused_and_leaves_nothing(steep: Pa
 def test_only_what_must_be_is_rounded_anew_and_the_result_is_held_against_its_source(
     steep: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    asked = "--to", "gptq", "--requantize", "--no-source-check"
-    code, out, err = run(capfd, "convert", steep, tmp_path / "out", *asked)
+    requested = "--to", "gptq", "--requantize", "--no-source-check"
+    code, out, err = run(capfd, "convert", steep, tmp_path / "out", *requested)
     assert code == 0, err
     assert f"1 of 14 quantized tensors cannot be held exactly as gptq and are rounded anew to int4-g64 ('{DOWN}" in err
     assert "all 13 quantized tensors equal as numbers, 1 rounded anew, KL" in out
@@ -225,7 +225,7 @@ def test_leave_to_round_anew_changes_nothing_where_all_is_exact(folders: dict[st
     assert (made.exact.tensors, made.rounded, made.quality) == (14, 0, None)
 
 
-def test_integers_whose_codes_are_not_carried_become_floats_or_codes_only_where_asked_for(
+def test_integers_whose_codes_are_not_carried_become_floats_or_codes_only_where_requested(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     source, name = tmp_path / "source", f"{DOWN}.weight"
@@ -375,16 +375,16 @@ def test_models_are_quantized_into_any_format(to: str, floats: Path, folders: di
 def test_an_interrupted_solver_reads_back_what_it_has_written(
     to: str, scheme: str, floats: Path, tmp_path: Path
 ) -> None:
-    asked: Any = {"to": to, "method": "gptq", "calibration": EXCERPT, "samples": 8, "length": 64, **UNCHECKED}
-    quantkit.quantize(floats, tmp_path / "whole", scheme, **asked)
+    requested: Any = {"to": to, "method": "gptq", "calibration": EXCERPT, "samples": 8, "length": 64, **UNCHECKED}
+    quantkit.quantize(floats, tmp_path / "whole", scheme, **requested)
 
     def stop(phase: str, done: int, total: int, unit: str) -> None:
         if phase == "quantize" and done:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantkit.quantize(floats, tmp_path / "stopped", scheme, progress=stop, **asked)
-    quantkit.quantize(floats, tmp_path / "stopped", scheme, resume=True, **asked)
+        quantkit.quantize(floats, tmp_path / "stopped", scheme, progress=stop, **requested)
+    quantkit.quantize(floats, tmp_path / "stopped", scheme, resume=True, **requested)
     whole, stopped = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in STOPPED)
     assert whole == stopped
 
@@ -398,7 +398,7 @@ def test_a_scheme_that_a_format_has_not_is_refused_before_any_work(floats: Path,
     assert not list(tmp_path.iterdir())
 
 
-def test_files_are_as_large_as_asked_for(folders: dict[str, Path], floats: Path, tmp_path: Path) -> None:
+def test_files_are_as_large_as_requested(folders: dict[str, Path], floats: Path, tmp_path: Path) -> None:
     quantkit.convert(folders["int8"], tmp_path / "cut", split_max_size=60_000, source_check=False)
     quantkit.quantize(floats, tmp_path / "made", "int8", split_max_size=60_000, **UNCHECKED)
     for name in ("cut", "made"):
@@ -433,8 +433,8 @@ def test_weights_are_equal_as_numbers_in_whatever_groups_and_types(
     assert equal_as_numbers(wide, _in_groups(value, 8))
     middle = torch.full_like(value.scale, value.scheme.levels // 2, dtype=torch.uint8)
     if symmetric:
-        told = QuantTensor(value.codes, value.scale, middle, QuantScheme(bits, group_size, False))
-        assert equal_as_numbers(value, told)
+        reported = QuantTensor(value.codes, value.scale, middle, QuantScheme(bits, group_size, False))
+        assert equal_as_numbers(value, reported)
     value.scale[0, 0] = 0.0
     negative = QuantTensor(value.codes.clone(), value.scale.clone(), value.zero, value.scheme)
     negative.scale[0, 0] = -0.0

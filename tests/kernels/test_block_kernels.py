@@ -290,8 +290,8 @@ def _gated(activation: str, limit: float | None, gate: Tensor, up: Tensor) -> Te
         return F.silu(gate) * up
     if activation == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * up
-    most = math.inf if limit is None else limit
-    gate, up = gate.clamp(max=most), up.clamp(-most, most)
+    maximum = math.inf if limit is None else limit
+    gate, up = gate.clamp(max=maximum), up.clamp(-maximum, maximum)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 

@@ -54,10 +54,10 @@ def _linear(ops: Any, x: Tensor, weight: QuantTensor, exact: bool) -> Tensor:
     return product
 
 
-def _rounding(x: Tensor, weight: Tensor, most: int) -> Tensor:
+def _rounding(x: Tensor, weight: Tensor, maximum: int) -> Tensor:
     """How far products [M, O] may be off when each 32 of x are rounded to integers up to `most`."""
     padding = 0, -x.shape[1] % 32
-    steps = F.pad(x.double(), padding).unflatten(1, (-1, 32)).abs().amax(-1) / most
+    steps = F.pad(x.double(), padding).unflatten(1, (-1, 32)).abs().amax(-1) / maximum
     return 0.5001 * steps @ F.pad(weight.abs(), padding).unflatten(1, (-1, 32)).sum(-1).t()
 
 
@@ -374,21 +374,21 @@ def test_a_group_size_the_kernels_have_not_is_left_to_the_reference() -> None:
     assert chosen.name == "reference"
 
 
-def test_without_a_compiler_the_reference_serves_and_the_reason_is_told(
+def test_without_a_compiler_the_reference_serves_and_the_reason_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    asked: list[str] = []
-    monkeypatch.setattr(build.shutil, "which", asked.append)
+    requested: list[str] = []
+    monkeypatch.setattr(build.shutil, "which", requested.append)
     build._load_once.cache_clear()
     try:
         scheme = QuantScheme.parse("int8")
         assert select_backend(scheme, torch.device("cpu"), torch.float32, torch.bfloat16).name == "reference"
         assert "no C++ compiler" in caplog.text
-        before = len(asked)
+        before = len(requested)
         select_backend(scheme, torch.device("cpu"), torch.float32, torch.bfloat16)
-        assert len(asked) == before  # once, not once a layer
+        assert len(requested) == before  # once, not once a layer
         with pytest.raises(UnsupportedError, match="cpu-exact: there is no C"):
             select_backend(scheme, torch.device("cpu"), torch.float32, torch.bfloat16, "cpu-exact")
     finally:
@@ -398,7 +398,7 @@ def test_without_a_compiler_the_reference_serves_and_the_reason_is_told(
 @pytest.mark.parametrize(
     ("compiler", "reason"), [("/nowhere/c++", "does not start"), ("false", "the C.. compiler failed")]
 )
-def test_a_compiler_that_fails_is_told(
+def test_a_compiler_that_fails_is_reported(
     compiler: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
@@ -411,7 +411,7 @@ def test_a_compiler_that_fails_is_told(
         build._load_once.cache_clear()
 
 
-def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "file"))
     build._load_once.cache_clear()

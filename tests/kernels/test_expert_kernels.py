@@ -70,7 +70,7 @@ def test_activations_biases_and_widths_that_fill_no_band(activation: str, dtype:
     assert (found.double() - expected).norm() < (1e-4 if dtype == torch.float32 else 1e-2) * expected.norm()
 
 
-def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it() -> None:
+def test_a_tokens_bits_do_not_depend_on_the_tokens_next_to_it() -> None:
     mixture = Mixture.random("int4-g32", count=8, hidden=96, size=64)
     x, (weights, chosen) = torch.randn(300, 96), mixture.choices(300, 3)
     backend, kernel = _kernel("int4-g32", "cpu-fast")
@@ -183,7 +183,7 @@ def test_a_bfloat16_model_takes_its_router_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("left_out", ["*.1.mlp.experts.2.down_proj", "*.1.mlp.experts.2.up_proj"])
-def test_experts_that_are_not_quantized_alike_go_one_by_one(left_out: str) -> None:
+def test_experts_that_are_quantized_differently_go_one_by_one(left_out: str) -> None:
     model = load_model(_mixture("int8", (Override(left_out, None),)), dtype=torch.float32, backend="cpu-exact")
     assert [bank is None for bank in _banks(model)] == [False, True, False]
     assert model.ops.blocks is None

@@ -174,7 +174,7 @@ def test_a_bfloat16_model_keeps_its_cache_in_bfloat16(
     assert (found - whole).abs().max() < 0.05 * whole.std()
 
 
-def test_layers_that_are_not_quantized_alike_stay_apart(tmp_path: Path) -> None:
+def test_layers_that_are_quantized_differently_stay_apart(tmp_path: Path) -> None:
     folder = oracle.save(oracle.make("llama"), tmp_path / "model")
     plan = Recipe(
         QuantScheme.parse("int8"),

@@ -148,7 +148,7 @@ class _Refusing(ReferenceBackend):
         return self._reason
 
 
-def test_a_refusal_tells_every_backends_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_reports_every_backends_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "BACKENDS", (_Refusing("one", "needs a GPU"), _Refusing("two", "needs groups")))
     with pytest.raises(UnsupportedError, match=r"int8 on cpu in torch.bfloat16; one: needs a GPU; two: needs groups"):
         select_backend(QuantScheme.parse("int8"), CPU, torch.bfloat16, torch.bfloat16)

@@ -250,7 +250,7 @@ def test_commands_and_recipes_name_it(folders: Path, tmp_path: Path, capfd: Capt
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe", "given", "told"),
+    ("kind", "recipe", "given", "reported"),
     [
         ("tied", Recipe(INT8), {"embedding": "int4-g32"}, "the embedding cannot be quantized so"),
         ("tied", Recipe(INT8, (Override("model.*", SCHEMES["int4-g32"]),)), {}, "the embedding cannot be quantized so"),
@@ -263,11 +263,11 @@ def test_commands_and_recipes_name_it(folders: Path, tmp_path: Path, capfd: Capt
     ],
 )
 def test_what_cannot_be_is_refused(
-    kind: str, recipe: Recipe, given: dict[str, Any], told: str, folders: Path, tmp_path: Path
+    kind: str, recipe: Recipe, given: dict[str, Any], reported: str, folders: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises((RequestError, UnsupportedError), match=told) as caught:
+    with pytest.raises((RequestError, UnsupportedError), match=reported) as caught:
         quantkit.quantize(folders / kind, tmp_path / "made", recipe, method="rtn", **given)
-    if "tied to" in told:
+    if "tied to" in reported:
         assert '`embedding="int8"` quantizes both' in str(caught.value)
 
 
@@ -282,8 +282,8 @@ def test_the_gate_catches_a_broken_one(
         return found
 
     monkeypatch.setattr(quantizers, "quantize_rtn", broken)
-    told = "too far from its source|'model.embed_tokens' changed more than its scheme explains"
-    with pytest.raises(QualityError, match=told):
+    reported = "too far from its source|'model.embed_tokens' changed more than its scheme explains"
+    with pytest.raises(QualityError, match=reported):
         quantkit.quantize(worded, tmp_path / "made", "int4-g32", embedding="int8", method="rtn", source_check=False)
 
 

@@ -70,7 +70,7 @@ def _generated(theirs: Any, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_sequences_beside_each_other_are_as_with_transformers(
+def test_sequences_next_to_each_other_are_as_with_transformers(
     compiled: bool, late: bool, theirs: Any, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_late(monkeypatch, late=late)
@@ -148,12 +148,12 @@ def test_samples_and_their_log_probabilities_go_on_past_it(model: Decoder) -> No
         assert len(one.logprobs.tokens) == 50
         for place in (20, 35, 39, 40, 45):
             whole = torch.tensor([one.token_ids[:place]])
-            told = model(whole, torch.arange(place))[0, -1].log_softmax(-1)
-            assert one.logprobs.tokens[place] == pytest.approx(float(told[one.token_ids[place]]), abs=1e-4)
+            reported = model(whole, torch.arange(place))[0, -1].log_softmax(-1)
+            assert one.logprobs.tokens[place] == pytest.approx(float(reported[one.token_ids[place]]), abs=1e-4)
 
 
-@pytest.mark.parametrize(("count", "asked", "expected"), [(9, 3, [0, 20, 52, 96]), (3, 11, [0, 16, 16, 60])])
-def test_a_conversation_goes_on_past_it(count: int, asked: int, expected: list[int], model: Decoder) -> None:
+@pytest.mark.parametrize(("count", "requested", "expected"), [(9, 3, [0, 20, 52, 96]), (3, 11, [0, 16, 16, 60])])
+def test_a_conversation_goes_on_past_it(count: int, requested: int, expected: list[int], model: Decoder) -> None:
     """Within an answer, or between two: then nothing of the turns before is of use."""
     scheduler, text = Scheduler(Engine(model, 120), any_prefix=True), _prompts()[4][: 12 if count == 9 else 14]
     reused = []
@@ -163,7 +163,7 @@ def test_a_conversation_goes_on_past_it(count: int, asked: int, expected: list[i
         while found.finish_reason is None:
             scheduler.step()
         assert found.tokens == alone(model, request)[0].token_ids
-        text = [*text, *found.tokens, *range(7, 7 + asked)]
+        text = [*text, *found.tokens, *range(7, 7 + requested)]
         reused.append(scheduler.reused)
     assert reused == expected
 
@@ -230,8 +230,8 @@ def test_other_scalings_of_phi_3_are_refused_as_in_transformers() -> None:
 
 def test_texts_that_are_scored_together_are_scored_as_alone(model: Decoder) -> None:
     scorer = Scorer.__new__(Scorer)
-    scorer._model, scorer._path, scorer._progress = model, Path("model"), lambda *told: None
+    scorer._model, scorer._path, scorer._progress = model, Path("model"), lambda *reported: None
     items = [(prompt[:-1], prompt[-1:]) for prompt in _prompts()]
     for (ids, targets), (total, _) in zip(items, scorer._score(items), strict=True):
-        told = model(torch.tensor([ids]), torch.arange(len(ids)))[0, -1].log_softmax(-1)
-        assert total == pytest.approx(float(told[targets[0]]), abs=1e-5)
+        reported = model(torch.tensor([ids]), torch.arange(len(ids)))[0, -1].log_softmax(-1)
+        assert total == pytest.approx(float(reported[targets[0]]), abs=1e-5)

@@ -98,16 +98,16 @@ def test_figures_that_are_no_numbers_do_not_pass(figures: dict[str, float]) -> N
     assert gate.Gate([one], math.nan, {}, {}).problem() is not None
 
 
-def test_errors_are_told_and_missed_in_earlier_manifests() -> None:
-    told = gate.TextResult("speech", "0", 512, 0.01234, 0.1, 1.0, 0.9, 50.0, 51.0, 0.00041, 0.0023)
-    found = gate.Gate([told], 1.25, {}, {})
+def test_errors_are_reported_and_missed_in_earlier_manifests() -> None:
+    reported = gate.TextResult("speech", "0", 512, 0.01234, 0.1, 1.0, 0.9, 50.0, 51.0, 0.00041, 0.0023)
+    found = gate.Gate([reported], 1.25, {}, {})
     value = found.to_json(accepted=False)
     assert gate.Gate.from_json(value, Path("quantkit.json")) == found
-    assert (str(told.kl_estimate), str(told.perplexity_ratio)) == ("0.0123 ± 0.0004", "1.0200 ± 0.0023")
+    assert (str(reported.kl_estimate), str(reported.perplexity_ratio)) == ("0.0123 ± 0.0004", "1.0200 ± 0.0023")
     for key in ("kl_error", "ratio_error"):
         del value["texts"][0][key]
     (earlier,) = gate.Gate.from_json(value, Path("quantkit.json")).texts
-    assert earlier == replace(told, kl_error=None, ratio_error=None)
+    assert earlier == replace(reported, kl_error=None, ratio_error=None)
     assert str(earlier.kl_estimate) == "0.0123"
 
 
@@ -270,7 +270,7 @@ def test_a_baseline_that_is_not_run_would_give_the_same_figures(
 
 
 @pytest.mark.parametrize("damage", ["codes", "one code", "scale", "solver", "fallback", "scheme", "kept"])
-def test_a_result_that_is_not_its_baseline_is_told(damage: str, demo_model: Path, tmp_path: Path) -> None:
+def test_a_result_that_is_not_its_baseline_is_reported(damage: str, demo_model: Path, tmp_path: Path) -> None:
     quantkit.quantize(demo_model, tmp_path / "out", "int8")
     records = _records(tmp_path / "out")
     name, kept = "model.layers.2.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight"
@@ -322,7 +322,7 @@ def test_what_was_only_rounded_does_not_look_nearly_failed(demo_model: Path, tmp
         assert line.endswith("nats a token (at most 0.25)")
 
 
-def test_gptq_is_told_beside_rounding(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_gptq_is_reported_next_to_rounding(demo_model: Path, text: Path, tmp_path: Path) -> None:
     quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
     for one, line in zip(
         _manifest(tmp_path / "out")["quality"]["texts"], verify(tmp_path / "out").lines()[1:3], strict=True
@@ -356,7 +356,7 @@ def test_a_rounded_layer_has_nothing_to_make_up_for(demo_model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("modules", [[], None, {"model.layers.2.mlp.down_proj": 5}])
-def test_a_manifest_that_tells_nothing_of_layers_is_no_obstacle(
+def test_a_manifest_that_reports_nothing_of_layers_is_no_obstacle(
     modules: Any, demo_model: Path, made_int8: Path, tmp_path: Path
 ) -> None:
     other = oracle.copy(made_int8, tmp_path / "other")
@@ -364,7 +364,7 @@ def test_a_manifest_that_tells_nothing_of_layers_is_no_obstacle(
     assert verify(demo_model, other).ok
 
 
-def test_a_figure_just_beyond_its_bound_is_told_with_the_digits_that_show_it() -> None:
+def test_a_figure_just_beyond_its_bound_is_reported_with_the_digits_that_show_it() -> None:
     one = gate.TextResult("speech", "0", 1, 0.25004, 0.0, 0.25, 1.0, 2.0, 2.0)
     assert gate.Gate([one], 1.25, {}, {}).problem() == (
         "the result is too far from its source", "a mean KL(source || result) of 0.25004 nats a token on 'speech'",
@@ -467,7 +467,7 @@ def test_verify_takes_no_figure_that_cannot_be(key: str, value: float, made_int8
         lambda quality: quality.clear(),
     ],
 )
-def test_verify_refuses_a_manifest_that_does_not_tell_of_a_gate(
+def test_verify_refuses_a_manifest_that_does_not_report_of_a_gate(
     edit: Callable[[dict[str, Any]], object], made_int8: Path, tmp_path: Path
 ) -> None:
     folder = _edited(made_int8, tmp_path / "out", edit)
@@ -484,13 +484,13 @@ def test_verify_misses_the_gate_of_a_quantized_model(made_int8: Path, tmp_path: 
         verify(folder)
 
 
-def test_verify_tells_of_a_gate_that_was_not_passed(made_int8: Path, tmp_path: Path) -> None:
+def test_verify_reports_a_gate_that_was_not_passed(made_int8: Path, tmp_path: Path) -> None:
     folder = _edited(made_int8, tmp_path / "out", lambda quality: quality.pop("passed"))
     with pytest.raises(QualityError, match="did not pass its gate when it was made; make it again"):
         verify(folder)
 
 
-def test_verify_tells_of_a_rounded_layer_that_nobody_accepted(made_int8: Path, tmp_path: Path) -> None:
+def test_verify_reports_a_rounded_layer_that_nobody_accepted(made_int8: Path, tmp_path: Path) -> None:
     folder = _edited(made_int8, tmp_path / "out", lambda quality: quality["fallbacks"].update({"a.b": "singular"}))
     with pytest.raises(QualityError, match=r"did not pass.*layer 'a\.b' was rounded to nearest.*make it again"):
         verify(folder)

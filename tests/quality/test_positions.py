@@ -85,11 +85,11 @@ def test_no_divergence_at_first_is_no_lack_of_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "told"),
+    ("last", "reported"),
     [(0.02, "2.00 ± 0.22 times that at 0-127: it rises"), (0.011, "no clear change"), (0.005, "falls")],
 )
-def test_a_rise_is_told_where_the_errors_bear_it(last: float, told: str) -> None:
-    assert told in rise_text(_buckets((0.01, 0.001), (last, 0.001)))
+def test_a_rise_is_reported_where_the_errors_bear_it(last: float, reported: str) -> None:
+    assert reported in rise_text(_buckets((0.01, 0.001), (last, 0.001)))
     assert rise(_buckets((0.01, 0.001))) is None
 
 
@@ -169,7 +169,7 @@ def test_what_is_broken_far_on_is_seen_there(demo_model: Path, tmp_path: Path, c
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         ({"positions": 1}, "must be at least 2"),
         ({"positions": 256, "position_windows": 0}, "must be at least 1"),
@@ -178,28 +178,28 @@ def test_what_is_broken_far_on_is_seen_there(demo_model: Path, tmp_path: Path, c
         ({"positions": 256, "against": None}, "is from a reference"),
     ],
 )
-def test_what_cannot_be_measured_by_position_is_refused(given: dict[str, Any], told: str, demo_model: Path) -> None:
-    with pytest.raises(RequestError, match=told):
+def test_what_cannot_be_measured_by_position_is_refused(given: dict[str, Any], reported: str, demo_model: Path) -> None:
+    with pytest.raises(RequestError, match=reported):
         evaluate(demo_model, **{"against": demo_model, **given})
 
 
-def test_a_certificate_is_in_the_manifest_and_the_card(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_certificate_is_in_the_manifest_and_the_model_card(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
     dst = tmp_path / "int8"
-    asked = ["quantize", demo_model, dst, "--scheme", "int8", "--method", "rtn", "--certify-positions", "600"]
-    code, out, _ = run(capfd, "plan", *asked)
+    requested = ["quantize", demo_model, dst, "--scheme", "int8", "--method", "rtn", "--certify-positions", "600"]
+    code, out, _ = run(capfd, "plan", *requested)
     assert code == 0
     plain = quantkit.plan.quantize(demo_model, dst, "int8", method="rtn")
     long = quantkit.plan.quantize(demo_model, dst, "int8", method="rtn", certify_positions=4096)
     assert long.seconds > plain.seconds
     assert long.phase == "the certificate"
-    code, out, _ = run(capfd, *asked, "--certify-text", _short(tmp_path / "speech.txt", 4500))
+    code, out, _ = run(capfd, *requested, "--certify-text", _short(tmp_path / "speech.txt", 4500))
     assert code == 0
     assert "KL by position, int8 cache" in out
     made = json.loads((dst / "quantkit.json").read_text())["positions"]
     assert (made["passed"], made["asked"], made["length"], made["windows"]) == (True, 600, 600, 2)
     assert [one["stop"] for one in made["caches"]["int8"]] == [128, 256, 600]
-    assert "--certify-positions 600 --certify-text speech.txt" in (card := (dst / "README.md").read_text())
-    assert "| 256-599 | " in card
+    assert "--certify-positions 600 --certify-text speech.txt" in (readme := (dst / "README.md").read_text())
+    assert "| 256-599 | " in readme
     inspected = quantkit.inspect(dst)
     assert inspected.positions is not None
     assert [line for line in inspected.lines() if "KL by position, float cache" in line]
@@ -218,12 +218,12 @@ def test_a_certificate_stops_what_is_broken_far_on(
     monkeypatch.setattr(Writer, "seal", broken)
     dst = tmp_path / "int8"
     text = _short(tmp_path / "speech.txt", 4500)
-    asked = ["quantize", demo_model, dst, "--scheme", "int8", "--certify-positions", "600", "--certify-text", text]
-    code, _, err = run(capfd, *asked)
+    requested = ["quantize", demo_model, dst, "--scheme", "int8", "--certify-positions", "600", "--certify-text", text]
+    code, _, err = run(capfd, *requested)
     assert code == 8
     assert "too far from its source at positions 256-599" in err
     assert not dst.exists()
-    code, out, err = run(capfd, *asked, "--resume", "--accept-quality-loss")
+    code, out, err = run(capfd, *requested, "--resume", "--accept-quality-loss")
     assert code == 0
     assert "accepted" in err
     beyond = "BEYOND ITS BOUND, and accepted: the result is too far from its source at positions 256-599"
@@ -245,7 +245,7 @@ def test_a_certificate_stops_what_is_broken_far_on(
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         ({"certify_text": "text.txt"}, "goes with `certify_positions`"),
         ({"certify_positions": 1}, "must be at least 2"),
@@ -253,8 +253,8 @@ def test_a_certificate_stops_what_is_broken_far_on(
     ],
 )
 def test_a_certificate_that_makes_no_sense_is_refused(
-    given: dict[str, Any], told: str, demo_model: Path, tmp_path: Path
+    given: dict[str, Any], reported: str, demo_model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(RequestError, match=told):
+    with pytest.raises(RequestError, match=reported):
         quantkit.quantize(demo_model, tmp_path / "dst", "int8", method="rtn", **given)
     assert not list(tmp_path.iterdir())

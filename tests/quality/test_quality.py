@@ -70,7 +70,7 @@ def test_models_are_held_against_a_reference_by_the_definitions(pair: tuple[Any,
     assert other.perplexity == pytest.approx(_loss(q, tokens).mean().exp().item(), rel=1e-4)
 
 
-def test_errors_are_those_of_the_tokens_beside_each_other(pair: tuple[Any, Any, Path, Path]) -> None:
+def test_errors_are_those_of_the_tokens_next_to_each_other(pair: tuple[Any, Any, Path, Path]) -> None:
     """Held against the jackknife over the stretches, which leaves each out in turn."""
     first, second, a, b = pair
     tokens = oracle.random_tokens(40, batch=25)

@@ -72,7 +72,7 @@ def _one_row(tensors: dict[str, Tensor]) -> None:
         (_one_row, "do not depend on its input"),
     ],
 )
-def test_a_broken_source_is_told_and_nothing_is_written(
+def test_a_broken_source_is_reported_and_nothing_is_written(
     damage: Callable[[dict[str, Tensor]], object], words: str, job: str, sound: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     source = _damaged(sound, tmp_path / "source", damage)
@@ -85,16 +85,16 @@ def test_a_broken_source_is_told_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("job", ["convert", "quantize"])
-def test_the_manifest_tells_what_was_measured_or_that_it_was_not(
+def test_the_manifest_reports_what_was_measured_or_that_it_was_not(
     job: str, sound: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     scheme = ["--scheme", "int8"] if job == "quantize" else []
     for name, options in (("checked", []), ("unchecked", ["--no-source-check"])):
         assert run(capfd, job, sound, tmp_path / name, *scheme, *options)[0] == 0
-    told = json.loads((tmp_path / "checked" / "quantkit.json").read_text())["source_check"]
+    reported = json.loads((tmp_path / "checked" / "quantkit.json").read_text())["source_check"]
     found = check_source(open_checkpoint(sound))
     assert isinstance(found, SourceCheck)
-    assert told == found.to_json()
+    assert reported == found.to_json()
     assert "skipped" in json.loads((tmp_path / "unchecked" / "quantkit.json").read_text())["source_check"]
 
 
@@ -149,12 +149,12 @@ def test_what_is_not_finite_is_named(sound: Path, tmp_path: Path) -> None:
     assert "NaN or Inf" in json.loads((tmp_path / "out" / "quantkit.json").read_text())["source_check"]
 
 
-def test_plan_tells_of_the_check(sound: Path, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"source_check": False}
+def test_plan_reports_the_check(sound: Path, tmp_path: Path) -> None:
+    requested: dict[str, Any] = {"source_check": False}
     plan, out = quantkit.plan, tmp_path / "o"
     for forecast, without in (
-        (plan.convert(sound, out), plan.convert(sound, out, **asked)),
-        (plan.quantize(sound, out, "int8"), plan.quantize(sound, out, "int8", **asked)),
+        (plan.convert(sound, out), plan.convert(sound, out, **requested)),
+        (plan.quantize(sound, out, "int8"), plan.quantize(sound, out, "int8", **requested)),
     ):
         assert forecast.source_check_tokens == 256
         assert any("256 tokens of a text" in line for line in forecast.lines())

@@ -148,7 +148,7 @@ def test_a_model_card_may_be_edited_and_nothing_else(
         verify(folder)
 
 
-def test_a_model_that_quantkit_did_not_make_is_told(source: Path, tmp_path: Path) -> None:
+def test_a_model_that_quantkit_did_not_make_is_reported(source: Path, tmp_path: Path) -> None:
     words = r"has no quantkit\.json: quantkit did not make it; pass the model to compare it with"
     with pytest.raises(CheckpointError, match=words):
         verify(source)
@@ -194,7 +194,7 @@ def test_a_script_may_allow_the_bound(source: Path, tmp_path: Path, capfd: Captu
     assert "--allow-bound goes with two models" in err
 
 
-def test_a_folder_taken_for_the_path_of_json_is_told(source: Path, capfd: Capture) -> None:
+def test_a_folder_taken_for_the_path_of_json_is_reported(source: Path, capfd: Capture) -> None:
     code, _, err = run(capfd, "verify", "--json", source, source)
     assert code == 5
     assert err == f"quantkit: error: {source}: is a folder; --json takes the path of a file, or - for stdout\n"

@@ -150,13 +150,13 @@ def test_log_probabilities_are_those_of_a_plain_pass(
     model = _model(folders / f"{kind}{name}", backend)
     requests = [*_staggered(logprobs=3, echo=True)[:8], Request(_prompts()[9], 0, logprobs=0, echo=True)]
     for one in together(Engine(model, 430, slots=4), requests):
-        request, told = requests[one.prompt], one.logprobs
-        assert told is not None
-        assert len(told.tokens) == len(told.top) == len(one.token_ids) == request.length
-        assert (told.tokens[0], told.top[0]) == (None, {})
+        request, reported = requests[one.prompt], one.logprobs
+        assert reported is not None
+        assert len(reported.tokens) == len(reported.top) == len(one.token_ids) == request.length
+        assert (reported.tokens[0], reported.top[0]) == (None, {})
         expected = forward_logprobs(model, one.token_ids)
-        torch.testing.assert_close(torch.tensor(told.tokens[1:]), expected, rtol=0, atol=bound)
-        for token, value, top in zip(one.token_ids[1:], told.tokens[1:], told.top[1:], strict=True):
+        torch.testing.assert_close(torch.tensor(reported.tokens[1:]), expected, rtol=0, atol=bound)
+        for token, value, top in zip(one.token_ids[1:], reported.tokens[1:], reported.top[1:], strict=True):
             assert len(top) == request.logprobs
             assert list(top.values()) == sorted(top.values(), reverse=True)
             assert top.get(token, value) == value
@@ -164,14 +164,14 @@ def test_log_probabilities_are_those_of_a_plain_pass(
 
 def _as_transformers(model: Any, request: Request) -> tuple[list[int], list[Tensor]]:
     """Greedy tokens over transformers' own cache, the prompt in one pass, and the log-probabilities of each place."""
-    cache, tokens, found, told = None, torch.tensor([request.prompt]), list[int](), list[Tensor]()
+    cache, tokens, found, reported = None, torch.tensor([request.prompt]), list[int](), list[Tensor]()
     for _ in range(request.max_new_tokens):
         with torch.inference_mode():
             out = model(tokens, past_key_values=cache, use_cache=True)
-        cache, told = out.past_key_values, [*told, out.logits[0, -1].log_softmax(-1)]
-        tokens = told[-1].argmax().view(1, 1)
+        cache, reported = out.past_key_values, [*reported, out.logits[0, -1].log_softmax(-1)]
+        tokens = reported[-1].argmax().view(1, 1)
         found.append(int(tokens))
-    return found, told
+    return found, reported
 
 
 @pytest.mark.parametrize("scheme", [None, "int8"])
@@ -197,12 +197,12 @@ def test_past_the_original_context_each_sequence_is_as_with_transformers(
     engine = Engine(model, 128, slots=4, compiled=compiled)
     monkeypatch.setattr(engine, "chunk", 48)
     for one in together(engine, requests):
-        tokens, told = _as_transformers(theirs, requests[one.prompt])
+        tokens, reported = _as_transformers(theirs, requests[one.prompt])
         assert one.logprobs is not None
         for at, (ours, right, value) in enumerate(zip(one.token_ids, tokens, one.logprobs.tokens, strict=True)):
-            assert value == pytest.approx(float(told[at][ours]), abs=NEAR)
+            assert value == pytest.approx(float(reported[at][ours]), abs=NEAR)
             if ours != right:
-                assert float(told[at][right] - told[at][ours]) < NEAR
+                assert float(reported[at][right] - reported[at][ours]) < NEAR
                 break
 
 
@@ -402,11 +402,11 @@ def test_samples_go_on_without_the_one_that_read_their_prompt(steps: int, folder
 def test_seeds_and_samples_do_not_depend_on_what_else_runs(folders: Path) -> None:
     model = _model(folders / "llama-int4-g32", "cpu-fast")
     drawn = {"temperature": 1.2, "top_p": 0.9, "seed": 5}
-    asked = [Request(prompt, 12, SamplingParams(**drawn), samples=2) for prompt in _prompts((40, 3, 260))]
-    expected = [one.token_ids for request in asked for one in alone(model, request)]
+    requested = [Request(prompt, 12, SamplingParams(**drawn), samples=2) for prompt in _prompts((40, 3, 260))]
+    expected = [one.token_ids for request in requested for one in alone(model, request)]
     for slots in (2, 6):
-        assert [one.token_ids for one in together(Engine(model, 300, slots=slots), asked)] == expected
-    found = quantkit.generate_batch(model, [one.prompt for one in asked], max_new_tokens=12, n=2, **drawn)
+        assert [one.token_ids for one in together(Engine(model, 300, slots=slots), requested)] == expected
+    found = quantkit.generate_batch(model, [one.prompt for one in requested], max_new_tokens=12, n=2, **drawn)
     assert [one.token_ids for one in found] == expected
 
 
@@ -496,7 +496,7 @@ def test_what_is_available_is_what_the_process_and_its_groups_may_have(
     assert memory.available_bytes() == 650000
 
 
-def test_a_slot_must_hold_what_is_asked_for(folders: Path) -> None:
+def test_a_slot_must_hold_what_is_requested(folders: Path) -> None:
     scheduler = Scheduler(Engine(_model(folders / "llama-int8"), 20, slots=2))
     with pytest.raises(RequestError, match="exceed the engine"):
         scheduler.add(Request([5] * 15, 6))

@@ -138,8 +138,8 @@ def test_rotary_positions_follow_the_length(folders: Path, recorder: LateRecorde
         assert model.config.follows_length
         found = [one.token_ids for one in together(Engine(model, CONTEXT, slots=2), requests)]
         assert recorder.steps >= 80
-        told = [replace(request, logprobs=0) for request in requests]
-        assert found == [one.token_ids for one in together(Engine(model, CONTEXT, slots=2), told)]
+        reported = [replace(request, logprobs=0) for request in requests]
+        assert found == [one.token_ids for one in together(Engine(model, CONTEXT, slots=2), reported)]
 
 
 def test_the_host_gives_positions_only_where_others_go_on(
@@ -210,7 +210,7 @@ def test_what_is_not_finite_is_never_given_out(
     assert len(given) <= 4
 
 
-def test_of_what_lies_beyond_an_end_nothing_is_asked(
+def test_of_what_lies_beyond_an_end_nothing_is_requested(
     folders: Path, recorder: LateRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor whether it is finite."""
@@ -250,12 +250,16 @@ def test_a_step_that_is_broken_off_spoils_nothing(
 
 
 def test_the_setting_says_how(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card, cpu = torch.device("cuda"), torch.device("cpu")
+    readme, cpu = torch.device("cuda"), torch.device("cpu")
     monkeypatch.delenv(DECODE_SETTING, raising=False)
-    assert [decode_kind(card, True), decode_kind(card, False), decode_kind(cpu, True)] == ["compiled", "steps", "steps"]
+    assert [decode_kind(readme, True), decode_kind(readme, False), decode_kind(cpu, True)] == [
+        "compiled",
+        "steps",
+        "steps",
+    ]
     for kind in ("compiled", "eager", "steps"):
         monkeypatch.setenv(DECODE_SETTING, kind)
-        assert [decode_kind(card, True), decode_kind(card, False), decode_kind(cpu, False)] == [kind, "steps", kind]
+        assert [decode_kind(readme, True), decode_kind(readme, False), decode_kind(cpu, False)] == [kind, "steps", kind]
     monkeypatch.setenv(DECODE_SETTING, "fast")
     with pytest.raises(RequestError, match=r"QUANTKIT_DECODE .*\(found fast, expected compiled, eager, steps\)"):
         Engine(_model(folders / "model"), 20)
@@ -303,7 +307,7 @@ class Stream:
         self.driver.done.append(f"{self.name} waits for {other.name}")
 
 
-def test_a_graph_is_recorded_where_it_was_tried_on_the_cards_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_recorded_where_it_was_tried_on_the_gpus_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(monkeypatch)
     recorder, default = GraphRecorder(torch.device("cuda:1")), driver.current
     tried = ["step on stream 0"] * 3
@@ -361,19 +365,19 @@ def test_a_step_needs_nothing_of_the_host(case: str, tmp_path: Path) -> None:
     config = open_checkpoint(oracle.save(oracle.make(kind, **changes), tmp_path / "model")).config
     with meta_init():
         model = Decoder(config)
-    card = torch.device("cuda")
+    readme = torch.device("cuda")
     with FakeTensorMode(), torch.inference_mode():
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=card)
+                    value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=readme)
                     module._parameters[name] = nn.Parameter(value)
             for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else torch.empty(buffer.shape, device=card)
+                module._buffers[name] = None if buffer is None else torch.empty(buffer.shape, device=readme)
         for slots, cached in itertools.product((1, 4), (torch.bfloat16, torch.int8)):
-            cache = KVCache(config, slots, 33, cached, card)
+            cache = KVCache(config, slots, 33, cached, readme)
             rows, last, drawn = (
-                torch.zeros(shape, dtype=torch.long, device=card) for shape in ((3, slots), slots + 1, slots)
+                torch.zeros(shape, dtype=torch.long, device=readme) for shape in ((3, slots), slots + 1, slots)
             )
             with _Away(), _Moves():
                 greedy_step(model, rows, last, drawn, cache, slots == 1)

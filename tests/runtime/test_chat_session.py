@@ -112,8 +112,8 @@ def test_the_oldest_turns_are_forgotten_and_the_system_prompt_stays(
     assert session.messages[0] != _user("What of year 0?")
     assert session.messages[0]["role"] == "user"
     assert len(session.messages) > 2
-    told = [record.getMessage() for record in caplog.records]
-    assert told == ["the context of 150 tokens is full: from now on the oldest questions and answers are forgotten"]
+    reported = [record.getMessage() for record in caplog.records]
+    assert reported == ["the context of 150 tokens is full: from now on the oldest questions and answers are forgotten"]
 
 
 def test_an_answer_may_fill_the_context(loaded: tuple[Decoder, Tokenizer], chat: Chat) -> None:
@@ -217,15 +217,15 @@ def test_draws_can_be_repeated(loaded: tuple[Decoder, Tokenizer], chat: Chat) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [({"context": 0}, "`context` must be at least 1"), ({"context": 10**6}, "`context` exceeds the model's"),
      ({"max_new_tokens": 0}, "nothing to generate"), ({"system": 5}, "`system`"), ({"temperature": -1}, "temperature"),
      ({"stop": [""]}, "stop string is empty"), ({"num_beams": 2}, "beam search is not supported")],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_at_once(
-    options: dict[str, Any], told: str, loaded: tuple[Decoder, Tokenizer], chat: Chat
+    options: dict[str, Any], reported: str, loaded: tuple[Decoder, Tokenizer], chat: Chat
 ) -> None:
-    with pytest.raises(RequestError, match=told):
+    with pytest.raises(RequestError, match=reported):
         _session(loaded, chat, **options)
 
 

@@ -244,16 +244,16 @@ def test_an_int8_cache_costs_little(quantized: Path) -> None:
 def test_the_command_hands_on_its_cache_and_how_steps_run(
     option: str, expected: object, demo_model: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    requested = []
 
     made = Engine.__init__
 
     def noted(self: Engine, *given: Any, compiled: bool | None, cache_dtype: torch.dtype | None, **more: Any) -> None:
-        asked.append((cache_dtype, compiled))
+        requested.append((cache_dtype, compiled))
         made(self, *given, cache_dtype=cache_dtype, **more)
 
     monkeypatch.setattr(Engine, "__init__", noted)
     code, text, _ = run(capfd, "generate", demo_model, "--prompt", "Fellow citizens", "--max-new-tokens", "5", option)
     assert code == 0
     assert len(text) > len("Fellow citizens") + 5
-    assert asked == [expected]
+    assert requested == [expected]

@@ -65,16 +65,16 @@ def test_a_stream_takes_token_ids_and_an_engine(loaded: tuple[Decoder, Tokenizer
             assert "".join(quantkit.stream(one, tokenizer, prompt, max_new_tokens=12)) == answer
 
 
-def test_special_tokens_are_plain_text_in_a_stream_unless_asked_for(
+def test_special_tokens_are_plain_text_in_a_stream_unless_requested(
     loaded: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = loaded
-    asked: list[bool] = []
+    requested: list[bool] = []
     encode = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda text, *, specials: asked.append(specials) or encode(text))
+    monkeypatch.setattr(tokenizer, "encode", lambda text, *, specials: requested.append(specials) or encode(text))
     quantkit.stream(model, tokenizer, "x")
     quantkit.stream(model, tokenizer, "x", specials=True)
-    assert asked == [False, True]
+    assert requested == [False, True]
 
 
 HOLDERS: dict[str, Callable[[list[int]], Any]] = {
@@ -275,7 +275,7 @@ def test_a_prompt_that_is_none_is_refused(
 @pytest.mark.parametrize(
     "options", ["", "x --prompt-file y", "x --draft-tokens 2", "x --tp 2", "x --backend xla --eager"]
 )
-def test_options_that_do_not_go_together_are_told_before_torch_is_imported(options: str) -> None:
+def test_options_that_do_not_go_together_are_reported_before_torch_is_imported(options: str) -> None:
     code = (
         "import sys\n"
         "from quantkit.cli.main import main\n"
@@ -290,7 +290,7 @@ def test_options_that_do_not_go_together_are_told_before_torch_is_imported(optio
     assert done.stderr.startswith("quantkit: error: ")
 
 
-def test_a_prompt_that_stands_before_the_model_is_told(demo_model: Path, capfd: Capture) -> None:
+def test_a_prompt_that_stands_before_the_model_is_reported(demo_model: Path, capfd: Capture) -> None:
     code, out, err = run(capfd, "generate", "A prompt", demo_model)
     assert (code, out) == (2, "")
     assert err == f"quantkit: error: the model comes first, then the prompt; quantkit generate {demo_model} PROMPT\n"
@@ -354,7 +354,7 @@ def _on_a_terminal(*arguments: str | Path) -> Iterator[str]:
         assert process.wait() == 0
 
 
-def test_on_a_terminal_loading_is_shown_until_text_appears_and_the_last_line_tells_the_pace(
+def test_on_a_terminal_loading_is_shown_until_text_appears_and_the_last_line_reports_the_pace(
     demo_model: Path, answer: str
 ) -> None:
     shown = "".join(_on_a_terminal("generate", demo_model, PROMPT, *NEW, "--dtype", "fp32"))

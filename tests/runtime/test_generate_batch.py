@@ -90,7 +90,7 @@ def test_an_engine_is_used_as_it_is(model: Decoder, tokenizer: Tokenizer) -> Non
     assert (found.prompt_tokens, len(found.token_ids)) == (10, 50)
 
 
-def test_no_prompts_are_no_completions_but_wrong_options_are_told(model: Decoder) -> None:
+def test_no_prompts_are_no_completions_but_wrong_options_are_reported(model: Decoder) -> None:
     assert quantkit.generate_batch(model, []) == []
     with pytest.raises(RequestError, match="temperature"):
         quantkit.generate_batch(model, [], temperature=-1)
@@ -191,19 +191,19 @@ def test_log_probabilities_are_those_of_a_plain_forward_pass(echo: bool, model: 
         assert whole[: len(ids)] == ids
         assert one.text == (f"{prompt}" if echo else "") + tokenizer.decode(whole)[len(prompt) :]
         assert one.logprobs is not None
-        told, top = one.logprobs.tokens, one.logprobs.top
-        assert len(told) == len(top) == len(one.token_ids)
+        reported, top = one.logprobs.tokens, one.logprobs.top
+        assert len(reported) == len(top) == len(one.token_ids)
         if echo:
-            assert (told[0], top[0]) == (None, {})
+            assert (reported[0], top[0]) == (None, {})
         start = 1 if echo else 0
-        plain = _plain(model, whole)[len(whole) - len(told) + start - 1 : -1]
-        expected = plain.gather(-1, torch.tensor(whole[len(whole) - len(told) + start :])[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(told[start:]), expected, rtol=0, atol=2e-4)
+        plain = _plain(model, whole)[len(whole) - len(reported) + start - 1 : -1]
+        expected = plain.gather(-1, torch.tensor(whole[len(whole) - len(reported) + start :])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(reported[start:]), expected, rtol=0, atol=2e-4)
         best = plain.topk(3)
         for place, values, tokens in zip(top[start:], best.values, best.indices.tolist(), strict=True):
             assert list(place) == tokens
             torch.testing.assert_close(torch.tensor(list(place.values())), values, rtol=0, atol=2e-4)
-        assert json.loads(json.dumps(one.to_json()))["logprobs"]["tokens"] == told
+        assert json.loads(json.dumps(one.to_json()))["logprobs"]["tokens"] == reported
 
 
 def test_a_prompt_is_scored_without_new_tokens(model: Decoder, tokenizer: Tokenizer) -> None:
@@ -233,7 +233,7 @@ def test_echo_alone_repeats_the_prompt(model: Decoder, tokenizer: Tokenizer) -> 
 # Too long prompts
 
 
-def test_too_long_a_prompt_is_told_by_its_number_or_cut(model: Decoder, tokenizer: Tokenizer) -> None:
+def test_too_long_a_prompt_is_reported_by_its_number_or_cut(model: Decoder, tokenizer: Tokenizer) -> None:
     bos, context = tokenizer.encode("")[0], model.config.max_context
     long = [bos, *(5 + at % 90 for at in range(context))]
     with pytest.raises(RequestError, match=r"prompt 1: prompt and new tokens exceed the model's context \(found 4105"):
@@ -299,7 +299,7 @@ def test_too_long_a_prompt_is_told_by_its_number_or_cut(model: Decoder, tokenize
     ],
     ids=lambda one: repr(one)[:40],
 )
-def test_what_is_wrong_is_told_before_anything_is_computed(
+def test_what_is_wrong_is_reported_before_anything_is_computed(
     given: dict[str, Any], words: tuple[str, ...], model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Engine, "step", None)
@@ -329,20 +329,20 @@ def test_an_option_that_there_is_not_is_pythons_own_error(model: Decoder) -> Non
         quantkit.generate_batch(model, [[1]], max_tokens=3)  # type: ignore[call-arg]
 
 
-def test_special_tokens_are_plain_text_unless_asked_for(
+def test_special_tokens_are_plain_text_unless_requested(
     model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[bool] = []
+    requested: list[bool] = []
     encode = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda text, *, specials: asked.append(specials) or encode(text))
+    monkeypatch.setattr(tokenizer, "encode", lambda text, *, specials: requested.append(specials) or encode(text))
     quantkit.generate_batch(model, ["x"], tokenizer=tokenizer, max_new_tokens=1)
     quantkit.generate_batch(model, ["x"], tokenizer=tokenizer, max_new_tokens=1, specials=True)
-    assert asked == [False, True]
+    assert requested == [False, True]
 
 
-def test_progress_is_told_of_every_completion(model: Decoder, tokenizer: Tokenizer) -> None:
-    told: list[tuple[str, int, int, str]] = []
+def test_progress_is_reported_every_completion(model: Decoder, tokenizer: Tokenizer) -> None:
+    reported: list[tuple[str, int, int, str]] = []
     quantkit.generate_batch(
-        model, PROMPTS, tokenizer=tokenizer, max_new_tokens=3, n=2, progress=lambda *one: told.append(one)
+        model, PROMPTS, tokenizer=tokenizer, max_new_tokens=3, n=2, progress=lambda *one: reported.append(one)
     )
-    assert told == [("generate", done, 10, "completions") for done in range(11)]
+    assert reported == [("generate", done, 10, "completions") for done in range(11)]

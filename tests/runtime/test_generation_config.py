@@ -102,7 +102,7 @@ def test_a_folder_without_the_file_is_greedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         ({"do_sample": "yes"}, "wrong type for 'do_sample'"),
         ({"do_sample": True, "temperature": "hot"}, "wrong type for 'temperature'"),
@@ -116,18 +116,19 @@ def test_a_folder_without_the_file_is_greedy(tmp_path: Path) -> None:
         ({"repetition_penalty": float("inf")}, "not finite"),
     ],
 )  # fmt: skip
-def test_a_value_that_makes_no_sense_names_the_file(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_a_value_that_makes_no_sense_names_the_file(settings: dict[str, Any], reported: str, tmp_path: Path) -> None:
     _say(tmp_path, **settings)
-    with pytest.raises(CheckpointError, match=rf"generation_config\.json: .*{told}"):
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: .*{reported}"):
         quantkit.sampling_defaults(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("ends", "told"), [("2", "wrong type"), ([2, -1], "wrong type"), ([2, True], "wrong type"), (10**6, "vocabulary")]
+    ("ends", "reported"),
+    [("2", "wrong type"), ([2, -1], "wrong type"), ([2, True], "wrong type"), (10**6, "vocabulary")],
 )
-def test_end_tokens_that_are_none_are_refused(ends: Any, told: str, folder: Path) -> None:
+def test_end_tokens_that_are_none_are_refused(ends: Any, reported: str, folder: Path) -> None:
     _say(folder, eos_token_id=ends)
-    with pytest.raises(CheckpointError, match=rf"generation_config\.json: .*{told}"):
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: .*{reported}"):
         quantkit.load(folder)
 
 

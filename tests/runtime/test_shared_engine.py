@@ -85,7 +85,7 @@ def test_a_conversation_forgets_what_slots_held_before_another_used_them(
     assert session.reused > 0
 
 
-def test_of_two_that_generate_on_an_engine_the_first_is_told(loaded: Loaded) -> None:
+def test_of_two_that_generate_on_an_engine_the_first_is_reported(loaded: Loaded) -> None:
     model, tokenizer = loaded
     engine = Engine(model, 100, slots=2)
     prompts = ("My fellow citizens", "The king")
@@ -100,7 +100,7 @@ def test_of_two_that_generate_on_an_engine_the_first_is_told(loaded: Loaded) -> 
     assert list(first) == []
 
 
-def test_an_answer_whose_engine_was_taken_over_is_told_and_forgotten(loaded: Loaded, chat: Chat) -> None:
+def test_an_answer_whose_engine_was_taken_over_is_reported_and_forgotten(loaded: Loaded, chat: Chat) -> None:
     engine = Engine(loaded[0], 400)
     session = _session(engine, loaded, chat)
     answer = session.ask(QUESTIONS[0])

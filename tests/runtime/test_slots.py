@@ -159,7 +159,7 @@ def test_where_positions_are_stretched_prompts_of_other_lengths_share_nothing(
 
 
 @pytest.mark.parametrize("backend", ["cpu-exact", "cpu-fast"])
-def test_where_positions_are_stretched_a_prompt_has_the_same_bits_beside_others(backend: str, folders: Path) -> None:
+def test_where_positions_are_stretched_a_prompt_has_the_same_bits_next_to_others(backend: str, folders: Path) -> None:
     """Also where a row's place in the step is that of a loop's remainder, whose powers are rounded otherwise."""
     model = _model(folders / "dynamic-int8", backend)
     texts = oracle.random_tokens(190, batch=9).tolist()

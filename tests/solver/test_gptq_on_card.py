@@ -23,7 +23,7 @@ from quantkit.tensors import products
 from quantkit.tensors.products import compute_dtype, exact_float32
 from quantkit.tensors.scheme import QuantScheme
 
-CARD = torch.device("cuda", 0)
+README_FILE = torch.device("cuda", 0)
 META = torch.device("meta")
 """Has no values, so that reading one fails."""
 
@@ -55,7 +55,7 @@ def test_the_loops_over_columns_read_nothing_on_the_host(scheme: str) -> None:
     assert launches.counts == [32] * 10
 
 
-def test_activations_of_a_card_stay_there_while_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_of_a_gpu_stay_there_while_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     brought: list[bool] = []
 
     def bring(value: Tensor, *, stays: bool) -> Tensor:
@@ -74,26 +74,26 @@ def test_activations_of_a_card_stay_there_while_they_fit(tmp_path: Path, monkeyp
     assert len(brought) == 2
 
 
-def _card(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
+def _readme(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
 
 
-def test_what_is_foretold_follows_the_card(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_predicted_follows_the_gpu(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, shape = open_checkpoint(demo_model).config, (8, 64)
     monkeypatch.setattr("quantkit.solver.portions.WEIGHTS_AT_ONCE", 1 << 10)
     on_cpu = gptq_bytes(config, 64, torch.device("cpu"))
-    _card(monkeypatch, 80 * 10**9, 10**9)
-    assert weights_at_once(CARD) == 1 << 28
-    assert gptq_bytes(config, 64, CARD) > on_cpu
-    room = gpu_activation_bytes(config, shape, CARD)
+    _readme(monkeypatch, 80 * 10**9, 10**9)
+    assert weights_at_once(README_FILE) == 1 << 28
+    assert gptq_bytes(config, 64, README_FILE) > on_cpu
+    room = gpu_activation_bytes(config, shape, README_FILE)
     whole = sum(activation_bytes(config, shape, STANDARD, 10**9))
     assert room > whole
     assert activation_bytes(config, shape, STANDARD, 10**9, room) == (0, 0, whole)
     assert activation_bytes(config, shape, STANDARD, 1000, whole - 1500) == (1000, 500, whole - 1500)
-    _card(monkeypatch, 8 * 10**9, 10**6)
-    assert weights_at_once(CARD) == 1 << 26
-    assert gpu_activation_bytes(config, shape, CARD) == 0
+    _readme(monkeypatch, 8 * 10**9, 10**6)
+    assert weights_at_once(README_FILE) == 1 << 26
+    assert gpu_activation_bytes(config, shape, README_FILE) == 0
     assert gpu_activation_bytes(config, shape, torch.device("cpu")) == 0
 
 
@@ -101,12 +101,12 @@ def test_what_is_foretold_follows_the_card(demo_model: Path, monkeypatch: pytest
     ("setting", "capability", "expected"),
     [("1", (9, 0), torch.bfloat16), ("1", (7, 5), torch.float32), ("0", (9, 0), torch.float32)],
 )
-def test_samples_pass_in_bfloat16_where_it_is_asked_for(
+def test_samples_pass_in_bfloat16_where_it_is_requested(
     setting: str, capability: tuple[int, int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(products.BFLOAT16_SETTING, setting)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert compute_dtype(CARD) == expected
+    assert compute_dtype(README_FILE) == expected
 
 
 def test_hessians_are_summed_without_tf32() -> None:

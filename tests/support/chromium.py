@@ -37,15 +37,15 @@ class Page:
     def send(self, method: str, **params: Any) -> Any:
         """Ask for something, and wait for the answer."""
         self._count += 1
-        asked: dict[str, Any] = {"id": self._count, "method": method, "params": params}
+        requested: dict[str, Any] = {"id": self._count, "method": method, "params": params}
         if self._session is not None:
-            asked["sessionId"] = self._session
-        os.write(self._write, json.dumps(asked).encode() + b"\0")
+            requested["sessionId"] = self._session
+        os.write(self._write, json.dumps(requested).encode() + b"\0")
         while True:
-            told = self._told()
-            if told.get("id") == self._count:
-                assert "error" not in told, told["error"]
-                return told["result"]
+            reported = self._reported()
+            if reported.get("id") == self._count:
+                assert "error" not in reported, reported["error"]
+                return reported["result"]
 
     def open(self, path: Path, *, width: int, height: int = 740, dark: bool = False, phone: bool = False) -> None:
         """Load a file in a window of that size."""
@@ -55,7 +55,7 @@ class Page:
         self._loaded = False
         self.send("Page.navigate", url=path.resolve().as_uri())
         while not self._loaded:
-            self._told()
+            self._reported()
 
     def value(self, expression: str) -> Any:
         """What JavaScript gives."""
@@ -87,15 +87,15 @@ class Page:
         left, top, width, height = self.value(f"(r => [r.x, r.y, r.width, r.height])({rect})")
         return {"x": left + width / 2, "y": top + height / 2}
 
-    def _told(self) -> dict[str, Any]:
+    def _reported(self) -> dict[str, Any]:
         """The next thing that the browser says; what concerns the page is kept."""
         while b"\0" not in self._left:
             part = os.read(self._read, 1 << 20)
             assert part, "Chromium has ended"
             self._left += part
         first, _, self._left = self._left.partition(b"\0")
-        told: dict[str, Any] = json.loads(first)
-        method, params = told.get("method"), told.get("params", {})
+        reported: dict[str, Any] = json.loads(first)
+        method, params = reported.get("method"), reported.get("params", {})
         if method == "Page.loadEventFired":
             self._loaded = True
         elif method == "Runtime.exceptionThrown":
@@ -106,7 +106,7 @@ class Page:
             self.errors.append(str(params["args"]))
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
-        return told
+        return reported
 
 
 @contextmanager

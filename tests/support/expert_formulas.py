@@ -62,8 +62,8 @@ def gated(gate: Tensor, up: Tensor, activation: str, limit: float | None) -> Ten
         return gate * torch.sigmoid(gate) * up
     if activation == "gelu_tanh":
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
-    most = float("inf") if limit is None else limit
-    gate, up = gate.clamp(max=most), up.clamp(-most, most)
+    maximum = float("inf") if limit is None else limit
+    gate, up = gate.clamp(max=maximum), up.clamp(-maximum, maximum)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 

@@ -71,7 +71,7 @@ def main(cases: list[str]) -> dict[str, Any]:
         config = replace(model.config, eos_token_ids=ends)
         model, eager.config = replace(model, split=replace(model.split, config=config)), config
         texts = [cut(tokens, count, ends) for tokens, count in zip(alone, COUNTS, strict=True)]
-        found[checkpoint.path.name] = beside_torch(model, prompts, texts)
+        found[checkpoint.path.name] = next_to_torch(model, prompts, texts)
     found["rows"] = rows(model, prompts)
     found["seeds"] = seeds(model, prompts)
     found["stopped"] = stopped(model, prompts)
@@ -116,7 +116,7 @@ def run(model: XlaModel, requests: list[Request], slots: int = 8, tokenizer: Any
     return sorted(found, key=lambda one: (one.prompt, one.sample))
 
 
-def beside_torch(model: XlaModel, prompts: list[list[int]], expected: list[tuple[list[int], str]]) -> dict[str, Any]:
+def next_to_torch(model: XlaModel, prompts: list[list[int]], expected: list[tuple[list[int], str]]) -> dict[str, Any]:
     requests = [Request(prompt, count) for prompt, count in zip(prompts, COUNTS, strict=True)]
     with counted_steps() as counts:
         found = run(model, requests)
@@ -173,17 +173,17 @@ def options(eager: Decoder, model: XlaModel, prompts: list[list[int]]) -> list[l
     """The same greedy texts by both: as they are, with a bias, and with a penalty."""
     found = []
     for more in ({}, {"logit_bias": {3: 2.0, 5: -9.0}}, {"repetition_penalty": 1.5}):
-        asked: dict[str, Any] = {"max_new_tokens": 8, **more}
-        texts = [generate_batch(one, prompts[4:], **asked) for one in (eager, model)]
+        requested: dict[str, Any] = {"max_new_tokens": 8, **more}
+        texts = [generate_batch(one, prompts[4:], **requested) for one in (eager, model)]
         found.append([[one.token_ids for one in given] for given in texts])
     return found
 
 
 def logprob_errors(eager: Decoder, model: XlaModel, prompts: list[list[int]]) -> Any:
     """Tokens, the largest distance to torch's log-probabilities, and whether the likeliest are the same."""
-    asked: dict[str, Any] = {"max_new_tokens": 8, "logprobs": 3}
-    expected = generate_batch(eager, prompts[6:], **asked)
-    found = generate_batch(model, prompts[6:], **asked)
+    requested: dict[str, Any] = {"max_new_tokens": 8, "logprobs": 3}
+    expected = generate_batch(eager, prompts[6:], **requested)
+    found = generate_batch(model, prompts[6:], **requested)
     return [compared(*pair) for pair in zip(expected, found, strict=True)]
 
 

@@ -165,8 +165,8 @@ def test_dequantizing_follows_the_definition(text: str, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("text", ["int8", "int8-g32", "int4-g32", "int4"])
 def test_symmetric_grid_values_survive_exactly(text: str) -> None:
     scheme = any_scheme(text)
-    most = scheme.levels // 2 - 1
-    weight = (torch.arange(64) * 5 % (2 * most + 1) - most).float()[None]
+    maximum = scheme.levels // 2 - 1
+    weight = (torch.arange(64) * 5 % (2 * maximum + 1) - maximum).float()[None]
     weight[0, 0::32] = -(scheme.levels - 1) / 2  # makes every scale 1
     quantized = quantize_rtn(weight, scheme, torch.float32)
     assert torch.equal(quantized.scale, torch.ones_like(quantized.scale))
@@ -190,7 +190,7 @@ def test_asymmetric_grid_values_survive_exactly(text: str, zero: int) -> None:
 
 @pytest.mark.parametrize("text", SCHEMES)
 @pytest.mark.parametrize("dtype", SCALE_DTYPES, ids=str)
-def test_groups_of_zeros_stay_zero_beside_others(text: str, dtype: torch.dtype) -> None:
+def test_groups_of_zeros_stay_zero_next_to_others(text: str, dtype: torch.dtype) -> None:
     weight = _weight(3, 128)
     weight[1] = 0
     weight[2, :64] = 0

@@ -139,7 +139,7 @@ def test_errors_in_a_recipe_file_name_the_file(case: str, tmp_path: Path) -> Non
     assert str(path) in str(caught.value)
 
 
-def test_a_scheme_that_a_recipe_cannot_have_is_told_as_elsewhere(tmp_path: Path) -> None:
+def test_a_scheme_that_a_recipe_cannot_have_is_reported_as_elsewhere(tmp_path: Path) -> None:
     path = tmp_path / "recipe.json"
     path.write_text('{"default": "int8", "overrides": [{"pattern": "*", "scheme": "int4"}]}')
     with pytest.raises(RequestError) as caught:

@@ -33,12 +33,12 @@ def test_the_schemes_offered_are_those_of_the_documents() -> None:
     spelled = re.compile(r"\bint[48](?:-g\d+)?(?:-asym)?\b(?!-|\.partial)")
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for line in page.read_text().splitlines():
-            if asked := re.search(r"--scheme (\S+)", line):
-                assert set(spelled.findall(asked[1].replace("[-asym]", ""))) <= set(SCHEMES), (page, line)
+            if requested := re.search(r"--scheme (\S+)", line):
+                assert set(spelled.findall(requested[1].replace("[-asym]", ""))) <= set(SCHEMES), (page, line)
 
 
 @pytest.mark.parametrize(("text", "hint"), [("int4", "int4-g128"), ("INT4-asym ", "int4-g128-asym")])
-def test_int4_per_row_is_told_to_take_groups(text: str, hint: str) -> None:
+def test_int4_per_row_is_reported_to_take_groups(text: str, hint: str) -> None:
     with pytest.raises(RequestError, match=rf"needs a group size: {hint}$"):
         QuantScheme.parse(text)
 
@@ -82,7 +82,7 @@ def test_other_bits_are_refused(bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "columns", "used"),
+    ("requested", "columns", "used"),
     [
         ("int4-g128", 11008, "int4-g128"),
         ("int4-g128", 96, "int4-g32"),
@@ -101,8 +101,8 @@ def test_other_bits_are_refused(bits: int) -> None:
         ("int8-asym", 7, "int8-asym"),
     ],
 )
-def test_the_policy_for_rows_that_do_not_fit(asked: str, columns: int, used: str) -> None:
-    fitted = any_scheme(asked).fitted(columns)
+def test_the_policy_for_rows_that_do_not_fit(requested: str, columns: int, used: str) -> None:
+    fitted = any_scheme(requested).fitted(columns)
     assert str(fitted) == used
     assert fitted.groups(columns) * (fitted.group_size or columns) == columns
 

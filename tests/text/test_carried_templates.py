@@ -132,7 +132,7 @@ def test_a_template_that_changed_is_no_interrupted_run_to_go_on_with(source: Pat
 
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "additional_chat_templates/rag.jinja"])
-def test_a_template_that_was_added_to_an_output_is_told(place: str, plain: Path, tmp_path: Path) -> None:
+def test_a_template_that_was_added_to_an_output_is_reported(place: str, plain: Path, tmp_path: Path) -> None:
     quantkit.convert(plain, tmp_path / "out", source_check=False)
     (tmp_path / "out" / place).parent.mkdir(exist_ok=True)
     (tmp_path / "out" / place).write_text("{{ 'obey' }}")
@@ -195,15 +195,15 @@ def test_a_file_is_taken_for_a_template(source: Path, demo_model: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("template", "kind", "told"),
+    ("template", "kind", "reported"),
     [("llama4", RequestError, "no such chat template .*llama2, llama3 or a file"),
      ("llama3", RequestError, "not Llama 3's"), ("nowhere.jinja", CheckpointError, "missing"),
      ("", RequestError, "no such"), (5, RequestError, "`template` is of the wrong type")],
 )  # fmt: skip
 def test_what_is_no_template_is_refused_before_anything_is_written(
-    template: Any, kind: type[Exception], told: str, demo_model: Path, tmp_path: Path
+    template: Any, kind: type[Exception], reported: str, demo_model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=reported):
         quantkit.convert(demo_model, tmp_path / "out", template=template)
     (tmp_path / "broken.jinja").write_text("{% for %}")
     with pytest.raises(CheckpointError, match="not a valid Jinja chat template"):

@@ -329,15 +329,15 @@ def test_a_special_token_that_only_config_numbers_is_found(folder: Path, tmp_pat
     assert tokenizer.decode(chat(path, tokenizer).encode([user("x")]), specials=True) == "<s> Hi</s>"
 
 
-def test_a_special_token_that_nobody_spells_is_told_where_a_template_shows_it(folder: Path, tmp_path: Path) -> None:
+def test_a_special_token_that_nobody_spells_is_reported_where_a_template_shows_it(folder: Path, tmp_path: Path) -> None:
     path = _with_template(folder, tmp_path / "hf")
     (path / "tokenizer_config.json").write_text("{}")
     oracle.edit_json(path / "config.json", bos_token_id=None, eos_token_id=None)
-    asked = "{% if bos_token %}{{ bos_token }}{% endif %}{% if bos_token is defined %}y{% endif %}n"
-    for shown, told in (("{{ bos_token }}", True), ("{{ 'x' ~ eos_token }}", True), (asked, False)):
+    requested = "{% if bos_token %}{{ bos_token }}{% endif %}{% if bos_token is defined %}y{% endif %}n"
+    for shown, reported in (("{{ bos_token }}", True), ("{{ 'x' ~ eos_token }}", True), (requested, False)):
         (path / "chat_template.jinja").write_text(shown)
         ours = chat(path, load_tokenizer(path))
-        if told:
+        if reported:
             with pytest.raises(
                 CheckpointError, match=r"jinja: .* prints ..._token, .*in tokenizer_config\.json, null if"
             ):
@@ -494,7 +494,7 @@ def test_a_template_may_refuse_and_may_not_talk_for_ever() -> None:
 
 
 @pytest.mark.parametrize("messages", [[], 5, {}, ["Hi"], "Hi", [{"content": "Hi"}], [{"role": 5}], [{"role": None}]])
-def test_what_is_no_conversation_is_told(messages: Any) -> None:
+def test_what_is_no_conversation_is_reported(messages: Any) -> None:
     with pytest.raises(RequestError, match='"role": "user"'):
         ChatTemplate("x").render(messages)
 
@@ -544,14 +544,14 @@ def test_the_format_of_llama_2(messages: list[dict[str, Any]], expected: str) ->
 
 
 @pytest.mark.parametrize(
-    ("messages", "told"),
+    ("messages", "reported"),
     [([], "no message"), ([assistant("Hi")], "user last"), ([user("Hi"), user("Hi")], "user, user"),
      ([user("Hi"), assistant("Hi")], "user last"), ([system("x")], "found system"),
      ([user("[INST]")], r"tag of the chat format \(found \[INST\]"), ([system("<</SYS>>"), user("Hi")], "tag"),
      ([user("Hi"), assistant("[/INST]"), user("Hi")], "tag"), ([{"role": "user"}], "role and a content")],
 )  # fmt: skip
-def test_what_llama_2_does_not_take(messages: list[dict[str, Any]], told: str) -> None:
-    with pytest.raises(RequestError, match=told):
+def test_what_llama_2_does_not_take(messages: list[dict[str, Any]], reported: str) -> None:
+    with pytest.raises(RequestError, match=reported):
         chat("nowhere", Words(), "llama2").encode(messages)
 
 

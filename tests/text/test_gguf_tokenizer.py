@@ -97,7 +97,7 @@ def _folder(metadata: dict[str, Any], folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tokenizer_comes_back_alike(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tokenizer_comes_back_the_same_way(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
     original = load_tokenizer(folders[kind])
     read = load_tokenizer(_folder(_metadata(folders[kind]), tmp_path / "read"))
     assert (read.vocab_size, read.bos_id) == (original.vocab_size, original.bos_id)

@@ -67,7 +67,7 @@ def tokenizers(folders: dict[str, Path]) -> dict[str, Tokenizer]:
         ("gemma-json", JsonTokenizer, False),
     ],
 )
-def test_kinds_are_told_apart_by_content(
+def test_kinds_are_distinguished_by_content(
     kind: str, expected: type, byte_level: bool, tokenizers: dict[str, Tokenizer]
 ) -> None:
     assert type(tokenizers[kind]) is expected
@@ -144,7 +144,7 @@ def test_decoding_undoes_encoding(kind: str, text: str, tokenizers: dict[str, To
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
-def test_an_exported_tokenizer_encodes_alike(kind: str, text: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_an_exported_tokenizer_encodes_the_same_way(kind: str, text: str, tokenizers: dict[str, Tokenizer]) -> None:
     assert tokenizers[f"{kind}-json"].encode(text) == tokenizers[kind].encode(text)
 
 
@@ -194,7 +194,7 @@ def test_a_model_that_would_tokenize_otherwise_is_not_exported(changes: dict[str
 
 
 @pytest.mark.parametrize("changes", [{"bos_id": -1}, {"eos_id": -1}, {"byte_fallback": False}], ids=str)
-def test_models_without_some_special_pieces_are_exported_alike(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_models_without_some_special_pieces_are_exported_the_same_way(changes: dict[str, Any], tmp_path: Path) -> None:
     folder = train(tmp_path / "model", **changes, character_coverage=1.0)
     assert _export(folder, tmp_path / "json") is not None
     original, exported = load_tokenizer(folder), load_tokenizer(tmp_path / "json")
@@ -224,7 +224,7 @@ def test_transformers_reads_the_tokenizer_of_a_converted_folder(demo_model: Path
         assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
 
 
-def test_a_converted_folder_keeps_the_original_beside_the_export(demo_model: Path, converted: Path) -> None:
+def test_a_converted_folder_keeps_the_original_next_to_the_export(demo_model: Path, converted: Path) -> None:
     assert (converted / "tokenizer.model").read_bytes() == (demo_model / "tokenizer.model").read_bytes()
     assert load_tokenizer(converted).kind == "tokenizer.json"
     text = excerpt()
@@ -345,7 +345,7 @@ def test_text_is_streamed_as_it_grows_not_at_the_end(kind: str, tokenizers: dict
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_that_never_make_a_character_are_told_in_the_end(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_bytes_that_never_make_a_character_are_reported_in_the_end(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers[kind]
     prompt = tokenizer.encode("The sign")
     torn = tokenizer.encode("The sign🚀")[len(prompt) : -1]
@@ -373,7 +373,7 @@ def test_random_tokens_stream_to_their_decoding_when_no_bytes_are_torn(
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece-json", "tiktoken", "tiktoken-json"])
-def test_spelled_out_special_tokens_are_text_unless_asked_for(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_spelled_out_special_tokens_are_text_unless_requested(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
     text = "a <s> b <unk> c <|end_of_text|>"
     ids = tokenizers[kind].encode(text)
     assert tokenizers[kind].decode(ids).strip() == text
@@ -382,7 +382,7 @@ def test_spelled_out_special_tokens_are_text_unless_asked_for(kind: str, tokeniz
 
 @pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece"])
 @pytest.mark.parametrize("exported", [False, True])
-def test_special_tokens_are_spelled_out_when_asked_for(
+def test_special_tokens_are_spelled_out_when_requested(
     kind: str, exported: bool, tokenizers: dict[str, Tokenizer]
 ) -> None:
     tokenizer = tokenizers[f"{kind}-json" if exported else kind]

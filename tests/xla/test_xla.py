@@ -110,7 +110,7 @@ def test_the_cache_is_donated_and_its_end_is_guarded(cases: dict[str, Any]) -> N
     assert cases["clamped"] == [4, 4, 2, 2]  # what would happen without the guard: not at the fourth, before it
 
 
-def test_tokens_are_drawn_as_asked(cases: dict[str, Any]) -> None:
+def test_tokens_are_drawn_as_requested(cases: dict[str, Any]) -> None:
     first, again, other, narrow, greedy = cases["sampling"]
     assert first == again != other
     assert narrow == greedy
@@ -208,7 +208,7 @@ def test_a_package_that_is_missing_is_named(
         assert errors.count("\n") == 1
 
 
-def test_the_extra_brings_the_versions_that_are_asked_for() -> None:
+def test_the_extra_brings_the_versions_that_are_requested() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["tpu"] == [f"{name}=={version}" for name, version in require.VERSIONS.items()]
 
@@ -252,5 +252,5 @@ def test_devices_that_do_not_serve_are_refused(demo_model: Path, tmp_path: Path)
     command = [sys.executable, "-c", IN_TURN, str(demo_model), *REFUSED]
     done = subprocess.run(command, env=environment(4, tmp_path), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["2"] * 3), done.stderr
-    for told, line in zip(done.stderr.splitlines(), REFUSED.values(), strict=True):
-        assert told.startswith(f"quantkit: error: {line}")
+    for reported, line in zip(done.stderr.splitlines(), REFUSED.values(), strict=True):
+        assert reported.startswith(f"quantkit: error: {line}")

@@ -69,7 +69,7 @@ def test_modules_of_other_schemes_are_named_or_match() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         ({**_PLAIN, "packing_format": "auto_round:llm_compressor"}, "'auto_round:llm_compressor'"),
         ({**_PLAIN, "packing_format": "auto_round:fp8"}, "'auto_round:fp8'"),
@@ -81,8 +81,8 @@ def test_modules_of_other_schemes_are_named_or_match() -> None:
     ],
     ids=["llm_compressor", "fp8", "mx", "activations", "rotated", "awq-mixed", "awq-8"],
 )
-def test_what_is_not_read_is_named(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(UnsupportedError, match=told):
+def test_what_is_not_read_is_named(settings: dict[str, Any], reported: str) -> None:
+    with pytest.raises(UnsupportedError, match=reported):
         METHODS["awq" if settings["packing_format"].endswith("awq") else "gptq"].read_settings(
             auto_round.plain(_stated(settings)), ["model.layers.0.mlp.up_proj"], ()
         )

@@ -205,7 +205,7 @@ def test_it_generates_the_same_tokens(int8: Path, steps: Path) -> None:
     assert len(tokens[0]) == 8
 
 
-def test_inspect_tells_its_schemes_sizes_and_readers(int8: Path, steps: Path, capfd: Capture) -> None:
+def test_inspect_reports_its_schemes_sizes_and_readers(int8: Path, steps: Path, capfd: Capture) -> None:
     before, found = quantkit.inspect(int8), quantkit.inspect(steps)
     assert found.tensors == before.tensors
     assert found.readers == "quantkit, this test"
@@ -215,7 +215,7 @@ def test_inspect_tells_its_schemes_sizes_and_readers(int8: Path, steps: Path, ca
 
 
 @pytest.mark.parametrize("part", [TensorSlice(0, ((8, 16),)), TensorSlice(1, ((4, 12),))], ids=["rows", "columns"])
-def test_only_the_part_asked_for_is_read(steps: Path, part: TensorSlice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_part_requested_is_read(steps: Path, part: TensorSlice, monkeypatch: pytest.MonkeyPatch) -> None:
     name = next(iter(schemes(open_checkpoint(steps)))) + ".weight"
     whole = open_checkpoint(steps).load(name)
     assert isinstance(whole, QuantTensor)

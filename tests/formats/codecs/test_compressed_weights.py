@@ -78,8 +78,8 @@ def _stored(rows: int, columns: int, kind: str) -> tuple[dict[str, Tensor], Tens
     if not symmetric or kind == "zero points of zero":
         tensors["weight_zero_point"] = torch.zeros_like(zero) if symmetric else zero
     if weights.get("actorder"):
-        told = torch.full_like(index, -1) if kind == "groups that were never told" else index
-        tensors["weight_g_idx"] = told.to(torch.int32)
+        reported = torch.full_like(index, -1) if kind == "groups that were never told" else index
+        tensors["weight_g_idx"] = reported.to(torch.int32)
     return tensors, means
 
 
@@ -121,8 +121,8 @@ def test_every_form_is_read_with_its_values(kind: str, tensors_only: bool, model
             assert isinstance(value, QuantTensor) == (not floats)
             found = value.dequantize() if isinstance(value, QuantTensor) else value
             assert torch.equal(found, weight if part is None else part.of(weight))
-    told = any("activations stay floats" in note for note in source.notes)
-    assert told == (FORMS[kind][0] == INT)
+    reported = any("activations stay floats" in note for note in source.notes)
+    assert reported == (FORMS[kind][0] == INT)
     assert any("7 scales of activations are left out" in note for note in source.notes) == (
         kind == "bytes with zero points"
     )

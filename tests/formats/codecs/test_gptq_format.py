@@ -212,7 +212,7 @@ def llama(tmp_path: Path) -> Path:
     return oracle.save(oracle.make("llama"), tmp_path / "source")
 
 
-def test_old_folders_have_their_settings_beside_and_biases_of_zeros(llama: Path, tmp_path: Path) -> None:
+def test_old_folders_have_their_settings_next_to_and_biases_of_zeros(llama: Path, tmp_path: Path) -> None:
     folder, _ = _coded(llama, tmp_path / "old", _settings(), QuantScheme(4, 32))
     oracle.edit_json(folder / "config.json", quantization_config=None)
     (folder / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": True}))
@@ -236,7 +236,7 @@ def test_old_folders_have_their_settings_beside_and_biases_of_zeros(llama: Path,
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("stated", ["gptq", "gptq_v2"])
-def test_the_zero_points_tell_their_version(
+def test_the_zero_points_report_their_version(
     stated: str, version: int, symmetric: bool, llama: Path, tmp_path: Path
 ) -> None:
     settings = _settings(checkpoint_format=stated, sym=True)
@@ -352,12 +352,12 @@ _BROKEN: dict[str, tuple[dict[str, Any], Any, str]] = {
 
 @pytest.mark.parametrize("case", _BROKEN)
 def test_what_contradicts_itself_is_refused(case: str, llama: Path, tmp_path: Path) -> None:
-    changes, tensors, told = _BROKEN[case]
+    changes, tensors, reported = _BROKEN[case]
     folder, _ = _coded(llama, tmp_path / "coded", _settings(), QuantScheme(4, 32))
     oracle.edit_json(folder / "config.json", quantization_config={**_settings(), **changes})
     stored = {**load_file(folder / "model.safetensors"), **(tensors or {})}
     save_file({name: one for name, one in stored.items() if one is not None}, folder / "model.safetensors")
-    with pytest.raises(QuantkitError, match=told):
+    with pytest.raises(QuantkitError, match=reported):
         open_checkpoint(folder)
 
 
@@ -399,8 +399,8 @@ def test_theirs_goes_to_ours_and_back_to_the_same_bytes(scheme: QuantScheme, lla
     for name, tensor in first.items():
         assert torch.equal(tensor, last[name]), name
         assert tensor.dtype == last[name].dtype
-    beside = json.loads((there / "quantize_config.json").read_text())
-    assert beside == json.loads((there / "config.json").read_text())["quantization_config"]
+    neighbors = json.loads((there / "quantize_config.json").read_text())
+    assert neighbors == json.loads((there / "config.json").read_text())["quantization_config"]
 
 
 INT4, INT8 = QuantScheme(4, 32), QuantScheme(8, None)

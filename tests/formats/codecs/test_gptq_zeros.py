@@ -113,7 +113,7 @@ def _symmetric(value: QuantTensor) -> bool:
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("stated", [1, 2, None])
 @pytest.mark.parametrize("one", [True, False])
-def test_constant_zero_points_tell_no_version_where_codes_do(
+def test_constant_zero_points_report_no_version_where_codes_do(
     one: bool, stated: int | None, version: int, tmp_path: Path
 ) -> None:
     """7 is stored by version 2 of z = 7, 8 by version 1 of z = 9: neither is symmetric."""
@@ -134,7 +134,7 @@ def test_constant_zero_points_tell_no_version_where_codes_do(
         (8, None, False, 8), (7, 2, True, 8), (8, 1, True, 8), (5, None, False, 6),
     ],
 )  # fmt: skip
-def test_where_codes_cannot_tell_the_settings_do_and_then_the_constant(
+def test_where_codes_cannot_report_the_settings_do_and_then_the_constant(
     stored: int, stated: int | None, sym: bool, means: int, tmp_path: Path
 ) -> None:
     modules = {f"m{number}": _gptq(_around(torch.randn(32, 96) / 4, stored, 4, 0.5), version=2) for number in range(7)}
@@ -144,7 +144,7 @@ def test_where_codes_cannot_tell_the_settings_do_and_then_the_constant(
         assert value.zero is None or set(value.zero.flatten().tolist()) == {means}
 
 
-def test_groups_of_one_sign_tell_no_version(tmp_path: Path) -> None:
+def test_groups_of_one_sign_report_no_version(tmp_path: Path) -> None:
     """Their zero point is 0, and their codes lie above it: together with others as if all were one step off."""
     values = []
     for _ in range(7):
@@ -191,7 +191,7 @@ def test_whole_rows_whose_inputs_fill_no_word_are_read(bits: int, columns: int, 
 
 
 @pytest.mark.parametrize("writer", [None, "gptqmodel:7.0.0"])
-def test_a_zero_point_of_0_that_borrows_is_told_once_unless_its_packer_is_known(
+def test_a_zero_point_of_0_that_borrows_is_reported_once_unless_its_packer_is_known(
     writer: str | None, tmp_path: Path
 ) -> None:
     modules = {}

@@ -174,7 +174,7 @@ def test_a_folder_comes_back_byte_by_byte(quantized: Path, mlx: Path, tmp_path: 
         assert (tmp_path / "back" / name).read_bytes() == (quantized / name).read_bytes(), name
 
 
-def test_no_more_is_read_than_is_asked_for(mlx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_read_than_is_requested(mlx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, read = open_checkpoint(mlx), []
     read_tensor = tensor_file.TensorFile.read
 

@@ -158,7 +158,7 @@ def test_a_value_of_the_wrong_kind_names_its_file(case: str) -> None:
     ("strategy", "changes"),
     [("group", {}), ("channel", {"group_size": -1}), ("tensor", {"group_size": None})],
 )
-def test_a_strategy_that_is_not_said_is_told_by_the_group_size(strategy: str, changes: dict[str, Any]) -> None:
+def test_a_strategy_that_is_not_said_is_reported_by_the_group_size(strategy: str, changes: dict[str, Any]) -> None:
     unsaid, said = (
         read_codecs({SETTINGS: _config(one=(["Linear"], {**changes, "strategy": one}))}, MODULES, Path("x"), METHODS)[1]
         for one in (None, strategy)
@@ -177,12 +177,12 @@ def test_another_scheme_is_not_supported(changes: dict[str, Any]) -> None:
         _read(_config(one=(["Linear"], changes)))
 
 
-def test_what_changes_the_arithmetic_besides_is_not_supported() -> None:
+def test_what_changes_the_arithmetic_next_tos_is_not_supported() -> None:
     with pytest.raises(UnsupportedError, match="not supported"):
         _read({**_config(one=(["Linear"], {})), "transform_config": {"config_groups": {"a": 1}}})
 
 
-def test_the_command_tells_of_a_contradiction_in_one_line(tmp_path: Path, capfd: Capture) -> None:
+def test_the_command_reports_a_contradiction_in_one_line(tmp_path: Path, capfd: Capture) -> None:
     source = oracle.save(oracle.make("llama"), tmp_path / "hf")
     quantkit.quantize(source, tmp_path / "int4", "int4-g32", method="rtn", accept_quality_loss=True)
     groups = _config(one=(["Linear"], {}), two=(["Linear"], {"num_bits": 8}))

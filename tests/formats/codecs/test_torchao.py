@@ -36,11 +36,11 @@ def _int8(codes: Tensor, block: list[int], *, zero: bool = False, kind: str = "I
     scale = torch.randn(shape, generator=generator)
     points = torch.randint(-5, 5, shape, generator=generator, dtype=torch.int8) if zero else torch.zeros(shape).char()
     wide, low = (one.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1) for one in (scale, points))
-    told: dict[str, Any] = {"block_size": block}
+    reported: dict[str, Any] = {"block_size": block}
     if kind != "Int8Tensor":
-        told["target_dtype"] = INT4 if bits == 4 else INT8
+        reported["target_dtype"] = INT4 if bits == 4 else INT8
     tensors = {"qdata": codes, "scale": scale, "zero_point": points}
-    return tensors, {"_type": kind, "_data": told}, (codes.int() - low.int()).float() * wide
+    return tensors, {"_type": kind, "_data": reported}, (codes.int() - low.int()).float() * wide
 
 
 def _int4(codes: Tensor, steps: float) -> Made:
@@ -50,8 +50,8 @@ def _int4(codes: Tensor, steps: float) -> Made:
     offset = (scale * steps).bfloat16()
     packed = (codes[:, 0::2] & 0xF) | (codes[:, 1::2] << 4)
     wide, low = (one.float().t().repeat_interleave(32, 1) for one in (scale, offset))
-    told = {"_type": "Int4Tensor", "_data": {"block_size": [1, 32], "shape": [rows, columns]}}
-    return {"qdata": packed, "scale": scale, "zero_point": offset}, told, codes * wide + low
+    reported = {"_type": "Int4Tensor", "_data": {"block_size": [1, 32], "shape": [rows, columns]}}
+    return {"qdata": packed, "scale": scale, "zero_point": offset}, reported, codes * wide + low
 
 
 def _codes(bits: int, rows: int = 96, columns: int = 64) -> Tensor:
@@ -83,13 +83,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _folder(made: Made, model: Path, folder: Path, module: str = UP) -> Path:
     """The model with such a weight in it."""
     oracle.copy(model, folder)
-    tensors, told, _ = made
+    tensors, reported, _ = made
     stored = load_file(folder / "model.safetensors")
     del stored[f"{module}.weight"]
-    told = {**told, "_tensor_data_names": sorted(tensors)}
+    reported = {**reported, "_tensor_data_names": sorted(tensors)}
     plain = {name: json.dumps({"_type": "Tensor"}) for name in stored}
     stored |= {f"{module}._weight_{leaf}": tensor.contiguous() for leaf, tensor in tensors.items()}
-    metadata = plain | {f"{module}.weight": json.dumps(told), "tensor_names": json.dumps([*plain, f"{module}.weight"])}
+    metadata = plain | {
+        f"{module}.weight": json.dumps(reported),
+        "tensor_names": json.dumps([*plain, f"{module}.weight"]),
+    }
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt", **metadata})
     settings = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}}
     oracle.edit_json(folder / "config.json", quantization_config=settings)
@@ -131,10 +134,10 @@ def test_an_embedding_is_read_with_its_codes(model: Path, tmp_path: Path) -> Non
     assert torch.equal(found.dequantize().to(made[2].dtype), made[2])
 
 
-def _with(made: Made, told: dict[str, Any] | None = None, **tensors: Tensor | None) -> Made:
+def _with(made: Made, reported: dict[str, Any] | None = None, **tensors: Tensor | None) -> Made:
     """Other tensors, and other words of the header."""
     kept = {leaf: one for leaf, one in {**made[0], **tensors}.items() if one is not None}
-    return kept, {**made[1], **(told or {})}, made[2]
+    return kept, {**made[1], **(reported or {})}, made[2]
 
 
 PER_ROW, PLAIN_INT4, IN_BYTES = (KINDS[kind][0] for kind in ("int8 per row", "int4", "int4 in bytes"))
@@ -179,7 +182,7 @@ def test_codes_beyond_their_bits_are_an_error(model: Path, tmp_path: Path) -> No
         source.load(f"{UP}.weight")
 
 
-def test_a_header_that_does_not_tell_is_an_error(model: Path, tmp_path: Path) -> None:
+def test_a_header_that_does_not_report_is_an_error(model: Path, tmp_path: Path) -> None:
     folder = _folder(PER_ROW, model, tmp_path / "src")
     save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
     with pytest.raises(QuantkitError, match=r"the header does not describe '.*up_proj\._weight_qdata'"):

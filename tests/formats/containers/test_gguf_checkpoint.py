@@ -332,7 +332,7 @@ def test_norms_that_adding_one_rounds_are_counted(weight: float, tmp_path: Path)
     assert ("1 norms rounded" in found.line()) == bool(weight)
 
 
-def test_windows_that_llama_cpp_does_not_know_are_told(tmp_path: Path) -> None:
+def test_windows_that_llama_cpp_does_not_know_are_reported(tmp_path: Path) -> None:
     source, tensors = _source(json.dumps(["mistral", {"vocab_size": _ROWS, "sliding_window": 7}]))
     metadata = metadata_of(source.config) | _ENDS | _TOKENIZER
     assert _opened(gguf_files.write(tmp_path / "a.gguf", metadata, tensors)).notes == []
@@ -341,7 +341,7 @@ def test_windows_that_llama_cpp_does_not_know_are_told(tmp_path: Path) -> None:
     assert "windows of 7 tokens" in note
 
 
-def test_what_is_read_as_floats_is_told(tmp_path: Path) -> None:
+def test_what_is_read_as_floats_is_reported(tmp_path: Path) -> None:
     types = {"": Ggml.Q4_1, "blk.0.ffn_up.weight": Ggml.Q8_0}
     source, tensors = _source(json.dumps(["llama", {"vocab_size": _ROWS}]))
     path = gguf_files.write(tmp_path / "a.gguf", metadata_of(source.config) | _ENDS | _TOKENIZER, tensors, types)
@@ -352,7 +352,7 @@ def test_what_is_read_as_floats_is_told(tmp_path: Path) -> None:
     assert quantkit.inspect(path).tensors == {"Q4_1 as bfloat16": 22, "float32": 7, "int8-g32": 1}
 
 
-def test_a_file_of_floats_with_a_quantized_embedding_becomes_floats_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_file_of_floats_with_a_quantized_embedding_becomes_floats_where_that_is_requested(tmp_path: Path) -> None:
     source, tensors = _source(json.dumps(["llama", {"vocab_size": _ROWS, "num_hidden_layers": 1}]))
     metadata, types = metadata_of(source.config) | _ENDS | _TOKENIZER, {"token_embd.weight": Ggml.Q8_0}
     path = gguf_files.write(tmp_path / "model.gguf", metadata, tensors, types)

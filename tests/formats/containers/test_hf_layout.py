@@ -141,7 +141,7 @@ def test_parts_of_fused_and_stacked_tensors(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "name", "most"),
+    ("case", "name", "maximum"),
     [
         ("phi3", "self_attn.k_proj.weight", 16 * 64 * 4),
         ("mixtral", "mlp.experts.2.up_proj.weight", 96 * 64 * 4),
@@ -150,12 +150,12 @@ def test_parts_of_fused_and_stacked_tensors(case: str, tmp_path: Path) -> None:
     ],
 )
 def test_no_more_is_read_than_must_be(
-    case: str, name: str, most: int, tmp_path: Path, bytes_read: list[int]
+    case: str, name: str, maximum: int, tmp_path: Path, bytes_read: list[int]
 ) -> None:  # fmt: skip
     checkpoint = opened(oracle.save(make(case), tmp_path))
     bytes_read.clear()
     checkpoint.load(BLOCK.format(layer=1) + name)
-    assert 0 < sum(bytes_read) <= most
+    assert 0 < sum(bytes_read) <= maximum
 
 
 def restacked(case: str, folder: Path, *, transposed: bool = False) -> Path:

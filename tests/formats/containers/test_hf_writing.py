@@ -152,7 +152,7 @@ def test_quantized_modules_have_the_names_on_disk(scheme: QuantScheme, case: str
     ]  # fmt: skip
 
 
-def test_settings_without_weights_tell_the_schemes(tmp_path: Path) -> None:
+def test_settings_without_weights_report_the_schemes(tmp_path: Path) -> None:
     for case in QUANTIZED:
         source = opened(oracle.save(make(case), tmp_path / case))
         made = quantized(source, tmp_path / f"{case}-int8", Recipe(INT8))
@@ -295,7 +295,7 @@ def test_parts_of_one_tensor_must_have_one_float_type(tmp_path: Path) -> None:
     [("phi3", "quantkit, transformers with compressed-tensors"), ("gpt-oss", "quantkit"),
      ("mixtral", "quantkit, transformers with compressed-tensors")],
 )  # fmt: skip
-def test_it_is_told_who_loads_quantized_experts(case: str, readers: str, tmp_path: Path) -> None:
+def test_it_is_reported_who_loads_quantized_experts(case: str, readers: str, tmp_path: Path) -> None:
     source = opened(oracle.save(make(case), tmp_path / "source"))
     assert opened(quantized(source, tmp_path / "made", Recipe(INT8))).readers() == readers
     kept = Recipe(INT8).keeping(["*.experts.*"] if case == "gpt-oss" else ["lm_head"])

@@ -92,7 +92,7 @@ def test_it_converts_and_the_copy_has_a_manifest_of_this_version(tmp_path: Path)
     assert json.loads((tmp_path / "out" / manifest.NAME).read_text())["format_version"] == 2
 
 
-def test_its_worst_layers_are_told_by_an_evaluation(tmp_path: Path) -> None:
+def test_its_worst_layers_are_reported_by_an_evaluation(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The people of the United States. " * 40)
     found = evaluate([FOLDER], texts=[text], window=64)

@@ -79,7 +79,7 @@ def _change(source: Path, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["changed", "gone", "new"])
-def test_a_run_is_not_resumed_with_other_files_beside_the_weights(how: str, source: Path, tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_with_other_files_next_to_the_weights(how: str, source: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
     interrupted(quantkit.convert, source, dst)
     name = _change(source, how)
@@ -99,7 +99,7 @@ def test_another_tokenizer_is_noticed(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["changed", "gone"])
-def test_a_file_beside_the_weights_that_changes_meanwhile_is_noticed(how: str, source: Path, tmp_path: Path) -> None:
+def test_a_file_next_to_the_weights_that_changes_meanwhile_is_noticed(how: str, source: Path, tmp_path: Path) -> None:
     def progress(phase: str, done: int, total: int, unit: str) -> None:
         if done == total:
             _change(source, how)

@@ -368,7 +368,7 @@ def test_a_run_killed_after_the_rename_leaves_a_whole_model(demo_model: Path, tm
     assert not (again / JOURNAL).exists()
 
 
-def test_the_output_has_the_modes_that_the_user_asked_for(demo_model: Path, tmp_path: Path) -> None:
+def test_the_output_has_the_modes_that_the_user_requested(demo_model: Path, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         quantkit.convert(demo_model, tmp_path / "deep" / "out")

@@ -93,7 +93,7 @@ def names(request: pytest.FixtureRequest) -> list[str]:
     return found
 
 
-def test_files_lie_beside_their_manifest(names: list[str], tmp_path: Path) -> None:
+def test_files_lie_next_to_their_manifest(names: list[str], tmp_path: Path) -> None:
     make(tmp_path / "x.gguf", names)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, MANIFEST])
     for path in (tmp_path / "x.gguf", *(tmp_path / name for name in names)):
