@@ -12,9 +12,9 @@ VARIANTS := $(shell grep -qs avx512f /proc/cpuinfo && echo avx2) portable
 demo: .venv/installed
 	$(BIN)/quantkit demo
 
-# A file's tests stay together: what they share is made once.
+# A file's tests stay together: what they share is made once. A worker that crashes ends the run, which fails.
 test: .venv/installed-test
-	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The tests of the CPU kernels, once for each instruction set that is not the machine's own.
 test-kernels: .venv/installed-test

@@ -34,14 +34,12 @@ from quantkit.runtime.slots import SlotTable
 from quantkit.tensors.dtypes import FloatName
 
 CacheName: TypeAlias = FloatName | Literal["int8"]
+CompileOptions: TypeAlias = dict[str, str | int | bool | Callable[..., Any]]
 
 MIN_BUCKET = 16  # rows of a step that has several rows of one sequence
 _MIN_CACHE = 256
 _CPU_CHUNK, _CHUNK = 240, 1024  # the first leaves room for 16 decoding sequences in a bucket of 256
 _GRAPHS = 64  # of one function: buckets of rows times sizes of caches
-_SINGLE_THREADED: dict[str, str | int | bool | Callable[..., Any]] = {
-    "cpp.threads": 1
-}  # see `Operations.single_threaded`
 
 
 class Engine:
@@ -351,6 +349,19 @@ def _many(
     return _few(model, tokens, positions, slots, lengths, wanted, cache, first)
 
 
+def cpu_compile_options() -> CompileOptions:
+    """Options of `torch.compile` for CPUs.
+
+    One thread, see `Operations.single_threaded`. The width of the vectors is stated, although it is what torch would
+    choose, because options are part of the key of torch's cache and the width otherwise is not: code generated for
+    shorter vectors, by the same user on another processor or with another ``ATEN_CPU_CAPABILITY``, would be taken from
+    the cache and write beyond its tensors.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return {"cpp.threads": 1, "cpp.simdlen": pick_vec_isa().bit_width()}
+
+
 @functools.cache
 def _compile(step: Callable[..., Any], device: str) -> Callable[..., Any]:
     """One graph for each set of shapes; on GPUs captured if each sequence has one token.
@@ -358,12 +369,12 @@ def _compile(step: Callable[..., Any], device: str) -> Callable[..., Any]:
     Compiled code is cached for the next process, in ``TORCHINDUCTOR_CACHE_DIR`` or the kernel cache.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
-    options: dict[str, str | int | bool | Callable[..., Any]] | None
+    options: CompileOptions | None
     if device == "cuda":
         # With the second, a float weight's product with one token becomes a reduction, which reads as fast as a copy.
         options = {"triton.cudagraphs": step is _few, "coordinate_descent_tuning": step is not _many}
     else:
-        options = _SINGLE_THREADED if device == "cpu" else None
+        options = cpu_compile_options() if device == "cpu" else None
     return torch._dynamo.config.patch(recompile_limit=_GRAPHS)(  # type: ignore[no-any-return]
         torch.compile(step, fullgraph=True, dynamic=False, options=options)
     )

@@ -62,6 +62,17 @@ def test_compiled_steps_are_one_graph_a_bucket_and_give_the_eager_tokens(quantiz
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
 
 
+def test_code_compiled_for_other_vectors_is_not_taken_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = engine_module.cpu_compile_options()
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    others = engine_module.cpu_compile_options()
+    keys = []
+    for each in (options, others):
+        with torch._inductor.config.patch(each):
+            keys.append(torch._inductor.config.save_config_portable())  # what the key of the cache is made of
+    assert keys[0] != keys[1]
+
+
 def test_logits_outlive_the_memory_of_a_recorded_step(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(quantized, dtype=torch.float32)
     memory = torch.zeros(1, model.config.vocab_size)
