@@ -751,12 +751,12 @@ def test_a_config_of_another_quantizer_names_the_scheme(
 @pytest.mark.parametrize(
     ("suffix", "dtype", "named"),
     [
-        ("qweight", torch.int32, "GPTQ or AWQ"),
-        ("g_idx", torch.int32, "GPTQ"),
-        ("SCB", torch.float32, "LLM.int8()"),
-        ("weight.quant_state.bitsandbytes__nf4", torch.uint8, "NF4"),
+        ("qweight", torch.int32, "(gptq or awq)"),
+        ("g_idx", torch.int32, "(gptq or awq)"),
+        ("SCB", torch.float32, "bitsandbytes"),
+        ("weight.quant_state.bitsandbytes__nf4", torch.uint8, "bitsandbytes"),
         ("weight.absmax", torch.float32, "bitsandbytes"),
-        ("weight_scale_inv", torch.float32, "FP8"),
+        ("weight_scale_inv", torch.float32, " fp8 "),
         ("weight_packed", torch.int32, "compressed-tensors"),
         ("_weight_qdata", torch.int8, "torchao"),
     ],
