@@ -69,7 +69,8 @@ class CpuBackend:
 
     def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
         codes, scale = weight.codes.contiguous(), weight.scale.contiguous()
-        return {"packed": self._operators.pack(codes, scale, weight.zero, weight.scheme.bits, self._exact)}
+        zero = None if weight.zero is None else weight.zero.contiguous()  # parts of a sharded weight have gaps
+        return {"packed": self._operators.pack(codes, scale, zero, weight.scheme.bits, self._exact)}
 
     def rows(self, prepared: dict[str, Tensor], scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
         found: Tensor = self._operators.rows(prepared["packed"], index.contiguous(), columns)
