@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import torch
 from rows import alone, forward_logprobs, read_late, require_same, together
 from test_architectures import ROPES
 from torch import Tensor
+from transformers import DynamicCache
 
 import quantkit
 from quantkit import memory
@@ -164,11 +166,13 @@ def test_log_probabilities_are_those_of_a_plain_pass(
 
 def _as_transformers(model: Any, request: Request) -> tuple[list[int], list[Tensor]]:
     """Greedy tokens over transformers' own cache, the prompt in one pass, and the log-probabilities of each place."""
-    cache, tokens, found, reported = None, torch.tensor([request.prompt]), list[int](), list[Tensor]()
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
+    cache = {name: DynamicCache(config=model.config)}
+    tokens, found, reported = torch.tensor([request.prompt]), list[int](), list[Tensor]()
     for _ in range(request.max_new_tokens):
         with torch.inference_mode():
-            out = model(tokens, past_key_values=cache, use_cache=True)
-        cache, reported = out.past_key_values, [*reported, out.logits[0, -1].log_softmax(-1)]
+            logits = model(tokens, **cache, use_cache=True).logits
+        reported.append(logits[0, -1].log_softmax(-1))
         tokens = reported[-1].argmax().view(1, 1)
         found.append(int(tokens))
     return found, reported
