@@ -42,7 +42,7 @@ class Case:
     Attributes:
         change: what is done to tensors and config before they are written.
         damage: what is done to the folder then.
-        asked: of `diagnose`.
+        requested: the arguments of `diagnose`.
     """
 
     rule: str
@@ -427,9 +427,9 @@ def test_a_folder_that_is_broken_for_a_rule_is_found_by_it_alone(case: Case, tmp
     case.change(tensors, config)
     folder = build.write(tmp_path / "model", tensors, config, case.shards)
     case.damage(folder)
-    found = quantkit.diagnose(folder, **case.asked)
+    found = quantkit.diagnose(folder, **case.requested)
     assert _names(found) == {case.rule}, found.lines()
-    assert found.broken == (ALL[case.rule].severity_for(case.asked.get("runtime")) == "error")
+    assert found.broken == (ALL[case.rule].severity_for(case.requested.get("runtime")) == "error")
 
 
 @pytest.mark.parametrize("form", build.FORMATS)

@@ -351,7 +351,7 @@ def test_a_template_that_refuses_a_conversation_is_reported_with_its_line(demo_m
         {"messages": [{"role": "user", "content": "Hi"}]},
         {"messages": [{"role": "system", "content": "Be."}]},
     ]
-    with pytest.raises(RequestError, match="in:2: llama2 takes at most one system message"):
+    with pytest.raises(RequestError, match="in:2: llama2 has at most one system message"):
         generated(demo_model, written(tmp_path / "in", requested), tmp_path / "out", template="llama2")
 
 

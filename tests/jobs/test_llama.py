@@ -316,7 +316,7 @@ def test_what_cannot_be_generated_is_reported(llama2: quantkit.Llama) -> None:
         (lambda: llama2.text_completion("text"), "`prompts` is of the wrong type"),
         (lambda: llama2.text_completion([7]), "`text` is of the wrong type"),
         (lambda: llama2.chat_completion([USER]), "a message is an object"),
-        (lambda: llama2.chat_completion([[]]), "llama2 takes at most one system message"),
+        (lambda: llama2.chat_completion([[]]), "llama2 has at most one system message"),
         (lambda: llama2.chat_completion([[USER, ANSWER]]), "the user last"),
         (lambda: llama2.chat_completion("hi"), "`dialogs` is of the wrong type"),
     ):  # fmt: skip

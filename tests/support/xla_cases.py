@@ -71,7 +71,7 @@ def compared(eager: Decoder, model: XlaModel) -> dict[str, Any]:
         "spread": float(expected[0].std()),
         "tokens": [drawn[0], tokens],
         "padding": [bool((a == b).all()) for a, b in (starts, ends)],
-        "collectives": collectives(program.compile().as_string()),
+        "collectives": collectives(program.compile().as_text()),
         "dtypes": {name: str(array.dtype) for name, array in model.state.items()},
         "bytes": held(model),
         "donated": cache.is_deleted(),
