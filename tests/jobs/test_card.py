@@ -38,7 +38,7 @@ def _readme(folder: Path) -> tuple[dict[str, Any], str]:
     return facts, body
 
 
-def test_the_gpu_carries_licence_and_figures(floats: Path, tmp_path: Path) -> None:
+def test_the_model_card_states_licence_and_figures(floats: Path, tmp_path: Path) -> None:
     source = oracle.copy(floats, tmp_path / "m")
     (source / "README.md").write_text("---\nlicense: llama2\nlanguage: [en]\ntags: [mine]\n---\n# M\n")
     oracle.edit_json(source / "config.json", _name_or_path="owner/model")
@@ -148,7 +148,7 @@ RECIPE = Recipe(QuantScheme.parse("int4-g64"), (Override("*.1.mlp.down_proj", Qu
     ],
     ids=["scheme", "recipe", "gptq", "packaged text", "size"],
 )  # fmt: skip
-def test_the_command_on_the_gpu_makes_the_same_again(
+def test_the_command_on_the_model_card_makes_the_same_again(
     given: dict[str, Any], floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     (tmp_path / "my-text.txt").write_text(EXCERPT.read_text()[:4000])
@@ -197,7 +197,7 @@ def test_zero_points_are_not_said_to_load_in_transformers(floats: Path, tmp_path
     assert "vllm serve floats-int4-g64-asym" in body
 
 
-def test_what_is_only_for_the_gpu_does_not_keep_a_run_from_going_on(floats: Path, tmp_path: Path) -> None:
+def test_what_is_only_for_the_model_card_does_not_prevent_resuming(floats: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
     interrupted(lambda *a, **b: quantkit.quantize(*a, "int4-g64", method="rtn", license="mit", **b), floats, dst)
     assert partial_folder(dst).exists()
@@ -206,7 +206,7 @@ def test_what_is_only_for_the_gpu_does_not_keep_a_run_from_going_on(floats: Path
 
 
 @pytest.mark.parametrize("text", ["no head", "---\n: [", "---\n- a\n---\n", "---\nlicense: x"])
-def test_a_gpu_without_a_sound_head_is_no_obstacle(text: str, floats: Path, tmp_path: Path) -> None:
+def test_a_model_card_with_a_damaged_header_is_replaced(text: str, floats: Path, tmp_path: Path) -> None:
     source = oracle.copy(floats, tmp_path / "m")
     (source / "README.md").write_text(text)
     quantkit.quantize(source, tmp_path / "out", "int8")

@@ -170,7 +170,9 @@ def test_a_model_that_transformers_cannot_build_is_reported_by_names(tmp_path: P
     oracle.edit_json(source / "config.json", num_hidden_layers=10**9)
     made = quantkit.quantize(source, tmp_path / "dst", "int8", tensors_only=True)
     assert made.manifest["linears_by"] == "names"
-    assert any("'num_hidden_layers' is 1000000000; linear layers are recognized by their names" in one for one in made.notes)
+    assert any(
+        "'num_hidden_layers' is 1000000000; linear layers are recognized by their names" in one for one in made.notes
+    )
 
 
 def test_linears_of_other_classes_are_linears_but_for_those_that_lie_transposed(tmp_path: Path) -> None:
