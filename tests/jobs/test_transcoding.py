@@ -165,7 +165,7 @@ def test_scales_that_are_no_numbers_are_not_carried(
         assert made.exact.equal == made.exact.tensors == 14
 
 
-@pytest.mark.parametrize(("scheme", "to", "reason", "headers_tell", "by_scales"), REFUSED, ids=str)
+@pytest.mark.parametrize(("scheme", "to", "reason", "headers_state", "by_scales"), REFUSED, ids=str)
 def test_what_cannot_be_held_exactly_is_refused_by_the_first_tensors_name(
     scheme: str, to: str, reason: str, headers_state: bool, by_scales: bool, folders: dict[str, Path], tmp_path: Path,
     capfd: Capture,
