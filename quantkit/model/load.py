@@ -1,8 +1,11 @@
-"""Fill the decoder, built on the meta device, from a checkpoint; strictly."""
+"""Fill the decoder, built on the meta device, from a checkpoint; strictly.
+
+Linears that read the same inputs become one: one product of many rows is faster than several of few.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from quantkit.architectures.topology import fused_modules
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.shard import require_shareable
 from quantkit.formats.checkpoint import Checkpoint
@@ -21,13 +25,12 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
 from quantkit.model.embedding import QuantEmbedding
 from quantkit.model.expert_bank import stack_experts
-from quantkit.model.fused_projections import float_group, fusible, projection
 from quantkit.model.install_kernels import install_kernels
 from quantkit.model.linear import QuantLinear
 from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.progress import Progress, silent
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.qtensor import QuantTensor, stacked
 from quantkit.tensors.tensor_slice import TensorSlice
 
 COPY_BYTES = 1 << 25  # of a float tensor that are converted at a time
@@ -35,14 +38,9 @@ BLOCK_PREFIX = "model.layers.{}."
 
 
 def load_model(
-    source: str | Path | Checkpoint,
-    *,
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    backend: str | None = None,
-    group: ProcessGroup = SINGLE,
-    progress: Progress = silent,
-) -> Decoder:
+    source: str | Path | Checkpoint, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
+    backend: str | None = None, group: ProcessGroup = SINGLE, progress: Progress = silent,
+) -> Decoder:  # fmt: skip
     """A decoder ready to run, in eval mode.
 
     Args:
@@ -98,34 +96,45 @@ def fill(
     parameters = {prefix + name for name, _ in module.named_parameters()}
     if parameters != set(names):
         raise RuntimeError(f"the decoder and the checkpoint differ in {sorted(parameters ^ set(names))[:3]}")
-    groups = fusible(checkpoint.config, BLOCK_PREFIX)
+    groups = {}  # by the first linear of each group that may be fused: the fused one's name and those of the group
+    for layer in range(checkpoint.config.num_layers):
+        block = BLOCK_PREFIX.format(layer)
+        for fused, modules in fused_modules(checkpoint.config, layer).items():
+            groups[block + modules[0]] = block + fused, [block + module for module in modules]
     done: set[str] = set()
+    info = checkpoint.info
     for at, name in enumerate(names):
         progress("load", at, len(names), "tensors")
         owner = name.rpartition(".")[0]
         if owner in done:
             continue
-        info = checkpoint.info(name)
         parent, _, leaf = name.removeprefix(prefix).rpartition(".")
-        if info.scheme is None and fuse_floats and (group := float_group(checkpoint, owner, groups)) is not None:
-            _fuse_floats(module, prefix, checkpoint, *group, device, dtype)
-            done.update(group[1])
-        elif info.scheme is None:
-            setattr(module.get_submodule(parent), leaf, float_parameter(checkpoint, name, device, dtype))
-        else:
+        fused, sources = groups.get(owner, (owner, [owner]))
+        if info(name).scheme is not None:
             value = checkpoint.load(name)
             assert isinstance(value, QuantTensor)
             if isinstance(module.get_submodule(parent), nn.Embedding):
                 _embed(module, parent, value, device, dtype, backend)
-                del value
-                malloc_trim()
-                continue
-            found = projection(checkpoint, owner, value, groups)
-            linear = QuantLinear(found.weight, found.bias, device, dtype, backend)
-            _replace(module, prefix, found.sources, found.module, linear)
-            done.update(found.sources)
-            del value, found
+            else:
+                weight = _quantized_rows(checkpoint, value, sources)
+                if weight is None:
+                    fused, sources, weight = owner, [owner], value
+                linear = QuantLinear(weight, _bias(checkpoint, sources), device, dtype, backend)
+                _replace(module, prefix, sources, fused, linear)
+                done.update(sources)
+                del weight
+            del value
             malloc_trim()
+        elif fuse_floats and fused != owner and all(info(f"{one}.weight").scheme is None for one in sources):
+            wide = module.get_submodule(sources[0].removeprefix(prefix))
+            for own, _ in list(wide.named_parameters()):
+                setattr(wide, own, _stacked_floats(checkpoint, [f"{one}.{own}" for one in sources], device, dtype))
+            assert isinstance(wide, nn.Linear)
+            wide.out_features = len(wide.weight)
+            _replace(module, prefix, sources, fused, wide)
+            done.update(sources)
+        else:
+            setattr(module.get_submodule(parent), leaf, float_parameter(checkpoint, name, device, dtype))
 
 
 def _embed(
@@ -138,18 +147,20 @@ def _embed(
     model.set_submodule(name, QuantEmbedding(weight, device, dtype, head))
 
 
-def _fuse_floats(
-    module: nn.Module, prefix: str, checkpoint: Checkpoint, name: str, sources: Sequence[str], device: torch.device,
-    dtype: torch.dtype,
-) -> None:  # fmt: skip
-    """Put one linear of floats in the place of those that share an input, their rows one below the other."""
-    shapes = [checkpoint.info(f"{source}.weight").shape for source in sources]
-    biased = f"{sources[0]}.bias" in checkpoint.names()
-    with meta_init():
-        linear = nn.Linear(shapes[0][1], sum(shape[0] for shape in shapes), bias=biased)
-    for leaf in ("weight", "bias") if biased else ("weight",):
-        setattr(linear, leaf, _stacked_floats(checkpoint, [f"{source}.{leaf}" for source in sources], device, dtype))
-    _replace(module, prefix, sources, name, linear)
+def _quantized_rows(checkpoint: Checkpoint, first: QuantTensor, modules: Sequence[str]) -> QuantTensor | None:
+    """The weights of several linears, of which the first is loaded, as one; None if their schemes differ."""
+    if len(modules) == 1:
+        return first
+    parts = [first, *(checkpoint.load(f"{module}.weight") for module in modules[1:])]
+    quantized = [part for part in parts if isinstance(part, QuantTensor)]
+    return stacked(quantized) if len(quantized) == len(parts) else None
+
+
+def _bias(checkpoint: Checkpoint, modules: Sequence[str]) -> Tensor | None:
+    present = checkpoint.names()
+    names = [f"{module}.bias" for module in modules]
+    parts = [_floats(checkpoint.load(name)) for name in names if name in present]
+    return torch.cat(parts) if parts else None
 
 
 def _replace(module: nn.Module, prefix: str, sources: Sequence[str], name: str, linear: nn.Module) -> None:
@@ -175,14 +186,14 @@ def _stacked_floats(
     """The rows of float tensors one below the other, copied some heads' rows at a time."""
     shapes = [checkpoint.info(name).shape for name in names]
     rows = [shape[0] for shape in shapes]
-    stacked = torch.empty((sum(rows), *shapes[0][1:]), device=device, dtype=dtype)
+    whole = torch.empty((sum(rows), *shapes[0][1:]), device=device, dtype=dtype)
     head = checkpoint.config.head_dim
-    step = max(head, COPY_BYTES // max(1, stacked[:1].nbytes) // head * head)
-    for name, copy in zip(names, torch.split(stacked, rows), strict=True):
+    step = max(head, COPY_BYTES // max(1, whole[:1].nbytes) // head * head)
+    for name, copy in zip(names, torch.split(whole, rows), strict=True):
         for start in range(0, len(copy), step):
             part = TensorSlice(0, ((start, min(start + step, len(copy))),)) if step < len(copy) else None
             copy[start : start + step] = _floats(checkpoint.load(name, part))
-    return nn.Parameter(stacked, requires_grad=False)
+    return nn.Parameter(whole, requires_grad=False)
 
 
 def _floats(value: Tensor | QuantTensor) -> Tensor:
@@ -193,10 +204,7 @@ def _floats(value: Tensor | QuantTensor) -> Tensor:
 class _Uninitialised(TorchFunctionMode):
     """Skips initialisation: on the meta device it has no effect, but makes torch load its compiler (70 MB)."""
 
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         if getattr(function, "__module__", None) == "torch.nn.init":
             return options["tensor"] if "tensor" in options else args[0]
