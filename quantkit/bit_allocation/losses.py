@@ -30,9 +30,8 @@ from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import malloc_trim
 from quantkit.model.attention import causal_attention
-from quantkit.model.decoder import Block, Step, final_logits, scaled_embeddings
+from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scaled_embeddings
 from quantkit.model.load import BLOCK_PREFIX, fill, meta_init
-from quantkit.model.norm import rms_norm
 from quantkit.model.rope import Rotary
 from quantkit.progress import Progress, silent
 from quantkit.solver.gptq import SingularError

@@ -129,19 +129,6 @@ def masked_attention(
     return _mixed(queries, keys.floats(queries.dtype), values.floats(queries.dtype), mask, scores)
 
 
-def for_few_tokens(attention: CachedAttention, max_tokens: int) -> CachedAttention:
-    """A `CachedAttention` for up to `max_tokens` tokens at a time, with torch's for more."""
-
-    def chosen(
-        queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None,
-        window: int | None, scores: Scores = PLAIN,
-    ) -> Tensor:  # fmt: skip
-        few = queries.shape[2] <= max_tokens
-        return (attention if few else masked_attention)(queries, keys, values, positions, slots, window, scores)
-
-    return chosen
-
-
 def _mixed(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Mixed values [B, T, H * Dh] under a mask, or each token seeing those up to it."""
     if scores.plain:

@@ -19,11 +19,9 @@ from quantkit.kernels.block import (
     RunBlocks,
 )
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Block, Decoder
-from quantkit.model.expert_bank import ExpertBank
+from quantkit.model.decoder import Block, Decoder, RMSNorm
 from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import QuantLinear
-from quantkit.model.norm import RMSNorm
 from quantkit.model.rope import Angles
 
 _OUTSIDE = frozenset({"embedding_multiplier", "logit_multiplier", "logit_softcap", "norm_offset", "window_rope"})
@@ -91,7 +89,7 @@ def fused_blocks(model: Decoder, layers: Mapping[int, LayerConfig] | None = None
         kernels = [operations.block for operations in offered if operations is not None]
         if len(kernels) < len(_fused_linears(block)) or None in kernels:
             return None
-        if isinstance(block.mlp, Experts) and not isinstance(block.mlp.bank, ExpertBank):
+        if isinstance(block.mlp, Experts) and block.mlp.bank is None:
             return None
         kernel = kernels[0]
         blocks.append((_weights(block, linears), _settings(config, layer)))
@@ -123,7 +121,7 @@ def _weights(block: Block, linears: list[QuantLinear]) -> BlockWeights:
 
 def _routed(experts: Experts) -> RoutedExperts:
     bank, gate = experts.bank, experts.shared_expert_gate
-    assert isinstance(bank, ExpertBank)
+    assert bank is not None
     return RoutedExperts(
         experts.gate.weight.detach(), _floats(experts.gate.bias), bank.gate_up, bank.down,
         None if gate is None else _floats(gate.weight), experts.config.per_token, experts.config.normalized,

@@ -15,19 +15,13 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.kernels.backend import ScoredAttention
 from quantkit.kernels.check import within
 from quantkit.kernels.dispatch import operations_for_floats
-from quantkit.model.attention import (
-    PLAIN,
-    CachedAttention,
-    Scores,
-    for_few_tokens,
-    masked_attention,
-)
+from quantkit.model.attention import PLAIN, CachedAttention, Scores, masked_attention
 from quantkit.model.cache import KVCache
 from quantkit.model.check_blocks import FLOATS, MANY, alike, drawn, same_blocks
 from quantkit.model.decoder import Block, Decoder
 from quantkit.model.feed_forward import Experts
 from quantkit.model.fused_blocks import fused_blocks
-from quantkit.model.linear import FloatLinear, QuantLinear
+from quantkit.model.linear import FloatLinear, QuantLinear, kernel_failure
 from quantkit.tensors.cached_rows import CachedRows
 
 _POSITIONS = 300  # of the cache that attention is tried on: more than kernels take in one piece
@@ -47,7 +41,7 @@ def install_kernels(model: Decoder) -> None:
     if offered is None:
         return
     linear, max_tokens = offered.float_linear, offered.cached_attention_max_tokens
-    attention = None if offered.cached_attention is None else _by_kernel(offered.cached_attention)
+    attention = None if offered.cached_attention is None else _by_kernel(offered.cached_attention, max_tokens)
     if offered.single_threaded is not None:
         model.ops = replace(model.ops, single_threaded=offered.single_threaded)
     dtypes = {model.dtype} if offered.block is None else {model.dtype, offered.block.dtype or model.dtype}
@@ -61,8 +55,7 @@ def install_kernels(model: Decoder) -> None:
         if linear is not None:
             model.ops = replace(model.ops, float_linear=linear)
         if attention is not None:
-            chosen = attention if max_tokens is None else for_few_tokens(attention, max_tokens)
-            model.ops = replace(model.ops, cached_attention=chosen, ragged=max_tokens is None)
+            model.ops = replace(model.ops, cached_attention=attention, ragged=max_tokens is None)
         banked = [module for module in model.modules() if isinstance(module, Experts) and module.bank is not None]
         if banked and not _passes("experts", lambda: _same_experts(model, banked[0])):
             for experts in banked:
@@ -73,27 +66,28 @@ def install_kernels(model: Decoder) -> None:
     model.ops = replace(model.ops, blocks=blocks)
 
 
-def _by_kernel(kernel: ScoredAttention) -> CachedAttention:
+def _by_kernel(kernel: ScoredAttention, max_tokens: int | None = None) -> CachedAttention:
+    """The `CachedAttention` of a kernel for up to `max_tokens` tokens at a time, None for any number, with torch's for
+    more."""
+
     def attention(
         queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None,
         window: int | None, scores: Scores = PLAIN,
     ) -> Tensor:  # fmt: skip
-        rows = queries, keys, values, positions, slots
-        return kernel(*rows, window, scores.scale, scores.softcap, scores.sinks)
+        given = queries, keys, values, positions, slots, window
+        if max_tokens is not None and queries.shape[2] > max_tokens:
+            return masked_attention(*given, scores)
+        return kernel(*given, scores.scale, scores.softcap, scores.sinks)
 
     return attention
 
 
 def _passes(what: str, same_as_torch: Callable[[], bool]) -> bool:
     """Whether kernels give what torch does; if not, a warning says so."""
-    reason = "are wrong on this machine"
-    try:
-        if same_as_torch():
-            return True
-    except Exception as error:  # drivers and compilers have their own exception types
-        reason = f"fail on this machine ({' '.join(str(error).split()) or type(error).__name__})"[:300]
-    _log.warning("%s by the compiled kernels %s; torch's are used", what, reason)
-    return False
+    reason = kernel_failure(same_as_torch)
+    if reason is not None:
+        _log.warning("%s by the compiled kernels %s; torch's are used", what, reason)
+    return reason is None
 
 
 def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) -> bool:
@@ -117,7 +111,9 @@ def _same_attention(
     many of those that it is used for, of sequences in separate slots and at separate positions."""
     many = MANY if max_tokens is None else min(max_tokens, MANY)
     config = replace(model.config, layers=model.config.layers[:1])
-    scores = _block(model, 0).self_attn.scores
+    first = model.model.layers[0]
+    assert isinstance(first, Block)
+    scores = first.self_attn.scores
     windows = {layer.window and min(layer.window, _WINDOW) for layer in model.config.layers}
     stretch = _stretch(config, scores)
     every = torch.arange(_POSITIONS, device=model.device)
@@ -163,9 +159,3 @@ def _same_experts(model: Decoder, experts: Experts) -> bool:
         if bool(right.isfinite().all()) and not alike(found, right, share):
             return False
     return True
-
-
-def _block(model: Decoder, number: int) -> Block:
-    block = model.model.layers[number]
-    assert isinstance(block, Block)
-    return block

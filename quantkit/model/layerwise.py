@@ -16,10 +16,9 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.attention import Scores, causal_attention
-from quantkit.model.decoder import Block, Step, final_logits, scaled_embeddings
+from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scaled_embeddings
 from quantkit.model.linear import float32_linears
 from quantkit.model.load import BLOCK_PREFIX, meta_init
-from quantkit.model.norm import rms_norm
 from quantkit.model.rope import Rotary
 from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.progress import Progress, silent

@@ -1,7 +1,8 @@
-"""Products with weights of floats and with quantized weights."""
+"""Products with weights of floats and with quantized weights; embeddings of codes."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,6 +15,9 @@ from quantkit.tensors.qtensor import QuantTensor, float_rows, row_chunks
 
 _FLOAT_ELEMENTS = 1 << 21  # of a weight that are float32 at a time
 _TILE = 16  # matrix products are slow for other numbers of rows
+_TRIED = 64  # rows of an embedding on which a backend is tried
+
+_log = logging.getLogger(__name__)
 
 FloatLinear = Callable[[Tensor, Tensor], Tensor]
 """``x @ weight.T``, [..., I] to [..., O] in the dtype of x, whatever float dtype the weight has."""
@@ -46,13 +50,9 @@ class QuantLinear(nn.Module):
     """``x @ weight.T + bias`` through a kernel backend; the backend's tensors are its buffers."""
 
     def __init__(
-        self,
-        weight: QuantTensor,
-        bias: Tensor | None,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, weight: QuantTensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype,
         backend: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Raises:
             RequestError, UnsupportedError: see `select_backend`.
@@ -76,5 +76,71 @@ class QuantLinear(nn.Module):
         """The backend's tensors by name."""
         return {name: getattr(self, name) for name in self._prepared_names}
 
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows of the weight by index [N], as float32 [N, I]."""
+        return self.backend.rows(self.prepared, self.scheme, self.in_features, index)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.backend.linear(x, self.prepared, self.scheme, self.out_features, self.bias)
+
+
+def embedding_rows(tokens: Tensor, weight: Tensor | QuantTensor) -> Tensor:
+    """The rows [..., D] of tokens [...]: floats in their type, codes dequantized to float32."""
+    if isinstance(weight, Tensor):
+        return F.embedding(tokens, weight)
+    return weight.take(tokens.flatten()).dequantize().view(*tokens.shape, -1)
+
+
+class QuantEmbedding(nn.Module):
+    """An embedding [V, D] of codes, whose rows are rounded once, to the activations' dtype.
+
+    Where the head is tied to it both read one memory, in the layout of the head's backend; else the codes lie as they
+    are.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    def __init__(
+        self, weight: QuantTensor, device: torch.device, dtype: torch.dtype, head: QuantLinear | None = None
+    ) -> None:
+        """
+        Args:
+            head: the tied head, made of the same weight.
+        """
+        super().__init__()
+        self.scheme, (self.num_embeddings, self.embedding_dim) = weight.scheme, weight.shape
+        self._dtype = dtype
+        self.head = head if head is not None and self._gives_rows(head, weight) else None
+        if self.head is None:
+            own = weight.to(device)
+            self.register_buffer("codes", own.codes)
+            self.register_buffer("scale", own.scale)
+            self.register_buffer("zero", own.zero)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[...] to [..., D]."""
+        if self.head is not None:
+            rows = self.head.rows(tokens.flatten()).view(*tokens.shape, -1)
+        else:
+            rows = embedding_rows(tokens, QuantTensor(self.codes, self.scale, self.zero, self.scheme))
+        return rows.to(self._dtype)
+
+    def _gives_rows(self, head: QuantLinear, weight: QuantTensor) -> bool:
+        """Whether the head's backend gives the rows of its weight, to the bit; if not, a warning says so."""
+        index = torch.linspace(0, self.num_embeddings - 1, min(_TRIED, self.num_embeddings)).long()
+        device = next(iter(head.prepared.values())).device
+        right = weight.take(index).dequantize()
+        reason = kernel_failure(lambda: torch.equal(head.rows(index.to(device)).cpu(), right))
+        if reason is not None:
+            _log.warning("rows of the embedding by '%s' %s; its codes are held twice", head.backend_name, reason)
+        return reason is None
+
+
+def kernel_failure(same_as_torch: Callable[[], bool]) -> str | None:
+    """The verb phrase of a warning about kernels that fail or are wrong; None if they give what torch does."""
+    try:
+        return None if same_as_torch() else "are wrong on this machine"
+    except Exception as error:  # drivers and compilers have their own exception types
+        return f"fail on this machine ({' '.join(str(error).split()) or type(error).__name__})"[:300]

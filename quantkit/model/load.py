@@ -23,10 +23,9 @@ from quantkit.kernels.dispatch import require_backend
 from quantkit.memory import malloc_trim
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
-from quantkit.model.embedding import QuantEmbedding
-from quantkit.model.expert_bank import stack_experts
+from quantkit.model.feed_forward import stack_experts
 from quantkit.model.install_kernels import install_kernels
-from quantkit.model.linear import QuantLinear
+from quantkit.model.linear import QuantEmbedding, QuantLinear
 from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.progress import Progress, silent
 from quantkit.tensors.dtypes import DType

@@ -27,10 +27,9 @@ from quantkit.distributed.group import ProcessGroup
 from quantkit.distributed.shard import CheckpointShard
 from quantkit.distributed.split import Split, split_model
 from quantkit.formats.checkpoint import Checkpoint, require_runnable, schemes
-from quantkit.model.decoder import Attention, Decoder
-from quantkit.model.embedding import embedding_rows
+from quantkit.model.decoder import Attention, Decoder, RMSNorm
 from quantkit.model.feed_forward import Experts
-from quantkit.model.norm import RMSNorm
+from quantkit.model.linear import embedding_rows
 from quantkit.tensors.qtensor import QuantTensor
 
 

@@ -23,8 +23,8 @@ from quantkit.errors import NonFiniteError, QualityError, RequestError, Unsuppor
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels.dispatch import BACKENDS
-from quantkit.model.embedding import QuantEmbedding
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
+from quantkit.model.linear import QuantEmbedding
 from quantkit.model.load import load_model
 from quantkit.quality.bounds import worst_row
 from quantkit.quality.verify import Verdict, verify
