@@ -39,7 +39,7 @@ class ProcessGroup:
     """This process among those of a group; `SINGLE` where there is no other, and then no method does anything.
 
     All processes call its collectives in the same order, between the steps of a job; those within a model are in
-    `quantkit.distributed.collectives`.
+    `quantkit.model.tensor_parallel`.
 
     Attributes:
         rank, size: its number, and how many there are.

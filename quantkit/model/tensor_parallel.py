@@ -3,11 +3,14 @@
 Attention and feed-forward of a process are complete in themselves; they meet where a linear has some of
 the inputs or an expert some of the width (twice a layer, whatever the number of experts), where norms of queries and
 keys are over the whole width, in the embedding, and in the logits.
+
+The collectives can be traced. They call the operators beneath `torch.distributed._functional_collectives`: its
+functions change their names from one torch to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,22 +18,44 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.architectures.topology import summed_modules
-from quantkit.distributed.collectives import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    all_gather,
-    all_reduce,
-    vocab_parallel_embedding,
-)
 from quantkit.distributed.group import ProcessGroup
-from quantkit.distributed.shard import CheckpointShard
-from quantkit.distributed.split import Split, split_model
+from quantkit.distributed.shard import CheckpointShard, Split, split_model
 from quantkit.formats.checkpoint import Checkpoint, require_runnable, schemes
 from quantkit.model.decoder import Attention, Decoder, RMSNorm
 from quantkit.model.feed_forward import Experts
 from quantkit.model.linear import embedding_rows
 from quantkit.tensors.qtensor import QuantTensor
+
+
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of all processes' tensors, with equal bits on all of them."""
+    operators = torch.ops._c10d_functional
+    total: Tensor = operators.wait_tensor(operators.all_reduce(x.contiguous(), "sum", group.name))
+    return total
+
+
+def all_gather(x: Tensor, group: ProcessGroup, width: int) -> Tensor:
+    """All processes' tensors [..., W] side by side, and of that the first columns: [..., width]."""
+    operators = torch.ops._c10d_functional
+    flat = x.reshape(-1, x.shape[-1])
+    stacked = operators.wait_tensor(operators.all_gather_into_tensor(flat.contiguous(), group.size, group.name))
+    joined: Tensor = stacked.view(group.size, *x.shape).movedim(0, -2).flatten(-2)
+    return joined[..., :width]
+
+
+def vocab_parallel_embedding(
+    tokens: Tensor, look_up: Callable[[Tensor], Tensor], rows: int, first_row: int, group: ProcessGroup
+) -> Tensor:
+    """Embeddings [..., D] of tokens [...].
+
+    Args:
+        look_up: gives those of the rows that this process has, by their numbers here.
+        rows, first_row: how many these are, and which is the first.
+    """
+    own = tokens - first_row
+    elsewhere = (own < 0) | (own >= rows)
+    found = look_up(own.masked_fill(elsewhere, 0))
+    return all_reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0), group)
 
 
 class TensorParallel:
@@ -50,43 +75,37 @@ class TensorParallel:
             RequestError: if this number of processes cannot share the model.
         """
         require_runnable(checkpoint)
-        self._group = group
-        self._vocab_size = checkpoint.config.vocab_size
-        self._config = checkpoint.config
-        self._vocab_start = 0
+        self.checkpoint, self._config, self._group = checkpoint, checkpoint.config, group
         self._split: Split | None = None
-        self.checkpoint = checkpoint
         if group.size > 1:
             self._split = split_model(checkpoint.config, schemes(checkpoint), group.rank, group.size)
-            self._vocab_start = self._split.vocab_start
             self.checkpoint = CheckpointShard(checkpoint, self._split)
 
     def embed(self, tokens: Tensor, rows: Tensor | QuantTensor) -> Tensor:
         """Embeddings [..., D] of tokens [...], from the rows that this process has of them; of codes in float32."""
         look_up = partial(embedding_rows, weight=rows)
-        if self._group.size == 1:
+        if self._split is None:
             return look_up(tokens)
-        return vocab_parallel_embedding(tokens, look_up, rows.shape[0], self._vocab_start, self._group)
+        return vocab_parallel_embedding(tokens, look_up, rows.shape[0], self._split.vocab_start, self._group)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Logits [..., V] from those of the rows that this process has of the head."""
-        if self._group.size == 1:
-            return logits
-        return all_gather(logits, self._group, self._vocab_size)
+        return logits if self._split is None else all_gather(logits, self._group, self._config.vocab_size)
 
     def connect(self, module: nn.Module, prefix: str) -> None:
         """Add up what row-parallel linears and mixtures of experts give, of all whose names begin with that of
         `module`, and what norms over the whole width of queries and keys need."""
         if self._split is None:
             return
+        add_up = partial(all_reduce, group=self._group)
         for name in summed_modules(self._config):
             if not name.startswith(prefix):
                 continue
             part = module.get_submodule(own := name.removeprefix(prefix))
             if isinstance(part, Experts):
-                part.sum = partial(all_reduce, group=self._group)
+                part.sum = add_up
             else:
-                module.set_submodule(own, RowParallelLinear(part, self._group))
+                module.set_submodule(own, ParallelLinear(part, add_up))
         if self._config.qk_norm == "width":
             widths = tuple(
                 heads * self._config.head_dim for heads in (self._config.num_heads, self._config.num_kv_heads)
@@ -104,11 +123,45 @@ class TensorParallel:
             return
         own = model.ops.float_linear
         embedding: nn.Module = model.model.embed_tokens
-        embedding = VocabParallelEmbedding(embedding, self._split.vocab_rows, self._vocab_start, self._group)
+        embedding = VocabParallelEmbedding(embedding, self._split.vocab_rows, self._split.vocab_start, self._group)
         model.model.set_submodule("embed_tokens", embedding)
         if model.lm_head is not None and not isinstance(model.lm_head, nn.Linear):
-            model.lm_head = ColumnParallelLinear(model.lm_head, self._group, self._vocab_size)
+            model.lm_head = ParallelLinear(model.lm_head, self.gather_logits)
         model.ops = replace(model.ops, float_linear=lambda x, weight: self.gather_logits(own(x, weight)))
+
+
+class ParallelLinear(nn.Module):
+    """A linear of which each process has the columns of some inputs, or the rows of some outputs; `finish` makes the
+    whole result of the processes' parts."""
+
+    def __init__(self, own: nn.Module, finish: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.own = own
+        self.finish = finish
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.finish(self.own(x))
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding of which each process has some rows, those of `own` [R, D], from `first_row` on."""
+
+    def __init__(self, own: nn.Module, rows: int, first_row: int, group: ProcessGroup) -> None:
+        super().__init__()
+        self.own = own
+        self.rows = rows
+        self.first_row = first_row
+        self.group = group
+
+    @property
+    def weight(self) -> Tensor:
+        """Its rows, where they are floats; a tied head multiplies by them."""
+        found = self.own.weight
+        assert isinstance(found, Tensor)
+        return found
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return vocab_parallel_embedding(tokens, self.own, self.rows, self.first_row, self.group)
 
 
 class WidthParallelNorms(nn.Module):

@@ -4,7 +4,7 @@ Column-parallel linears are split by rows, row-parallel ones by columns, embeddi
 the rest is replicated on every device. Where there are fewer KV heads than devices, several have the same one.
 
 All devices run one program, so their arrays have one shape, padded where need be; the processes of
-`quantkit.distributed.split` may have shards of different sizes.
+`quantkit.distributed.shard` may have shards of different sizes.
 """
 
 from __future__ import annotations

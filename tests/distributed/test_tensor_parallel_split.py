@@ -15,8 +15,7 @@ import quantkit
 from quantkit.architectures.config import ExpertsConfig, LatentAttentionConfig, LayerConfig, ModelConfig
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.topology import linear_columns
-from quantkit.distributed.shard import CheckpointShard
-from quantkit.distributed.split import split_model
+from quantkit.distributed.shard import CheckpointShard, split_model
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint

@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from quantkit.calibration import quantizers
 from quantkit.data.files import DEMO_MODEL
-from quantkit.distributed.shard import CheckpointShard
-from quantkit.distributed.split import split_model
+from quantkit.distributed.shard import CheckpointShard, split_model
 from quantkit.errors import NonFiniteError, QualityError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
