@@ -1,35 +1,93 @@
-"""A model over the devices that JAX finds, and generation with it."""
+"""A model over the devices that JAX finds, and generation with it: texts in its cache, one row for each.
+
+Prompts are padded to a bucket of lengths, and their number to a power of two; then come chunks of tokens, until all
+texts have ended.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from typing import Unpack
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 import torch
-from jax.experimental import mesh_utils
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
-from quantkit.kernels.build import cache_folder
+from quantkit.memory import enough_memory
+from quantkit.model.decoder import Decoder
 from quantkit.progress import Progress, silent
+from quantkit.runtime.engine import bucket as power_of_two
 from quantkit.runtime.generate import new_tokens
-from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_request, prompt_ids
-from quantkit.runtime.sampling_params import SamplingOptions
+from quantkit.runtime.generation import Continuation
+from quantkit.runtime.request import (
+    MAX_NEW_TOKENS,
+    Request,
+    TokenIds,
+    checked_length,
+    checked_request,
+    no_prompt_logprobs,
+    prompt_ids,
+)
+from quantkit.runtime.sampling import TokenLogprobs
+from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import DType
-from quantkit.xla.batch import XlaBatch
+from quantkit.tensors.finite import nonfinite_logits
 from quantkit.xla.model import sharded_decoder
-from quantkit.xla.products import AXIS
-from quantkit.xla.programs import ShardedModel
+from quantkit.xla.programs import CHUNK, NO_TOKEN, Drawn, Rows, Sampling, cache_shape, chunk_program, prefill_program
 from quantkit.xla.split import DeviceSplit
-from quantkit.xla.weights import load_state
+from quantkit.xla.weights import device_mesh, float_dtype, load_state, zeros
+
+_MIN, _STEP = 32, 512  # buckets are powers of two from the one to the other, then multiples of it
+
+Array = np.ndarray[Any, Any]
 
 
-class XlaModel(ShardedModel):
-    """A model on devices that generates."""
+@dataclass(frozen=True)
+class XlaModel:
+    """A decoder that generates, with its weights in the memory of devices.
+
+    Attributes:
+        dtype: of activations and cache.
+    """
+
+    split: DeviceSplit
+    mesh: Mesh
+    decoder: Decoder
+    state: dict[str, jax.Array]
+    dtype: torch.dtype
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.split.config
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens that `generate` gives out together."""
+        return CHUNK
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for those of all hosts."""
+        return bool(jax.process_index() == 0)
+
+    @cached_property
+    def prefill(self) -> Any:
+        """The program of `prefill_program`."""
+        return prefill_program(self.decoder, self.mesh)
+
+    @cached_property
+    def chunk(self) -> Callable[[int | None], Any]:
+        """Makes the program of `chunk_program` for a number of log-probabilities, once."""
+        return cache(partial(chunk_program, self.decoder, self.mesh))
 
     def runner(self, slots: int) -> XlaBatch:
         """What `quantkit.generate_batch` runs requests with, several sequences at once."""
@@ -71,42 +129,191 @@ def model_on_devices(
     return XlaModel(split, mesh, sharded_decoder(split), state, dtype)
 
 
-def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
-    """A line of devices.
+class CachedBatch:
+    """Texts that begin together and grow by chunks, each until it ends.
 
-    Args:
-        count: how many; None takes all.
-        multi_host: whether other processes, each started in the same way, have devices as well. JAX finds them
-            on a TPU pod and under Slurm; elsewhere ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and
-            ``JAX_PROCESS_ID`` say where they are.
-
-    Raises:
-        RequestError: if there are fewer devices, or a host's would be left out.
+    Attributes:
+        logits: [B, V], of what follows.
+        running: whether there is a sequence that has not ended.
     """
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    try:
-        if multi_host:
-            jax.distributed.initialize(num_processes=_number("JAX_NUM_PROCESSES"), process_id=_number("JAX_PROCESS_ID"))
-        devices = jax.devices()
-    except (RuntimeError, ValueError) as error:
-        raise RequestError(f"JAX finds no devices: {error}") from error
-    count = len(devices) if count is None else count
-    if count < 1:
-        raise RequestError("devices must be at least 1", found=count)
-    if count > len(devices):
-        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes virtual ones"
-        raise RequestError(
-            "too few devices", found=f"{len(devices)} of kind {devices[0].device_kind}", expected=count,
-            hint=flag if devices[0].platform == "cpu" else None,
-        )  # fmt: skip
-    if multi_host and count < len(devices):
-        raise RequestError("with several hosts all devices take part", found=count, expected=len(devices))
-    if count < len(devices):
-        return Mesh(np.array(devices[:count]), (AXIS,))
-    return Mesh(mesh_utils.create_device_mesh((count,), devices), (AXIS,))
+
+    def __init__(
+        self, model: XlaModel, tokens: Array, lengths: Array, counts: Array, capacity: int, *,
+        sampling: Sampling | None = None, penalized: bool = False, logprobs: int | None = None,
+    ) -> None:  # fmt: skip
+        """Run the prompts.
+
+        Args:
+            tokens: [B, T], of which the first tokens of each row, as many as its length [B], are a prompt and the
+                others padding.
+            counts: [B], tokens that each sequence gets at most; 0 where a row has none.
+            capacity: positions that the cache has.
+            sampling: how tokens are drawn; None takes the likeliest.
+            penalized: whether tokens that a sequence holds already have a penalty.
+            logprobs: also return log-probabilities, with this many of the likeliest tokens.
+
+        Raises:
+            RequestError: if the texts are more than that, or the cache does not fit in memory. Beyond the cache's end
+                XLA would write over its last positions, without a word.
+        """
+        needed = max(tokens.shape[1], int((lengths + counts).max()))
+        if needed > capacity:
+            raise RequestError("the texts exceed the cache", found=needed, expected=f"at most {capacity} positions")
+        self.running = True
+        self._model = model
+        self._sampling = sampling
+        self._program = model.chunk(logprobs)
+        self._ends = np.array(model.config.eos_token_ids, np.int32)
+        self._rows = Rows(lengths.astype(np.int32), counts.astype(np.int32))
+        if penalized:
+            self._rows = self._rows._replace(seen=_seen_tokens(tokens, lengths, model.config.vocab_size))
+        shape = cache_shape(model.split, tokens.shape[0], capacity)
+        layers = range(model.config.num_layers)
+        with enough_memory(None):
+            cache = tuple([zeros(model.mesh, shape, float_dtype(model.dtype)) for _ in layers] for _ in range(2))
+            self._cache, self.logits = model.prefill(
+                model.state, cache, tokens.astype(np.int32), lengths.astype(np.int32)
+            )
+
+    def grow(self) -> Drawn:
+        """The next tokens of all texts, [steps, B]: a chunk of them, or fewer if all texts end before.
+
+        Raises:
+            NonFiniteError: if the logits of a sequence are NaN or Inf.
+            RequestError: if there is too little memory.
+        """
+        with enough_memory(None):
+            self._cache, self.logits, self._rows, drawn, steps = self._program(
+                self._model.state, self._cache, self.logits, self._rows, self._ends, self._sampling
+            )
+        found: Drawn = jax.tree.map(lambda array: np.asarray(array)[: int(steps)], drawn)
+        if not found.finite.all():
+            raise nonfinite_logits()
+        self.running = bool((np.asarray(self._rows.left) > 0).any())
+        return found
+
+    def end(self, row: int) -> None:
+        """Let a sequence get no more tokens."""
+        left = np.array(self._rows.left)
+        left[row] = 0
+        self._rows = self._rows._replace(left=left)
+        self.running = bool(left.any())
 
 
-def _number(variable: str) -> int | None:
-    value = os.environ.get(variable)
-    return None if value is None else int(value)
+class XlaBatch:
+    """Runs requests, as many together as a `CachedBatch` has rows; the next ones begin when all of these have ended."""
+
+    def __init__(self, model: XlaModel, slots: int) -> None:
+        """
+        Args:
+            slots: texts at once, at most.
+        """
+        self.slots = slots
+        self._rows = power_of_two(slots, 1)  # also where fewer texts are left: another size would be compiled
+        self._model = model
+        self._waiting: deque[Continuation] = deque()
+        self._running: list[Continuation] = []
+        self._cached: CachedBatch | None = None
+
+    def require(self, request: Request) -> None:
+        """
+        Raises:
+            RequestError: if it requests what no program does, or for more positions than have the same angles
+                in all texts.
+        """
+        if request.scores_prompt:
+            raise no_prompt_logprobs("echo")
+        config = self._model.config
+        checked_length(config, request.prompt, request.max_new_tokens, config.max_unscaled_context)
+
+    def add(self, request: Request) -> list[Continuation]:
+        """Start a request; returns its continuations."""
+        found = [Continuation(request, number) for number in range(request.samples)]
+        self._waiting.extend(found)
+        return found
+
+    def end(self, generation: Continuation) -> None:
+        """Let a continuation end here, whatever is still to come of it."""
+        generation.finish_reason = generation.finish_reason or "stop"
+        if generation in self._waiting:
+            self._waiting.remove(generation)
+        elif generation in self._running and self._cached is not None:
+            self._cached.end(self._running.index(generation))
+
+    def step(self) -> list[Continuation]:
+        """A chunk of each sequence; those that have new tokens or have ended.
+
+        Raises:
+            NonFiniteError: if the model's logits are NaN or Inf.
+        """
+        if self._cached is None or not self._cached.running:
+            self._running = [self._waiting.popleft() for _ in range(min(self.slots, len(self._waiting)))]
+            if not self._running:
+                return []
+            self._cached = cached_batch(self._model, self._running, self._rows)
+        drawn = self._cached.grow()
+        news = [one for one in self._running if one.finish_reason is None]
+        for row, one in enumerate(self._running):
+            if one in news:
+                self._take(one, jax.tree.map(lambda array, row=row: array[:, row], drawn))
+        return news
+
+    def _take(self, one: Continuation, drawn: Drawn) -> None:
+        """Add the tokens drawn for a sequence, up to its end; of tokens that end it alone the device knows nothing."""
+        for index, token in enumerate(drawn.tokens.tolist()):
+            if token != NO_TOKEN and one.finish_reason is None:
+                one.append(token, _logprobs(one, drawn, index), self._model.config.eos_token_ids)
+        if one.finish_reason is not None:
+            self.end(one)
+
+
+def _logprobs(one: Continuation, drawn: Drawn, index: int) -> TokenLogprobs | None:
+    """Of one of the tokens that were drawn for a sequence, if requested."""
+    count = one.request.logprobs
+    if count is None:
+        return None
+    here = slice(index, index + 1)
+    found = drawn.logprobs[here], drawn.top_logprobs[here, :count], drawn.top[here, :count]
+    return TokenLogprobs(*map(torch.tensor, found))
+
+
+def cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> CachedBatch:
+    """Begin texts, one in each of the first rows; what is compiled for their buckets serves other texts."""
+    idle = rows - len(texts)
+    lengths = np.array([*(len(one.request.prompt) for one in texts), *[1] * idle])
+    # Beyond `max_unscaled_context`, some rotary scalings change.
+    padded = min(bucket(int(lengths.max())), model.config.max_unscaled_context)
+    tokens = np.zeros((rows, padded), np.int32)
+    for row, one in enumerate(texts):
+        tokens[row, : len(one.request.prompt)] = one.request.prompt
+    counts = np.array([*(one.request.max_new_tokens for one in texts), *[0] * idle])
+    params = [*(one.sampling for one in texts), *[SamplingParams()] * idle]
+    penalized = any(one.needs_seen_tokens for one in params)
+    sampling = None
+    if not all(one.likeliest_only for one in params):
+        sampling = Sampling.of(params, _shared_seeds(params), model.config.vocab_size)
+    requested = [one.request.logprobs for one in texts if one.request.logprobs is not None]
+    return CachedBatch(
+        model, tokens, lengths, counts, bucket(max(padded, int((lengths + counts).max()))), sampling=sampling,
+        penalized=penalized, logprobs=min(max(requested), model.config.vocab_size) if requested else None,
+    )  # fmt: skip
+
+
+def bucket(length: int) -> int:
+    """A length that many share, so that what is compiled for one serves all: no shorter, at most twice as long."""
+    return power_of_two(length, _MIN) if length <= _STEP else -(-length // _STEP) * _STEP
+
+
+def _seen_tokens(tokens: Array, lengths: Array, vocabulary: int) -> Array:
+    """Which tokens each prompt holds, bool [B, V]."""
+    seen = np.zeros((len(tokens), vocabulary), bool)
+    for row, length in enumerate(lengths):
+        seen[row, tokens[row, :length]] = True
+    return seen
+
+
+def _shared_seeds(params: Sequence[SamplingParams]) -> list[int]:
+    """A seed in 64 bits for each sequence, the same for the processes of all hosts."""
+    seeds = [secrets.randbits(64) if one.seed is None else one.seed % 2**64 for one in params]
+    words = np.array([divmod(seed, 2**32) for seed in seeds], np.uint32)
+    return [high << 32 | low for high, low in multihost_utils.broadcast_one_to_all(words).tolist()]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import HEAD, Linear, parameters
 from quantkit.model.cache import KVCache
-from quantkit.model.decoder import Decoder, DecoderOps
+from quantkit.model.decoder import Decoder
 from quantkit.model.load import meta_init
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.scheme import QuantScheme
@@ -25,53 +25,20 @@ Finish = Callable[[jax.Array], jax.Array]
 """Makes the whole of a product that a device has computed its part of."""
 
 
-class ShardedLinear(nn.Module):
-    """A device's shard of a linear layer, its weight floats or quantized."""
+class _Sharded(nn.Module):
+    """Has a device's shard of a weight, floats or quantized.
 
-    def __init__(self, weight: Sequence[str], bias: bool, finish: Finish) -> None:
+    Attributes:
+        arrays: the weight, or codes, scale and perhaps zero.
+    """
+
+    def __init__(self, weight: Sequence[str]) -> None:
         """
         Args:
-            weight: names of its arrays, in order: weight, or codes, scale and perhaps zero.
+            weight: names of the arrays, in order.
         """
         super().__init__()
         self._weight = tuple(weight)
-        self._finish = finish
-        for name in weight:
-            self.register_buffer(name, torch.empty(0, device="meta"))
-        self.bias = nn.Parameter(torch.empty(0, device="meta")) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., I] to [..., O]."""
-        weight = [getattr(self, name) for name in self._weight]
-        out: Tensor = apply(partial(_linear, self._finish), x, self.bias, *weight)
-        return out
-
-
-class ShardedEmbedding(nn.Module):
-    """A vocabulary-parallel embedding: a device has some of its rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(0, device="meta"))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] to [B, T, D]."""
-        rows: Tensor = apply(products.vocab_parallel_embedding, tokens, self.weight)
-        return rows
-
-
-class ShardedQuantEmbedding(nn.Module):
-    """The same of codes; rows are rounded once, to the activations' dtype."""
-
-    def __init__(self, weight: Sequence[str], like: nn.Module) -> None:
-        """
-        Args:
-            weight: names of its arrays, in order: codes, scale and perhaps zero.
-            like: has a weight of the activations' dtype.
-        """
-        super().__init__()
-        self._weight = tuple(weight)
-        self._like = [like]  # no child of this one: its array has one name
         for name in weight:
             self.register_buffer(name, torch.empty(0, device="meta"))
 
@@ -79,20 +46,47 @@ class ShardedQuantEmbedding(nn.Module):
     def arrays(self) -> list[Tensor]:
         return [getattr(self, name) for name in self._weight]
 
+
+class ShardedLinear(_Sharded):
+    """A device's shard of a linear layer."""
+
+    def __init__(self, weight: Sequence[str], bias: bool, finish: Finish) -> None:
+        super().__init__(weight)
+        self._finish = finish
+        self.bias = nn.Parameter(torch.empty(0, device="meta")) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., O]."""
+        out: Tensor = apply(partial(_linear, self._finish), x, self.bias, *self.arrays)
+        return out
+
+
+class ShardedEmbedding(_Sharded):
+    """A vocabulary-parallel embedding: a device has some of its rows, which are rounded to the activations' dtype."""
+
+    def __init__(self, weight: Sequence[str], like: nn.Module) -> None:
+        """
+        Args:
+            like: has a weight of the activations' dtype.
+        """
+        super().__init__(weight)
+        self._like = [like]  # not a submodule: its array has one name
+
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] to [B, T, D]."""
-        rows: Tensor = apply(products.vocab_parallel_codes, tokens, *self.arrays)
+        look_up = products.vocab_parallel_embedding if len(self._weight) == 1 else products.vocab_parallel_codes
+        rows: Tensor = apply(look_up, tokens, *self.arrays)
         weight = self._like[0].weight
         assert isinstance(weight, Tensor)
         return rows.to(weight.dtype)
 
 
 class ShardedTiedHead(nn.Module):
-    """The head that is tied to an embedding of codes."""
+    """The head that is tied to an embedding."""
 
-    def __init__(self, embedding: ShardedQuantEmbedding, finish: Finish) -> None:
+    def __init__(self, embedding: ShardedEmbedding, finish: Finish) -> None:
         super().__init__()
-        self._embedding = [embedding]  # no child of this one: its arrays have one name each
+        self._embedding = [embedding]  # not a submodule: its arrays have one name each
         self._finish = finish
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,30 +118,21 @@ def sharded_decoder(split: DeviceSplit) -> Decoder:
     linears = {parameter.module: parameter.linear for parameter in parameters(split.config) if parameter.linear}
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
-            weight = _arrays(split.schemes.get(name))
-            parent, _, child = name.rpartition(".")
             finish = _finish(linears[name], split.config.vocab_size)
-            setattr(model.get_submodule(parent), child, ShardedLinear(weight, module.bias is not None, finish))
-    if (scheme := split.schemes.get(EMBEDDING)) is None:
-        model.model.set_submodule("embed_tokens", ShardedEmbedding())
-    else:
-        embedding = ShardedQuantEmbedding(_arrays(scheme), model.model.norm)
-        model.model.set_submodule("embed_tokens", embedding)
-        if model.lm_head is None:
-            model.lm_head = ShardedTiedHead(embedding, _finish(HEAD, split.config.vocab_size))
-    head = partial(_linear, _finish(HEAD, split.config.vocab_size))
-    model.ops = DecoderOps(float_linear=lambda x, weight: apply(head, x, None, weight))  # for a tied head
+            linear = ShardedLinear(_arrays(split.schemes.get(name)), module.bias is not None, finish)
+            model.set_submodule(name, linear)
+    embedding = ShardedEmbedding(_arrays(split.schemes.get(EMBEDDING)), model.model.norm)
+    model.model.set_submodule("embed_tokens", embedding)
+    if model.lm_head is None:
+        model.lm_head = ShardedTiedHead(embedding, _finish(HEAD, split.config.vocab_size))
     return model.eval()
 
 
-_QUANTIZED = ("codes", "scale", "zero")
-
-
-def _arrays(scheme: QuantScheme | None) -> Sequence[str]:
-    """What the arrays of a weight are called."""
+def _arrays(scheme: QuantScheme | None) -> list[str]:
+    """The names of a weight's arrays."""
     if scheme is None:
         return ["weight"]
-    return _QUANTIZED[:2] if scheme.symmetric else _QUANTIZED
+    return ["codes", "scale"] if scheme.symmetric else ["codes", "scale", "zero"]
 
 
 def _finish(linear: Linear, vocabulary: int) -> Finish:

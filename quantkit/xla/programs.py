@@ -1,26 +1,25 @@
 """The two compiled programs of generation: the prompts of a batch, and a chunk of new tokens for each.
 
-B rows of a batch, each with its own sequence or none; V vocabulary.
+B rows of a batch, each with its own sequence or none; V vocabulary. `quantkit.runtime.sampling_params` declares how
+tokens are drawn; the random numbers differ from torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import torch
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from quantkit.architectures.config import ModelConfig
 from quantkit.model.decoder import Decoder
+from quantkit.runtime.sampling_params import OPTIONS, SamplingParams
 from quantkit.xla.bridge import apply, run
 from quantkit.xla.model import ShardedCache
-from quantkit.xla.sampling import Sampling, sample
 from quantkit.xla.split import DeviceSplit
 from quantkit.xla.weights import SHARDED
 
@@ -29,6 +28,10 @@ CHUNK = 10
 
 NO_TOKEN = -1
 """Where a sequence had ended."""
+
+_MIN_TEMPERATURE = 1e-6
+_MAX_NUMBER = 1e30  # of float32
+_MAX_COUNT = 2**31 - 1
 
 _REPLICATED = PartitionSpec()
 
@@ -67,44 +70,35 @@ class Drawn(NamedTuple):
     top_logprobs: Any = None
 
 
-@dataclass(frozen=True)
-class ShardedModel:
-    """A decoder, its weights in the memory of devices, and its programs.
+class Sampling(NamedTuple):
+    """How the tokens of each sequence are drawn, as arrays.
 
     Attributes:
-        dtype: of activations and cache.
+        keys: [B, 2] uint32, for the random numbers of each sequence.
+        values: of the options by name: [B] float32 or int32, or [B, V] where an option has a value for each token and
+            a sequence uses it.
     """
 
-    split: DeviceSplit
-    mesh: Mesh
-    decoder: Decoder
-    state: dict[str, jax.Array]
-    dtype: torch.dtype
-    _chunks: dict[int | None, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    keys: Any
+    values: dict[str, Any]
 
-    @property
-    def config(self) -> ModelConfig:
-        return self.split.config
-
-    @property
-    def tokens_at_once(self) -> int:
-        """Tokens that `generate` gives out together."""
-        return CHUNK
-
-    @property
-    def first(self) -> bool:
-        """Whether this process speaks for those of all hosts."""
-        return bool(jax.process_index() == 0)
-
-    @cached_property
-    def prefill(self) -> Any:
-        return prefill_program(self.decoder, self.mesh)
-
-    def chunk(self, logprobs: int | None) -> Any:
-        """The program of `chunk_program`."""
-        if logprobs not in self._chunks:
-            self._chunks[logprobs] = chunk_program(self.decoder, self.mesh, logprobs=logprobs)
-        return self._chunks[logprobs]
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], vocab_size: int) -> Sampling:
+        """
+        Args:
+            seeds: 64 bits for each sequence.
+        """
+        values: dict[str, Any] = {}
+        for option in OPTIONS:
+            found = [getattr(one, option.name) for one in params]
+            if option.row is not None:
+                if any(option in one.active for one in params):
+                    values[option.name] = np.array([option.row(one, vocab_size) for one in found], np.float32)
+            elif option.type is int and option.name != "seed":
+                values[option.name] = np.array([min(one, _MAX_COUNT) for one in found], np.int32)
+            elif option.type is float:
+                values[option.name] = np.array([min(one, _MAX_NUMBER) for one in found], np.float32)
+        return cls(np.array([divmod(seed, 1 << 32) for seed in seeds], np.uint32), values)
 
 
 def prefill_program(model: Decoder, mesh: Mesh) -> Any:
@@ -120,7 +114,7 @@ def prefill_program(model: Decoder, mesh: Mesh) -> Any:
     return _spmd(prefill, mesh, (SHARDED, SHARDED, _REPLICATED, _REPLICATED), (SHARDED, _REPLICATED), donated=(1,))
 
 
-def chunk_program(model: Decoder, mesh: Mesh, *, logprobs: int | None = None) -> Any:
+def chunk_program(model: Decoder, mesh: Mesh, logprobs: int | None = None) -> Any:
     """(state, cache, logits [B, V], rows, ends [E], sampling) to cache, logits, rows, what was drawn, and in how many
     steps: `CHUNK`, or fewer if all texts have ended.
 
@@ -181,6 +175,38 @@ def _next(
     if seen is not None:
         seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
     return drawn, Rows(rows.positions, jnp.where(active & ~ended, rows.left - 1, 0), seen), tokens
+
+
+def sample(logits: jax.Array, sampling: Sampling | None, positions: jax.Array, seen: jax.Array | None) -> jax.Array:
+    """A token for each sequence, [B, V] to [B].
+
+    Args:
+        sampling: None takes the likeliest.
+        positions: where the tokens go, [B]. What is drawn for a sequence depends on its key and on its position alone.
+        seen: which tokens each sequence already contains, bool [B, V]; None if no option needs it.
+    """
+    if sampling is None:
+        return logits.argmax(-1)
+    return jax.vmap(_sample_one)(logits.astype(jnp.float32), sampling.keys, positions, sampling.values, seen)
+
+
+def _sample_one(
+    logits: jax.Array, key: jax.Array, position: jax.Array, values: dict[str, jax.Array], seen: jax.Array | None
+) -> jax.Array:
+    """A token of one sequence, from logits [V]."""
+    for option in OPTIONS:
+        if option.adjust is not None and option.name in values and not (option.needs_seen_tokens and seen is None):
+            logits = option.adjust(jnp, logits, values[option.name], seen)
+    temperature = values["temperature"]
+    scaled = (logits - logits.max()) / jnp.maximum(temperature, _MIN_TEMPERATURE)
+    ranked, order = jax.lax.top_k(scaled, scaled.shape[0])
+    for option in OPTIONS:
+        if option.drops is not None:
+            drops = partial(option.drops, jax.nn.softmax(ranked), jnp.arange(ranked.shape[0]))
+            ranked = jnp.where(drops(values[option.name]), -jnp.inf, ranked)
+    key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
+    drawn = order[jax.random.categorical(key, ranked)]
+    return jnp.where(temperature > 0, drawn, logits.argmax(-1))
 
 
 def _run_shard(

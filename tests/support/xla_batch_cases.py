@@ -26,9 +26,8 @@ from quantkit.runtime.generate_batch import completions, engine_for, generate_ba
 from quantkit.runtime.request import Request
 from quantkit.runtime.sampling import probabilities
 from quantkit.runtime.sampling_params import SamplingParams
-from quantkit.xla.batch import CachedBatch
-from quantkit.xla.engine import XlaModel, model_on_devices
-from quantkit.xla.sampling import Sampling, sample
+from quantkit.xla.engine import CachedBatch, XlaModel, model_on_devices
+from quantkit.xla.programs import Sampling, sample
 
 warnings.simplefilter("error")
 LENGTHS = (1, 2, 5, 9, 17, 26, 33, 40)

@@ -24,11 +24,9 @@ from quantkit.model.load import load_model
 from quantkit.runtime.generate import generate as generate_eager
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.xla import products
-from quantkit.xla.batch import CachedBatch, bucket
-from quantkit.xla.engine import XlaModel, model_on_devices
+from quantkit.xla.engine import CachedBatch, XlaModel, bucket, model_on_devices
 from quantkit.xla.estimate import collectives
-from quantkit.xla.programs import CHUNK, Rows
-from quantkit.xla.sampling import Sampling, sample
+from quantkit.xla.programs import CHUNK, Rows, Sampling, sample
 
 warnings.simplefilter("error")
 PROMPT = [5, 17, 40, 3, 77, 12, 9]
