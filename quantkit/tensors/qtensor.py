@@ -30,8 +30,7 @@ class QuantTensor:
     Attributes:
         codes: [O, I] uint8, each below ``2 ** bits``.
         scale: [O, G] float16, bfloat16 or float32, as the file stores it.
-        zero: [O, G] uint8, or None for a symmetric scheme, whose zero point is
-            ``2 ** (bits - 1)`` everywhere.
+        zero: [O, G] uint8, or None for a symmetric scheme, whose zero point is ``2 ** (bits - 1)`` everywhere.
         scheme: bits, group size and symmetry; G is ``scheme.groups(I)``.
 
     Raises:
@@ -123,10 +122,9 @@ def cast_scales(value: QuantTensor, *dtypes: torch.dtype) -> QuantTensor | None:
 def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> QuantTensor:
     """Round each weight to the nearest code, all arithmetic in float32.
 
-    Symmetric scales spread the largest magnitude of a group over ``(levels - 1) / 2``
-    steps; asymmetric ones spread its range, zero included, over ``levels - 1`` steps.
-    Codes are computed against the scale as stored. Where storing rounds it down, the
-    largest weights lie beyond the last code and are clipped to it.
+    Symmetric scales spread the largest magnitude of a group over ``(levels - 1) / 2`` steps; asymmetric ones spread its
+    range, zero included, over ``levels - 1`` steps. Codes are computed against the scale as stored. Where storing
+    rounds it down, the largest weights lie beyond the last code and are clipped to it.
 
     Args:
         weight: [O, I], any float dtype, finite.

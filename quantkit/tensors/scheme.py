@@ -25,8 +25,7 @@ class QuantScheme:
     Attributes:
         bits: bits per code, 4 or 8.
         group_size: inputs that share a scale; ``None`` means one scale per row.
-        symmetric: the zero point is fixed at ``2 ** (bits - 1)``; otherwise each
-            group stores its own.
+        symmetric: the zero point is fixed at ``2 ** (bits - 1)``; otherwise each group stores its own.
 
     Raises:
         RequestError: for other bits, a group size that is no multiple of 8, or values of other types.
@@ -45,9 +44,7 @@ class QuantScheme:
             raise RequestError("bits per weight are not supported", found=self.bits, expected="4 or 8")
         if self.group_size is not None and (self.group_size <= 0 or self.group_size % 8):
             raise RequestError(
-                "group size is not supported",
-                found=self.group_size,
-                expected="a positive multiple of 8",
+                "group size is not supported", found=self.group_size, expected="a positive multiple of 8"
             )
 
     @classmethod
@@ -110,9 +107,8 @@ class QuantScheme:
     def fitted(self, columns: int) -> QuantScheme:
         """The scheme actually used for a matrix with this many columns.
 
-        The policy for rows that the group size does not divide: the largest smaller
-        group of 128, 64 or 32 that does; if none does, int8 per row. No layer is
-        left unquantized for its shape.
+        The policy for rows that the group size does not divide: the largest smaller group of 128, 64 or 32 that does;
+        if none does, int8 per row. No layer is left unquantized for its shape.
         """
         if self.group_size is None or columns % self.group_size == 0:
             return self
