@@ -74,7 +74,8 @@ def causal_attention(
         cache_dtype: keys and values are seen as a cache of this type stores them; None is as they are.
     """
     long = positions.shape[-1] > MAX_QUERY_ROWS and _eager_on_cpu(positions)
-    masks = {} if long else {window: _window_mask(positions, window) for window in set(windows)}
+    limits = () if long else set(windows)
+    masks = {window: None if window is None else _causal_mask(positions, positions, window) for window in limits}
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         if cache_dtype is not None:
@@ -89,27 +90,21 @@ def causal_attention(
     return attend
 
 
-def prefill_attention(
-    cache: KVCache, positions: Tensor, windows: Sequence[int | None], slots: Tensor | None = None
-) -> Attend:
-    """As `causal_attention`, of the first tokens there are; keys and values go into the cache."""
-    attend_to_each_other = causal_attention(positions, windows)
-
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
-        cache.update(layer, positions, keys, values, slots)
-        return attend_to_each_other(layer, queries, keys, values, scores)
-
-    return attend
-
-
 def cached_attention(
     cache: KVCache, positions: Tensor, windows: Sequence[int | None], attention: CachedAttention,
-    slots: Tensor | None = None,
+    slots: Tensor | None = None, *, first: bool = False,
 ) -> Attend:  # fmt: skip
-    """Each token sees all that the cache holds of its sequence up to it."""
+    """Stores keys and values in the cache; each token sees all that the cache holds of its sequence up to it.
+
+    Args:
+        first: the cache holds nothing yet that the tokens should see; they attend as in `causal_attention`.
+    """
+    to_each_other = causal_attention(positions, windows) if first else None
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         stored = cache.update(layer, positions, keys, values, slots)
+        if to_each_other is not None:
+            return to_each_other(layer, queries, keys, values, scores)
         return attention(queries, *stored, positions, slots, windows[layer], scores)
 
     return attend
@@ -177,11 +172,6 @@ def _mixed_in_pieces(
 
 def _eager_on_cpu(positions: Tensor) -> bool:
     return type(positions) is Tensor and positions.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _window_mask(positions: Tensor, window: int | None) -> Tensor | None:
-    """Which of the positions each sees: bool [T, T] or [B, 1, T, T]; None where that is all up to its own."""
-    return None if window is None else _causal_mask(positions, positions, window)
 
 
 def _causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:

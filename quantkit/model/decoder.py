@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,41 +24,22 @@ from quantkit.model.attention import (
     cached_attention,
     causal_attention,
     masked_attention,
-    prefill_attention,
 )
 from quantkit.model.cache import KVCache
 from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import FloatLinear, float_linear
 from quantkit.model.rope import Angles, Rotary, rotate
 
+if TYPE_CHECKING:
+    from quantkit.model.fused_blocks import FusedBlocks
+
 
 @dataclass(frozen=True)
 class Step:
-    """What one pass through the decoder hands to every block.
-
-    Attributes:
-        angles: of the tokens' positions.
-        attend: how each token attends to the others.
-    """
+    """What every block gets in one pass through the decoder: the angles of the tokens' positions, and attention."""
 
     angles: Angles
     attend: Attend
-
-
-class Blocks(Protocol):
-    """All blocks of a decoder in one call."""
-
-    def serves(self, x: Tensor, cache: KVCache | None) -> bool:
-        """Whether they may be called for hidden states [B, T, D] and a cache, or for none; else the modules run."""
-        ...
-
-    def __call__(
-        self, x: Tensor, positions: Tensor, angles: Angles, cache: KVCache | None,
-        slots: Tensor | None = None, *, first: bool,
-    ) -> Tensor:  # fmt: skip
-        """Hidden states [B, T, D] at rising positions, with their angles, to hidden states after all blocks, which
-        may be float32 where the model is not; `cache`, `slots` and `first` as for `Decoder.hidden`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -78,14 +59,12 @@ class DecoderOps:
     cached_attention: CachedAttention = masked_attention
     ragged: bool = False
     float_linear: FloatLinear = float_linear
-    blocks: Blocks | None = None
+    blocks: FusedBlocks | None = None
     single_threaded: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Decoder(nn.Module):
-    """A causal language model.
-
-    `ops` is the one seam for kernels: whoever loads a decoder may replace it.
+    """A causal language model. Code that loads a decoder may replace `ops` to install kernels.
 
     Positions are tensors and the cache is static, so no step depends on data: the whole forward can be compiled.
     """
@@ -133,18 +112,14 @@ class Decoder(nn.Module):
         if blocks is not None and blocks.serves(x, cache):
             x = blocks(x, positions, angles, cache, slots, first=first)
         else:
-            step = Step(angles, self._attend(positions, cache, slots, first=first))
+            windows, attention = self.config.windows, self.ops.cached_attention
+            if cache is None:
+                attend = causal_attention(positions, windows)
+            else:
+                attend = cached_attention(cache, positions, windows, attention, slots, first=first)
             for block in self.model.layers:
-                x = block(x, step)
+                x = block(x, Step(angles, attend))
         return self.model.norm(x)  # type: ignore[no-any-return]
-
-    def _attend(self, positions: Tensor, cache: KVCache | None, slots: Tensor | None, *, first: bool) -> Attend:
-        windows = self.config.windows
-        if cache is None:
-            return causal_attention(positions, windows)
-        if first:
-            return prefill_attention(cache, positions, windows, slots)
-        return cached_attention(cache, positions, windows, self.ops.cached_attention, slots)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D], in their dtype: float32 where kernels compute whole blocks in
@@ -318,11 +293,7 @@ class Attention(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (1910.07467), computed in float32.
-
-    Attributes:
-        offset: what is added to the weight.
-    """
+    """Root-mean-square norm (1910.07467), computed in float32; `offset` is added to the weight."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ def block_features(config: ModelConfig) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class FusedBlocks:
-    """Blocks of a decoder, see `Blocks`.
+    """Blocks of a decoder in one call.
 
     Attributes:
         run: what `kernel` prepared.
@@ -53,6 +53,7 @@ class FusedBlocks:
     dtype: torch.dtype
 
     def serves(self, x: Tensor, cache: KVCache | None) -> bool:
+        """Whether they may be called for hidden states [B, T, D] and a cache, or for none; else the modules run."""
         limit, tokens = self.kernel.max_tokens, x.shape[0] * x.shape[1]
         return (limit is None or tokens <= limit) and (cache is not None or not self.kernel.needs_cache)
 
@@ -60,6 +61,8 @@ class FusedBlocks:
         self, x: Tensor, positions: Tensor, angles: Angles, cache: KVCache | None,
         slots: Tensor | None = None, *, first: bool,
     ) -> Tensor:  # fmt: skip
+        """Hidden states [B, T, D] at rising positions, with their angles, to hidden states after all blocks, which
+        may be float32 where the model is not; `cache`, `slots` and `first` as for `Decoder.hidden`."""
         cached = None
         if cache is not None:
             cached = [(cache.keys[number], cache.values[number]) for number in self.layers]
@@ -109,7 +112,9 @@ def _fused_linears(block: Block) -> tuple[nn.Module | None, ...]:
 
 
 def _weights(block: Block, linears: list[QuantLinear]) -> BlockWeights:
-    qkv, out, *rest = (_prepared(linear) for linear in linears)
+    qkv, out, *rest = (
+        PreparedLinear(one.prepared, one.scheme, None if one.bias is None else one.bias.detach()) for one in linears
+    )
     gate_up, down = rest or (None, None)
     own = block.self_attn
     return BlockWeights(
@@ -134,10 +139,6 @@ def _settings(config: ModelConfig, layer: LayerConfig) -> BlockSettings:
         config.attention_softcap, config.clip_qkv, config.activation, config.activation_limit, config.activation_alpha,
         config.norm_eps, config.residual_multiplier,
     )  # fmt: skip
-
-
-def _prepared(linear: QuantLinear) -> PreparedLinear:
-    return PreparedLinear(linear.prepared, linear.scheme, None if linear.bias is None else linear.bias.detach())
 
 
 def _floats(values: Tensor | None) -> Tensor | None:
