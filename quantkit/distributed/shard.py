@@ -13,8 +13,8 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ def split_model(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: i
         RequestError: if this number of processes cannot share the model.
         UnsupportedError: if it has a part that only one process can run.
     """
-    heads, width = config.num_heads // size, config.head_dim
+    heads, head_dim = config.num_heads // size, config.head_dim
     if config.num_heads % size:
         divisors = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
         raise RequestError(
@@ -106,8 +106,8 @@ def split_model(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: i
     if (size - 1) * rows >= config.vocab_size:
         raise RequestError("there are too many processes for the vocabulary", found=size, expected=config.vocab_size)
     ranges = {
-        "query": ((rank * heads * width, (rank + 1) * heads * width),),
-        "kv": _merged([(head * width, (head + 1) * width) for head in kv_heads]),
+        "query": ((rank * heads * head_dim, (rank + 1) * heads * head_dim),),
+        "kv": _merged([(head * head_dim, (head + 1) * head_dim) for head in kv_heads]),
         "heads": ((rank * heads, (rank + 1) * heads),),
         "vocab": ((rank * rows, last),),
         **{name: (own,) for name, own in widths.items()},
@@ -115,23 +115,16 @@ def split_model(config: ModelConfig, schemes: Mapping[str, QuantScheme], rank: i
     for name, tensor in split.items():
         if name not in ranges:
             raise UnsupportedError("processes cannot share this architecture", found=f"tensor '{tensor}'")
-    own = _with_widths(config, {name: stop - start for name, (start, stop) in widths.items()})
-    own = replace(own, num_heads=heads, num_kv_heads=len(kv_heads))
-    return Split(rank, own, ranges, tuple(1 / copies[head] for head in kv_heads), rows)
-
-
-def _with_widths(config: ModelConfig, widths: Mapping[str, int]) -> ModelConfig:
-    """A model with other widths of feed-forward and experts, where they are given."""
-    config = replace(config, intermediate_size=widths.get("intermediate", config.intermediate_size))
-    if config.experts is None:
-        return config
-    size, shared = config.experts.size, config.experts.shared_size
-    return replace(
-        config, experts=replace(
-            config.experts, size=widths.get("expert_intermediate", size),
-            shared_size=widths.get("shared_intermediate", shared),
-        ),
+    width = {name: stop - start for name, (start, stop) in widths.items()}
+    experts = config.experts
+    if experts is not None:
+        shared = width.get("shared_intermediate", experts.shared_size)
+        experts = replace(experts, size=width.get("expert_intermediate", experts.size), shared_size=shared)
+    own = replace(
+        config, num_heads=heads, num_kv_heads=len(kv_heads), experts=experts,
+        intermediate_size=width.get("intermediate", config.intermediate_size),
     )  # fmt: skip
+    return Split(rank, own, ranges, tuple(1 / copies[head] for head in kv_heads), rows)
 
 
 def _kv_heads(queries: range, per_head: int) -> list[int]:
@@ -198,7 +191,9 @@ def require_same_checkpoint(checkpoint: Checkpoint, group: ProcessGroup) -> None
     facts: dict[str, object] = {"versions of quantkit and torch": f"{__version__} and {torch.__version__}"}
     facts |= {f"config.{key}": value for key, value in vars(checkpoint.config).items()}
     facts |= {f"contents of {file.path.name}": _contents(file) for file in checkpoint.files()}
-    facts["manifest"] = _manifest(checkpoint.path)
+    facts["manifest"] = None
+    with suppress(CheckpointError):  # not all models have one
+        facts["manifest"] = manifest.read(checkpoint.path)["files"]
     group.require_same(facts)
 
 
@@ -250,15 +245,12 @@ class CheckpointShard:
 
     def _own(self, name: str) -> Tensor | QuantTensor:
         value = self._source.load(name, self._slice(name))
-        if isinstance(value, Tensor) and self._split.rank and self._is_added_up(name):
+        parameter = self._parameters[name]
+        is_bias = parameter.leaf == "bias" and parameter.linear is not None and parameter.linear.parallel == "row"
+        if isinstance(value, Tensor) and self._split.rank and is_bias:
             return torch.zeros_like(value)
         missing = self._rows(name) - value.shape[0]
         return _filled(value, missing) if missing > 0 else value
-
-    def _is_added_up(self, name: str) -> bool:
-        """Whether a tensor is the bias of a row-parallel linear."""
-        parameter = self._parameters[name]
-        return parameter.leaf == "bias" and parameter.linear is not None and parameter.linear.parallel == "row"
 
     def _slice(self, name: str) -> TensorSlice | None:
         return self._split.tensor_slice(self._parameters[name])
@@ -274,10 +266,7 @@ def _filled(value: Tensor | QuantTensor, rows: int) -> Tensor | QuantTensor:
     def fill(tensor: Tensor) -> Tensor:
         return F.pad(tensor, (0, 0, 0, rows))
 
-    if isinstance(value, Tensor):
-        return fill(value)
-    zero = None if value.zero is None else fill(value.zero)
-    return QuantTensor(fill(value.codes), fill(value.scale), zero, value.scheme)
+    return fill(value) if isinstance(value, Tensor) else value.map(fill)
 
 
 def _contents(file: SourceFile) -> str:
@@ -286,11 +275,3 @@ def _contents(file: SourceFile) -> str:
     last = max(file.size - _SAMPLE, 0)
     digest.update(file.read(last, file.size - last))
     return f"{file.size} bytes, {digest.hexdigest()[:12]}"
-
-
-def _manifest(folder: Path) -> object:
-    """The sha256 of all files as quantkit's manifest has them; None where there is none."""
-    try:
-        return manifest.read(folder)["files"]
-    except CheckpointError:
-        return None

@@ -17,10 +17,7 @@ _OF_CODES = "repair the source; `allow_nonfinite=True` carries its scales all th
 def checked_cast(
     tensor: Tensor, dtype: torch.dtype, name: str, path: Path, allow_nonfinite: bool, hint: str = _HINT
 ) -> Tensor:
-    """The tensor in another float type, unless values would be, or are, NaN or Inf, or nothing would be left of it.
-
-    Args:
-        hint: what to do about NaN and Inf.
+    """The tensor in another float type, unless values are or become NaN or Inf, or all become zero.
 
     Raises:
         NonFiniteError: naming the tensor and the count; also if all values become zero, and some were not.
@@ -37,10 +34,7 @@ def checked_cast(
         return result
     before, after = _count_nonfinite(tensor), _count_nonfinite(result)
     what = f"{before} values that are NaN or Inf" if before else f"{after} values that overflow {dtype}"
-    raise NonFiniteError(
-        f"tensor '{name}' holds {what}", path=path, found=f"{after} of {result.numel()}",
-        hint=hint,
-    )  # fmt: skip
+    raise NonFiniteError(f"tensor '{name}' holds {what}", path=path, found=f"{after} of {result.numel()}", hint=hint)
 
 
 def checked_codes(value: QuantTensor, name: str, path: Path, allow_nonfinite: bool) -> None:
@@ -75,11 +69,8 @@ def all_finite(tensor: Tensor) -> bool:
 def finite_logits(logits: Tensor, path: Path | None = None) -> Tensor:
     """A model's logits, unless one is NaN or Inf.
 
-    Args:
-        path: the model's, where it is known.
-
     Raises:
-        NonFiniteError: if one is.
+        NonFiniteError: naming the model's path, if that is known.
     """
     if not all_finite(logits):
         raise nonfinite_logits(path, logits.dtype)

@@ -19,9 +19,7 @@ BFLOAT16_SETTING = "QUANTKIT_BF16"
 MIN_MULTIPLICATIONS = 1 << 20  # multiplications; for fewer, the call itself takes the time
 _FEWEST_ROWS = 16  # with fewer, reading is what takes time
 _STRIPS = 16
-PRODUCT_ELEMENTS = (
-    7 << 18
-)  # elements of a product that is only added up: smaller than what the allocator maps separately each time
+PRODUCT_ELEMENTS = 7 << 18  # of a product that is only added up: less than what the allocator maps anew each time
 _STEP, _WIDE_STEP = 64, 128
 _CPU = torch.device("cpu")
 
@@ -32,7 +30,9 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     torch leaves float32 to MKL, which is half as fast as oneDNN on processors of AMD, and faster on Intel's; both sum
     in float32.
     """
-    if not _through_onednn(a, b):
+    of_float32 = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
+    large = a.shape[0] >= _FEWEST_ROWS and a.shape[0] * b.numel() >= MIN_MULTIPLICATIONS
+    if not (of_float32 and large and _is_faster_through_onednn()):
         return a @ b
     rows, inner = a.shape
     if more := _missing(inner):
@@ -85,11 +85,8 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 
 def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` in float32, [..., I] to [..., O], with both factors and the result rounded to bfloat16.
-
-    Args:
-        weight: [O, I] bfloat16.
-    """
+    """``x @ weight.T`` in float32, [..., I] and [O, I] to [..., O], with both factors and the result rounded to
+    bfloat16; the weight is bfloat16 already."""
     rows = x.bfloat16().flatten(0, -2)
     passed = _padded(rows) if rows.device.type == "cpu" else rows
     return F.linear(passed, weight)[: len(rows)].float().view(*x.shape[:-1], -1)
@@ -141,9 +138,3 @@ def _dense(matrix: Tensor) -> Tensor:
     if matrix.is_contiguous() or matrix.t().is_contiguous():
         return matrix
     return matrix.t().contiguous().t() if matrix.stride(0) == 1 else matrix.contiguous()  # in runs, as it lies
-
-
-def _through_onednn(a: Tensor, b: Tensor) -> bool:
-    of_float32 = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
-    large = a.shape[0] >= _FEWEST_ROWS and a.shape[0] * b.numel() >= MIN_MULTIPLICATIONS
-    return of_float32 and large and _is_faster_through_onednn()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,15 +59,18 @@ class QuantTensor:
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> QuantTensor:
+        """The weight with its codes, scales and zero points changed, which are [O, I] and [O, G]."""
+        zero = None if self.zero is None else change(self.zero)
+        return QuantTensor(change(self.codes), change(self.scale), zero, self.scheme)
+
     def rows(self, start: int, stop: int) -> QuantTensor:
         """Some output rows, as views."""
-        zero = None if self.zero is None else self.zero[start:stop]
-        return QuantTensor(self.codes[start:stop], self.scale[start:stop], zero, self.scheme)
+        return self.map(lambda tensor: tensor[start:stop])
 
     def take(self, index: Tensor) -> QuantTensor:
         """Output rows by their numbers [N], in that order."""
-        zero = None if self.zero is None else self.zero[index]
-        return QuantTensor(self.codes[index], self.scale[index], zero, self.scheme)
+        return self.map(lambda tensor: tensor[index])
 
     def columns(self, start: int, stop: int) -> QuantTensor:
         """Some inputs; where a cut goes through a group, in smaller groups whose scales repeat.
@@ -85,8 +88,7 @@ class QuantTensor:
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same codes on another device."""
-        zero = None if self.zero is None else self.zero.to(device)
-        return QuantTensor(self.codes.to(device), self.scale.to(device), zero, self.scheme)
+        return self.map(lambda tensor: tensor.to(device))
 
     def dequantize(self) -> Tensor:
         """The weights [O, I] in float32. This product, rounded once, is the truth."""
@@ -159,12 +161,8 @@ def stacked(parts: Sequence[QuantTensor]) -> QuantTensor | None:
     if len({(part.scheme, part.scale.dtype) for part in parts}) != 1:
         return None
     zeros = [part.zero for part in parts if part.zero is not None]
-    return QuantTensor(
-        torch.cat([part.codes for part in parts]),
-        torch.cat([part.scale for part in parts]),
-        torch.cat(zeros) if zeros else None,
-        parts[0].scheme,
-    )
+    codes, scale = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
+    return QuantTensor(codes, scale, torch.cat(zeros) if zeros else None, parts[0].scheme)
 
 
 def relative_error(quantized: QuantTensor, weight: Tensor) -> float:

@@ -83,7 +83,10 @@ class Recipe:
             settings = Settings(parsed(text, path), path)
             _require_keys(settings, {"default"}, {"overrides"})
             default = settings.string("default")
-            overrides = [_texts(entry) for entry in settings.objects("overrides")]
+            overrides = []
+            for entry in settings.objects("overrides"):
+                _require_keys(entry, {"pattern", "scheme"})
+                overrides.append((entry.string("pattern"), entry.string("scheme")))
         except QuantkitError as error:
             expected = '{"default": SCHEME, "overrides": [{"pattern": GLOB, "scheme": SCHEME or "keep"}]}'
             raise RequestError(
@@ -158,28 +161,17 @@ class Recipe:
         for override in self.overrides:
             if any(map(override.matches, names)):
                 continue
-            router = any(map(override.matches, routers))
+            pattern, router = shown(override.pattern), any(map(override.matches, routers))
             if router and override.scheme is not None:
-                raise RequestError(
-                    "routers and gates of shared experts keep their floats", found=shown(override.pattern)
-                )
+                raise RequestError("routers and gates of shared experts keep their floats", found=pattern)
             if not router:
-                raise RequestError(
-                    "pattern matches no linear layer",
-                    found=shown(override.pattern),
-                    expected="a glob such as 'model.layers.0.*' or '*.down_proj'",
-                )
+                expected = "a glob such as 'model.layers.0.*' or '*.down_proj'"
+                raise RequestError("pattern matches no linear layer", found=pattern, expected=expected)
 
 
 def _require_scheme(name: str, scheme: object) -> None:
     if not isinstance(scheme, QuantScheme):
         raise wrong_type(name, scheme, 'a QuantScheme, such as QuantScheme.parse("int8")')
-
-
-def _texts(entry: Settings) -> tuple[str, str]:
-    """The pattern and the scheme of an override."""
-    _require_keys(entry, {"pattern", "scheme"}, set())
-    return entry.string("pattern"), entry.string("scheme")
 
 
 def _scheme(name: str, path: str | Path) -> QuantScheme:
@@ -190,7 +182,7 @@ def _scheme(name: str, path: str | Path) -> QuantScheme:
         raise RequestError(error.problem, path=path, found=error.found, expected=error.expected) from error
 
 
-def _require_keys(settings: Settings, needed: set[str], optional: set[str]) -> None:
+def _require_keys(settings: Settings, needed: set[str], optional: Collection[str] = ()) -> None:
     keys = set(settings.values)
-    if needed - keys or keys - needed - optional:
+    if needed - keys or keys - needed.union(optional):
         raise RequestError("unknown or missing keys", found=shown(sorted(keys)))

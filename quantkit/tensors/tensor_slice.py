@@ -57,5 +57,4 @@ class TensorSlice:
             return self.of(value)
         if self.axis == 1:
             return value.columns(*self.ranges[0])
-        zero = None if value.zero is None else self.of(value.zero)
-        return QuantTensor(self.of(value.codes), self.of(value.scale), zero, value.scheme)
+        return value.map(self.of)
