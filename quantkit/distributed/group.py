@@ -10,7 +10,7 @@ import pickle
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -68,9 +68,10 @@ class ProcessGroup:
         warnings.warn("`ProcessGroup.first` is now `is_rank0`", DeprecationWarning, stacklevel=2)
         return self.is_rank0
 
-    def share(self, count: int) -> slice:
-        """The part of `count` items that is this process's."""
-        return _share(count, self.rank, self.size)
+    def share(self, count: int, rank: int | None = None) -> slice:
+        """The part of `count` items that is this process's, or that of process `rank`."""
+        rank = self.rank if rank is None else rank
+        return slice(count * rank // self.size, count * (rank + 1) // self.size)
 
     def sum_(self, value: Tensor) -> None:
         """Replace a tensor by its sum over all processes."""
@@ -83,7 +84,7 @@ class ProcessGroup:
             return value
         whole = torch.empty(total, *value.shape[1:], dtype=value.dtype, device=value.device)
         for rank in range(self.size):
-            part = _share(total, rank, self.size)
+            part = self.share(total, rank)
             rows = value.contiguous() if rank == self.rank else torch.empty_like(whole[part])
             dist.broadcast(rows, rank, group=self._world)
             whole[part] = rows
@@ -132,14 +133,13 @@ class ProcessGroup:
         Raises:
             GroupError: if it fails before, or is lost.
         """
-        assert self._store is not None, "a single process receives no messages"
-        key = self._next_message()
+        store, key = self._store, self._next_message()
+        assert store is not None, "a single process receives no messages"
         try:
-            while not self._store.check([key]):
-                if self._store.check([_ENDED]):
-                    raise GroupError("the first process failed", hint="its own message says why")
-                time.sleep(_POLL_SECONDS)  # a wait in the store would be deaf to Ctrl-C
-            return pickle.loads(bytes.fromhex(self._store.get(key).decode()))
+            _poll(lambda: store.check([key]) or store.check([_ENDED]))
+            if not store.check([key]):
+                raise GroupError("the first process failed", hint="its own message says why")
+            return pickle.loads(bytes.fromhex(store.get(key).decode()))
         except RuntimeError as error:
             raise _lost() from error
 
@@ -159,14 +159,11 @@ class ProcessGroup:
 
     def announce_exit(self, code: int) -> None:
         """Say that the first process, which this is, is done, and what it exits with."""
-        if self._store is None:
+        if (store := self._store) is None:
             return
         with contextlib.suppress(RuntimeError):  # no other process is left
-            self._store.set(_ENDED, str(code))
-            patience = _PATIENCE
-            while patience > 0 and self._store.add(_RECEIVED, 0) < self.size - 1:  # this process may keep the store
-                time.sleep(_POLL_SECONDS)
-                patience -= _POLL_SECONDS
+            store.set(_ENDED, str(code))
+            _poll(lambda: store.add(_RECEIVED, 0) >= self.size - 1, _PATIENCE)  # this process may keep the store
 
     def wait_for_end(self, patience: float = math.inf) -> int | None:
         """Wait until the first process is done, by default however long that takes; what it exits with, if it is.
@@ -174,16 +171,13 @@ class ProcessGroup:
         Raises:
             GroupError: if it is lost.
         """
-        if self._store is None:
+        if (store := self._store) is None:
             return None
         try:
-            while not self._store.check([_ENDED]):
-                if patience <= 0:
-                    return None
-                time.sleep(_POLL_SECONDS)  # a wait in the store would be deaf to Ctrl-C
-                patience -= _POLL_SECONDS
-            self._store.add(_RECEIVED, 1)
-            return int(self._store.get(_ENDED))
+            if not _poll(lambda: store.check([_ENDED]), patience):
+                return None
+            store.add(_RECEIVED, 1)
+            return int(store.get(_ENDED))
         except RuntimeError as error:
             raise _lost() from error
 
@@ -223,7 +217,7 @@ def joined(device: str | None = None) -> Iterator[ProcessGroup]:
         RequestError: if there are fewer GPUs than processes on this machine.
         GroupError: if another process is lost.
     """
-    if _alone():
+    if count_processes() == 1:
         yield SINGLE
         return
     with lost_as_error():
@@ -241,7 +235,7 @@ def joined_for_good(device: str | torch.device | None = None) -> ProcessGroup:
     Raises:
         RequestError, GroupError: see `joined`.
     """
-    if _alone():
+    if count_processes() == 1:
         return SINGLE
     if not dist.is_initialized():
         with lost_as_error():
@@ -265,10 +259,6 @@ def lost_as_error() -> Iterator[None]:
 def count_processes() -> int:
     """How many processes there are to join, this one included; known before they are joined."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _alone() -> bool:
-    return count_processes() == 1
 
 
 def _begun(device: str | torch.device | None) -> ProcessGroup:
@@ -305,8 +295,14 @@ def _end() -> None:
         dist.destroy_process_group()
 
 
-def _share(count: int, rank: int, size: int) -> slice:
-    return slice(count * rank // size, count * (rank + 1) // size)
+def _poll(done: Callable[[], bool], patience: float = math.inf) -> bool:
+    """Whether a state of the store is reached in this time; a wait in the store itself would be deaf to Ctrl-C."""
+    while not done():
+        if patience <= 0:
+            return False
+        time.sleep(_POLL_SECONDS)
+        patience -= _POLL_SECONDS
+    return True
 
 
 def _lost() -> GroupError:
