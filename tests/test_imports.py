@@ -69,7 +69,7 @@ NEEDS_TRITON = {f"quantkit.kernels.triton_{part}" for part in TRITON_PARTS.split
 
 
 XLA = "quantkit.xla"
-XLA_LIGHT = {XLA, f"{XLA}.require", f"{XLA}.split"}  # what can be imported where there is no jax
+XLA_LIGHT = {XLA, f"{XLA}.split"}  # what can be imported where there is no jax
 
 
 def _modules() -> dict[str, ast.Module]:

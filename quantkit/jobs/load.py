@@ -22,7 +22,7 @@ from quantkit.progress import Progress, deduplicated
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.tensors.dtypes import DType, FloatName, float_name
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
-from quantkit.xla.require import require_packages
+from quantkit.xla import require_packages
 
 if TYPE_CHECKING:
     from quantkit.xla.engine import XlaModel

@@ -27,7 +27,7 @@ from quantkit.jobs.prepare import prepare
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.model.device import float_type
 from quantkit.tensors.dtypes import FloatName
-from quantkit.xla.require import require_compiler
+from quantkit.xla import require_compiler
 
 if TYPE_CHECKING:
     from quantkit.xla.estimate import SliceEstimate

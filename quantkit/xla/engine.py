@@ -166,7 +166,10 @@ class CachedBatch:
         self._ends = np.array(model.config.eos_token_ids, np.int32)
         self._rows = Rows(lengths.astype(np.int32), counts.astype(np.int32))
         if penalized:
-            self._rows = self._rows._replace(seen=_seen_tokens(tokens, lengths, model.config.vocab_size))
+            seen = np.zeros((len(tokens), model.config.vocab_size), bool)
+            for row, length in enumerate(lengths):
+                seen[row, tokens[row, :length]] = True
+            self._rows = self._rows._replace(seen=seen)
         shape = cache_shape(model.split, tokens.shape[0], capacity)
         layers = range(model.config.num_layers)
         with enough_memory(None):
@@ -201,13 +204,9 @@ class CachedBatch:
 
 
 class XlaBatch:
-    """Runs requests, as many together as a `CachedBatch` has rows; the next ones begin when all of these have ended."""
+    """Runs requests, up to `slots` texts at once; the next ones begin when all of these have ended."""
 
     def __init__(self, model: XlaModel, slots: int) -> None:
-        """
-        Args:
-            slots: texts at once, at most.
-        """
         self.slots = slots
         self._rows = power_of_two(slots, 1)  # also where fewer texts are left: another size would be compiled
         self._model = model
@@ -302,14 +301,6 @@ def cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> C
 def bucket(length: int) -> int:
     """A length that many share, so that what is compiled for one serves all: no shorter, at most twice as long."""
     return power_of_two(length, _MIN) if length <= _STEP else -(-length // _STEP) * _STEP
-
-
-def _seen_tokens(tokens: Array, lengths: Array, vocabulary: int) -> Array:
-    """Which tokens each prompt holds, bool [B, V]."""
-    seen = np.zeros((len(tokens), vocabulary), bool)
-    for row, length in enumerate(lengths):
-        seen[row, tokens[row, :length]] = True
-    return seen
 
 
 def _shared_seeds(params: Sequence[SamplingParams]) -> list[int]:

@@ -26,17 +26,9 @@ Finish = Callable[[jax.Array], jax.Array]
 
 
 class _Sharded(nn.Module):
-    """Has a device's shard of a weight, floats or quantized.
-
-    Attributes:
-        arrays: the weight, or codes, scale and perhaps zero.
-    """
+    """Has a device's shard of a weight, in arrays named `weight`: the floats, or codes, scale and perhaps zero."""
 
     def __init__(self, weight: Sequence[str]) -> None:
-        """
-        Args:
-            weight: names of the arrays, in order.
-        """
         super().__init__()
         self._weight = tuple(weight)
         for name in weight:
@@ -62,13 +54,10 @@ class ShardedLinear(_Sharded):
 
 
 class ShardedEmbedding(_Sharded):
-    """A vocabulary-parallel embedding: a device has some of its rows, which are rounded to the activations' dtype."""
+    """A vocabulary-parallel embedding: a device has some of its rows, which are rounded to the dtype of the weight of
+    `like`, that of activations."""
 
     def __init__(self, weight: Sequence[str], like: nn.Module) -> None:
-        """
-        Args:
-            like: has a weight of the activations' dtype.
-        """
         super().__init__(weight)
         self._like = [like]  # not a submodule: its array has one name
 

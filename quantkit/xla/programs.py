@@ -84,10 +84,7 @@ class Sampling(NamedTuple):
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], vocab_size: int) -> Sampling:
-        """
-        Args:
-            seeds: 64 bits for each sequence.
-        """
+        """The arrays for sequences with these options, and seeds of 64 bits."""
         values: dict[str, Any] = {}
         for option in OPTIONS:
             found = [getattr(one, option.name) for one in params]
@@ -111,7 +108,7 @@ def prefill_program(model: Decoder, mesh: Mesh) -> Any:
     def prefill(state: Any, cache: Cache, tokens: jax.Array, lengths: jax.Array) -> tuple[Cache, jax.Array]:
         return _run_shard(model, state, cache, tokens, jnp.arange(tokens.shape[1]), lengths - 1, first=True)
 
-    return _spmd(prefill, mesh, (SHARDED, SHARDED, _REPLICATED, _REPLICATED), (SHARDED, _REPLICATED), donated=(1,))
+    return _spmd(prefill, mesh, inputs=4, outputs=2, donated=(1,))
 
 
 def chunk_program(model: Decoder, mesh: Mesh, logprobs: int | None = None) -> Any:
@@ -145,9 +142,7 @@ def chunk_program(model: Decoder, mesh: Mesh, logprobs: int | None = None) -> An
         steps, cache, logits, rows, drawn = lax.while_loop(going, step, (jnp.int32(0), cache, logits, rows, drawn))
         return cache, logits, rows, drawn, steps
 
-    inputs = (SHARDED, SHARDED, _REPLICATED, _REPLICATED, _REPLICATED, _REPLICATED)
-    outputs = (SHARDED, _REPLICATED, _REPLICATED, _REPLICATED, _REPLICATED)
-    return _spmd(chunk, mesh, inputs, outputs, donated=(1, 2))
+    return _spmd(chunk, mesh, inputs=6, outputs=5, donated=(1, 2))
 
 
 def cache_shape(split: DeviceSplit, batch: int, capacity: int) -> tuple[int, ...]:
@@ -219,33 +214,24 @@ def _run_shard(
         cache = ShardedCache(keys, values)
         hidden = model.hidden(tokens, positions, cache, first=first)
         stored = tuple([each.rows for each in layers] for layers in (cache.keys, cache.values))
-        return stored, model.head(apply(_chosen, hidden, last))
+        chosen = apply(lambda of, at: jnp.take_along_axis(of, at[:, None, None], axis=1)[:, 0], hidden, last)
+        return stored, model.head(chosen)
 
     result: tuple[Cache, jax.Array] = run(model, state, decode, tokens, positions, last, *cache)
     return result
 
 
-def _chosen(hidden: jax.Array, last: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-
-
-def _spmd(
-    program: Callable[..., Any], mesh: Mesh, inputs: tuple[Any, ...], outputs: tuple[Any, ...], donated: tuple[int, ...]
-) -> Any:
-    """A program that every device runs; sharded arguments reach it as the device's own shard."""
+def _spmd(program: Callable[..., Any], mesh: Mesh, *, inputs: int, outputs: int, donated: tuple[int, ...]) -> Any:
+    """A program that every device runs: the first two inputs, state and cache, reach it as the device's own shards, and
+    its first output is the cache again. All other inputs and outputs are replicated."""
 
     @wraps(program)
-    def one(*arguments: Any) -> Any:
-        results = program(*_map_sharded(lambda array: array[0], arguments, inputs))
-        return _map_sharded(lambda array: array[None], results, outputs)
+    def one(state: Any, cache: Any, *arguments: Any) -> Any:
+        own = jax.tree.map(lambda array: array[0], (state, cache))
+        cache, *results = program(*own, *arguments)
+        return jax.tree.map(lambda array: array[None], cache), *results
 
-    mapped = jax.shard_map(one, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
-    shardings = tuple(NamedSharding(mesh, spec) for spec in inputs)  # both the host's arrays and the devices'
+    before, after = (SHARDED, SHARDED, *[_REPLICATED] * (inputs - 2)), (SHARDED, *[_REPLICATED] * (outputs - 1))
+    mapped = jax.shard_map(one, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in before)  # both the host's arrays and the devices'
     return jax.jit(mapped, in_shardings=shardings, donate_argnums=donated)
-
-
-def _map_sharded(change: Callable[[Any], Any], values: tuple[Any, ...], specs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Change the arrays that are sharded."""
-    return tuple(
-        jax.tree.map(change, value) if spec == SHARDED else value for value, spec in zip(values, specs, strict=True)
-    )

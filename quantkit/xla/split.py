@@ -65,10 +65,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class DeviceSplit:
-    """A model over a number of devices.
-
-    Attributes:
-        schemes: of the quantized modules.
+    """A model, with the schemes of its quantized modules, over a number of devices.
 
     Raises:
         RequestError: if the devices do not divide the heads.

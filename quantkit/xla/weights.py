@@ -79,11 +79,7 @@ def _number(variable: str) -> int | None:
 def load_state(
     checkpoint: Checkpoint, split: DeviceSplit, mesh: Mesh, dtype: torch.dtype, *, progress: Progress = silent
 ) -> dict[str, jax.Array]:
-    """Read a checkpoint, each tensor once, and give every device of this process its shards.
-
-    Args:
-        dtype: of tensors that are not quantized.
-    """
+    """Read a checkpoint, each tensor once, and put its shards on the devices of this process; floats become `dtype`."""
     state: dict[str, jax.Array] = {}
     ranks = [rank for rank, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
     found = parameters(split.config)
@@ -101,11 +97,7 @@ def load_state(
 def abstract_state(
     infos: Mapping[str, TensorSpec], split: DeviceSplit, mesh: Mesh, dtype: torch.dtype
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """What `load_state` gives, without a weight.
-
-    Args:
-        infos: of every tensor.
-    """
+    """What `load_state` returns, without weights, from the descriptions of all tensors."""
     leaves = list(_derived(split))
     for parameter in parameters(split.config):
         leaves += split.leaves(parameter, _cast(_imagined(infos[parameter.name]), dtype), 0)

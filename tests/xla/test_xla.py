@@ -18,7 +18,7 @@ from test_architectures import CASES
 from virtual_devices import environment, found_by, require_torchax
 
 import quantkit
-from quantkit.xla import require
+from quantkit import xla
 
 pytestmark = pytest.mark.xla
 
@@ -197,7 +197,7 @@ def _free_port() -> int:
 def test_a_package_that_is_missing_is_named(
     installed: dict[str, str], line: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
-    monkeypatch.setattr(require, "_installed", installed.get)
+    monkeypatch.setattr(xla, "_installed", installed.get)
     commands = [["plan", demo_model, "--target", "v5e-16"], ["plan", "generate", "llama-2-7b", "--target", "v5e-16"]]
     if len(installed) < 2 or "0.9.0" in installed.values():
         commands.append(["generate", demo_model, "--prompt", "x", "--backend", "xla"])
@@ -210,7 +210,7 @@ def test_a_package_that_is_missing_is_named(
 
 def test_the_extra_brings_the_versions_that_are_requested() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras["tpu"] == [f"{name}=={version}" for name, version in require.VERSIONS.items()]
+    assert extras["tpu"] == [f"{name}=={version}" for name, version in xla.VERSIONS.items()]
 
 
 def test_devices_without_xla_are_refused(demo_model: Path, capfd: Capture) -> None:
