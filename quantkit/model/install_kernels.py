@@ -5,25 +5,38 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import LayerConfig
 from quantkit.kernels.backend import ScoredAttention
-from quantkit.kernels.check import within
+from quantkit.kernels.check import self_test, within
 from quantkit.kernels.dispatch import operations_for_floats
-from quantkit.model.attention import PLAIN, CachedAttention, Scores, masked_attention
+from quantkit.model.attention import (
+    PLAIN,
+    CachedAttention,
+    Scores,
+    cached_attention,
+    causal_attention,
+    masked_attention,
+)
 from quantkit.model.cache import KVCache
-from quantkit.model.check_blocks import FLOATS, MANY, alike, drawn, same_blocks
-from quantkit.model.decoder import Block, Decoder
+from quantkit.model.decoder import Block, Decoder, Step
 from quantkit.model.feed_forward import Experts
-from quantkit.model.fused_blocks import fused_blocks
+from quantkit.model.fused_blocks import FusedBlocks, fused_blocks
 from quantkit.model.linear import FloatLinear, QuantLinear, kernel_failure
 from quantkit.tensors.cached_rows import CachedRows
 
+_MANY = 20  # tokens that kernels are tried with besides one: more than those for few tokens take
+_FLOATS = 1e-3  # share of a result that float32 arithmetic in another order may be off by, through a whole block
+_FEW = 10  # the widest window that blocks are tried with
+_STEPS = 2  # of a 16-bit dtype that a block may be off by, besides twice what its modules are
 _POSITIONS = 300  # of the cache that attention is tried on: more than kernels take in one piece
 _WINDOW = 100  # the widest window that attention is tried with
 _BENT = 0.1  # of a soft cap: the scores that attention is tried on, a third or fourth of the largest
@@ -61,7 +74,7 @@ def install_kernels(model: Decoder) -> None:
             for experts in banked:
                 experts.bank = None
         blocks = fused_blocks(model)
-        if blocks is not None and not _passes("decoder blocks", lambda: same_blocks(model)):
+        if blocks is not None and not _passes("decoder blocks", lambda: _same_blocks(model)):
             return
     model.ops = replace(model.ops, blocks=blocks)
 
@@ -93,9 +106,9 @@ def _passes(what: str, same_as_torch: Callable[[], bool]) -> bool:
 def _same_linear(model: Decoder, linear: FloatLinear, dtypes: set[torch.dtype]) -> bool:
     """Whether products of rows of these dtypes, one and many, are right to float32 sums."""
     columns = model.config.hidden_size
-    some = drawn(model, MANY + 33, columns)
-    weight = some[MANY:].to(model.dtype)
-    for dtype, count in itertools.product(dtypes, (1, MANY)):
+    some = _drawn(model, _MANY + 33, columns)
+    weight = some[_MANY:].to(model.dtype)
+    for dtype, count in itertools.product(dtypes, (1, _MANY)):
         rows = some[:count].to(dtype)
         x, w = rows.double(), weight.double()
         sizes = torch.outer(torch.linalg.vector_norm(x, dim=1), torch.linalg.vector_norm(w, dim=1))
@@ -109,53 +122,175 @@ def _same_attention(
 ) -> bool:
     """Whether attention is the same for queries of these dtypes, over either kind of cache, for one token and for
     many of those that it is used for, of sequences in separate slots and at separate positions."""
-    many = MANY if max_tokens is None else min(max_tokens, MANY)
+    many = _MANY if max_tokens is None else min(max_tokens, _MANY)
     config = replace(model.config, layers=model.config.layers[:1])
     first = model.model.layers[0]
     assert isinstance(first, Block)
     scores = first.self_attn.scores
     windows = {layer.window and min(layer.window, _WINDOW) for layer in model.config.layers}
-    stretch = _stretch(config, scores)
+    scale = 1 / math.sqrt(config.head_dim) if scores.scale is None else scores.scale
+    # A soft cap is to bend the largest scores of the queries by much.
+    stretch = max(1.0, _BENT * (scores.softcap or 0.0) / (scale * math.sqrt(config.head_dim)))
     every = torch.arange(_POSITIONS, device=model.device)
     slots = torch.tensor([2, 0], device=model.device)
     rows = 3, config.num_kv_heads, _POSITIONS, config.head_dim
     for cached in (model.dtype, torch.int8):
         cache = KVCache(config, 3, _POSITIONS, cached, model.device)
-        keys, values = cache.update(0, every, drawn(model, *rows), drawn(model, *rows, seed=1))
+        keys, values = cache.update(0, every, _drawn(model, *rows), _drawn(model, *rows, seed=1))
         for dtype, tokens, window in itertools.product(dtypes, (1, many), windows):
-            queries = (drawn(model, 2, config.num_heads, tokens, config.head_dim, seed=2) * stretch).to(dtype)
+            queries = (_drawn(model, 2, config.num_heads, tokens, config.head_dim, seed=2) * stretch).to(dtype)
             positions = torch.stack([every[-tokens - 3 : -3], every[7 : 7 + tokens]])
             given = keys, values, positions, slots, window, scores
             found, right = attention(queries, *given), masked_attention(queries.double(), *given)
             # Kernels may round shares, and rows of an int8 cache, to the dtype of the queries: a few of its steps.
-            share = FLOATS + (0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
+            share = _FLOATS + (0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
             vectors = -1, config.head_dim
-            if not alike(found.reshape(vectors), right.reshape(vectors), share):
+            if not _is_close(found.reshape(vectors), right.reshape(vectors), share):
                 return False
     return True
-
-
-def _stretch(config: ModelConfig, scores: Scores) -> float:
-    """By what drawn queries are multiplied, so that a soft cap bends the largest of their scores by much."""
-    scale = 1 / math.sqrt(config.head_dim) if scores.scale is None else scores.scale
-    return max(1.0, _BENT * (scores.softcap or 0.0) / (scale * math.sqrt(config.head_dim)))
 
 
 def _same_experts(model: Decoder, experts: Experts) -> bool:
     """Whether a kernel gives for one row, and for many, what their experts give one by one."""
     linears = [module for module in experts.experts.modules() if isinstance(module, QuantLinear)]
-    bank, some = experts.bank, drawn(model, MANY, model.config.hidden_size).to(model.dtype)
+    bank, some = experts.bank, _drawn(model, _MANY, model.config.hidden_size).to(model.dtype)
     assert bank is not None
     rounding = linears[0].backend.rounding(model.dtype)
     steps = torch.finfo(model.dtype).eps if model.dtype != torch.float32 else 0
-    share = FLOATS + 2 * (rounding.activations + rounding.weights) + 4 * steps
-    for count in (1, MANY):
+    share = _FLOATS + 2 * (rounding.activations + rounding.weights) + 4 * steps
+    for count in (1, _MANY):
         rows = some[:count]
         weights, chosen = experts.route(rows)
         found = bank(rows, weights, chosen)
         experts.bank = None
         right = experts.routed(rows, weights, chosen).double()
         experts.bank = bank
-        if bool(right.isfinite().all()) and not alike(found, right, share):
+        if bool(right.isfinite().all()) and not _is_close(found, right, share):
             return False
     return True
+
+
+def _same_blocks(model: Decoder) -> bool:
+    """Whether the first block of each kind is the same through the kernels; and the head for what comes out, which may
+    be of another dtype than the model."""
+    kinds = {layer: number for number, layer in reversed(list(enumerate(model.config.layers)))}
+    for layer, number in kinds.items():
+        layer = layer if layer.window is None else replace(layer, window=min(layer.window, _FEW))
+        blocks = fused_blocks(model, {number: layer})
+        assert blocks is not None
+        if not _same_head(model, blocks.dtype) or not _same_block(model, number, layer, blocks):
+            return False
+    return True
+
+
+def _same_head(model: Decoder, dtype: torch.dtype) -> bool:
+    head = model.lm_head
+    if dtype == model.dtype or not isinstance(head, QuantLinear):
+        return True
+    return self_test(head.backend, head.scheme, model.device, dtype, head.scale_dtype) is None
+
+
+def _same_block(model: Decoder, number: int, kind: LayerConfig, blocks: FusedBlocks) -> bool:
+    """Whether a block is the same through the kernels, for the first tokens, for one after them, and for many; in 16
+    bits as close to exact products as the modules are, but for little, and over either kind of cache."""
+    config, block = model.config, model.model.layers[number]
+    assert isinstance(block, Block)
+    windows = [kind.window] * config.num_layers
+    far = config.rope.original_context or 0  # where factors of positions are others than at the start
+    max_tokens = blocks.kernel.max_tokens
+    # Below the limit, kernels may differ for each number of tokens.
+    stops = (3, 4, 4 + _MANY) if max_tokens is None else (max_tokens, max_tokens + 1)
+    wide = blocks.dtype == torch.float32
+    linears = [module for module in block.modules() if isinstance(module, QuantLinear)]
+    # Both round the same activations, but for those between two integers: at worst each of four products differs.
+    rounding = _FLOATS + 4 * max(linear.backend.rounding(torch.float32).activations for linear in linears)
+    x = _drawn(model, 1, stops[-1], config.hidden_size)
+    if not wide:
+        x = _small(model, block, x, far, windows).to(blocks.dtype).float()
+    for cached in (torch.float32,) if wide else (blocks.dtype, torch.int8):
+        found, rough, exact = (
+            KVCache(config, 1, stops[-1], dtype, model.device) for dtype in (cached, cached, torch.float32)
+        )
+        for start, stop in zip((0, *stops), stops, strict=False):
+            positions = torch.arange(start, stop, device=model.device)
+            angles, states = model.rotary(positions + far), x[:, start:stop]
+            steps = [
+                Step(angles, cached_attention(cache, positions, windows, masked_attention)) for cache in (exact, rough)
+            ]
+            share = rounding
+            if wide:
+                right = block(states, steps[0])
+            else:
+                with _dequantized(block):
+                    right = block(states, steps[0])
+            if not bool(right.isfinite().all()):
+                return True  # nothing can be compared; NaN and Inf are reported with the logits
+            added = (right - states).double()  # what a block adds may be little
+            if not wide:
+                modules = block(states.to(blocks.dtype), steps[1]).double() - states.double()
+                tiny = torch.finfo(torch.float64).tiny  # a block may add nothing
+                off = float(((modules - added).abs() / _size(added).clamp_min(tiny)).max())
+                share += _STEPS * torch.finfo(blocks.dtype).eps + 2 * off
+            out = blocks(states.to(blocks.dtype, copy=True), positions, angles, found, first=start == 0)
+            given = out.float() - states
+            close = _close_choices(block, states, steps[0], share)
+            for row in range(stop - start):
+                if not close[row] and not _is_close(given[:, row], added[:, row], share):
+                    return False
+    return True
+
+
+def _small(model: Decoder, block: Block, x: Tensor, far: int, windows: list[int | None]) -> Tensor:
+    """Hidden states [1, T, D] of half the size of what the block adds to them: what it adds is not to drown in their
+    rounding. A norm sees little of their size."""
+    positions = torch.arange(x.shape[1], device=x.device)
+    with _dequantized(block):
+        added = block(x, Step(model.rotary(positions + far), causal_attention(positions, windows))) - x
+    size = float(added.square().mean().sqrt())
+    return x * min(1.0, size / 2) if size > 0 else x
+
+
+@contextmanager
+def _dequantized(block: Block) -> Iterator[None]:
+    """Within it a block's products are those of the dequantized weights in float32."""
+
+    def exact(linear: QuantLinear, x: Tensor) -> Tensor:
+        weight = linear.rows(torch.arange(linear.out_features, device=x.device))  # floats only while it is used
+        return F.linear(x, weight, None if linear.bias is None else linear.bias.float())
+
+    linears = [module for module in block.modules() if isinstance(module, QuantLinear)]
+    for linear in linears:
+        linear.forward = partial(exact, linear)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.forward
+
+
+def _close_choices(block: Block, states: Tensor, step: Step, share: float) -> list[bool]:
+    """Which of the rows [1, T, D] a router may send to other experts when it is off by a share of its logits: they may
+    differ, and kernels may be right."""
+    if not isinstance(block.mlp, Experts) or block.mlp.config.per_token == block.mlp.config.count:
+        return [False] * states.shape[1]
+    attended = block.finish("attention", states, block.inner("attention", states, step))
+    logits = block.mlp.logits(block.inner("mlp", attended, step))[0]
+    per_token = block.mlp.config.per_token
+    ranked = logits.sort(-1, descending=True)[0]
+    apart = ranked[:, per_token - 1] - ranked[:, per_token]
+    return [bool(close) for close in apart <= share * logits.std(-1)]
+
+
+def _is_close(found: Tensor, right: Tensor, share: float) -> bool:
+    """Whether each number is right but for a share of itself and of what is typical of its vector, [..., N]."""
+    return within(found, right, share * _size(right))
+
+
+def _size(right: Tensor) -> Tensor:
+    """Of each number and of what is typical of its vector, [..., N], together."""
+    return right.square().mean(-1, keepdim=True).sqrt() + right.abs()
+
+
+def _drawn(model: Decoder, *shape: int, seed: int = 0) -> Tensor:
+    """The same float32 numbers each time, where the model is."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(model.device)

@@ -25,7 +25,6 @@ from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.model import install_kernels
 from quantkit.model.attention import cached_attention, masked_attention
 from quantkit.model.cache import KVCache
-from quantkit.model.check_blocks import same_blocks
 from quantkit.model.decoder import Decoder, Step
 from quantkit.model.fused_blocks import FusedBlocks, fused_blocks
 from quantkit.model.load import fill, meta_init
@@ -219,7 +218,7 @@ def test_kernels_that_are_wrong_are_found_out_at_load(name: str, monkeypatch: py
 
     monkeypatch.setattr(triton_block, name, slightly_off)
     with torch.inference_mode():
-        assert not same_blocks(model)
+        assert not install_kernels._same_blocks(model)
 
 
 def test_blocks_that_add_nothing_are_right() -> None:
@@ -229,7 +228,7 @@ def test_blocks_that_add_nothing_are_right() -> None:
     for linear in (block.self_attn.o_proj, block.mlp.down_proj):
         linear.scale.zero_()
     with torch.inference_mode():
-        assert same_blocks(model)
+        assert install_kernels._same_blocks(model)
 
 
 def test_large_states_and_norms_stay_within_float16() -> None:
