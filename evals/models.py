@@ -86,7 +86,7 @@ def open_models(
 
 def backend_names(model: Decoder) -> list[str]:
     """Backends of a model's quantized layers; empty without quantized layers."""
-    return sorted({module.backend_name for module in model.modules() if isinstance(module, QuantLinear)})
+    return sorted({module.backend.name for module in model.modules() if isinstance(module, QuantLinear)})
 
 
 def fixed_window(models: Sequence[Model], window: int | None) -> int:

@@ -131,11 +131,8 @@ def _product(x: Tensor, linear: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertBank:
-    """The experts of a layer.
-
-    Attributes:
-        gate_up, down: the linears of every expert.
-    """
+    """The experts of a layer, their quantized weights side by side, for a kernel that reads those of the chosen ones
+    in one call."""
 
     kernel: ExpertKernel
     gate_up: StackedLinear

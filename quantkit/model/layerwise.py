@@ -18,7 +18,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.attention import Scores, causal_attention
 from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scaled_embeddings
 from quantkit.model.linear import float32_linears
-from quantkit.model.load import BLOCK_PREFIX, meta_init
+from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init
 from quantkit.model.rope import Rotary
 from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.progress import Progress, silent
@@ -57,7 +57,8 @@ class _Pack:
 
     def _attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         """An `Attend` for B = 1 and T = N."""
-        own = zip(*(self._unpacked(heads) for heads in (queries, keys, values)), strict=True)
+        by_batch = (self.split(heads.transpose(1, 2)) for heads in (queries, keys, values))  # each [B, T, H, Dh]
+        own = [[heads.transpose(1, 2) for heads in parts] for parts in zip(*by_batch, strict=True)]
         mixed = [attend(layer, q, k, v, scores) for attend, (q, k, v) in zip(self._attends, own, strict=True)]
         return torch.cat([one.flatten(0, 1) for one in mixed]).unsqueeze(0)
 
@@ -65,10 +66,6 @@ class _Pack:
         """States [1, N, D] by batch, each [B, T, D]."""
         pieces = torch.split(states[0], self.lengths)
         return [torch.unflatten(piece, 0, shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
-
-    def _unpacked(self, heads: Tensor) -> list[Tensor]:
-        """Heads [1, H, N, Dh] by batch, each [B, H, T, Dh]."""
-        return [piece.transpose(1, 2) for piece in self.split(heads.transpose(1, 2))]
 
 
 @torch.inference_mode()
@@ -101,7 +98,7 @@ def layerwise_hidden(
             tp.connect(block, BLOCK_PREFIX.format(layer))
             states[index] = _through(block, states[index], pack.step)
     norm = rms_norm(config)
-    norm.weight = nn.Parameter(_tensor(checkpoint, "model.norm.weight").float(), requires_grad=False)
+    norm.weight = _float32(checkpoint, "model.norm.weight")
     progress("layers", config.num_layers, config.num_layers, "layers")
     for index, state in enumerate(states):
         states[index] = norm(state)
@@ -122,11 +119,8 @@ def _through(block: Block, states: Tensor, step: Step) -> Tensor:
 
 @torch.inference_mode()
 def head_logits(checkpoint: Checkpoint, hidden: Sequence[Tensor], *, group: ProcessGroup = SINGLE) -> list[Tensor]:
-    """Logits [N, V] of each of some hidden states [N, D], in float32; the head is read once, and taken in pieces.
-
-    Args:
-        group: as for `layerwise_hidden`.
-    """
+    """Logits [N, V] of each of some hidden states [N, D], in float32; the head is read once, and taken in pieces. The
+    processes of a group share it as in `layerwise_hidden`."""
     tp = TensorParallel(checkpoint, group)
     tied = checkpoint.config.tied_embeddings
     head = tp.checkpoint.load("model.embed_tokens.weight" if tied else "lm_head.weight")
@@ -168,9 +162,7 @@ class OffloadedLinear(nn.Module):
         parts = torch.split(x, self._lengths, dim=1) if whole else [x]
         out = torch.cat(float32_linears(parts, weight), dim=-2)
         if self._bias:
-            bias = self._checkpoint.load(self._name + ".bias")
-            assert isinstance(bias, Tensor)
-            out += bias
+            out += _float32(self._checkpoint, self._name + ".bias")
         return out
 
 
@@ -185,18 +177,13 @@ def offloaded_block(checkpoint: Checkpoint, layer: int, lengths: Sequence[int]) 
     prefix = BLOCK_PREFIX.format(layer)
     for name, module in list(block.named_modules()):
         if isinstance(module, nn.Linear):
-            parent, _, child = name.rpartition(".")
-            linear = OffloadedLinear(checkpoint, prefix + name, module.bias is not None, lengths)
-            setattr(block.get_submodule(parent), child, linear)
+            block.set_submodule(name, OffloadedLinear(checkpoint, prefix + name, module.bias is not None, lengths))
         else:
             for own, parameter in module._parameters.items():
                 if parameter is not None:
-                    value = _tensor(checkpoint, f"{prefix}{name}.{own}" if name else prefix + own).float()
-                    setattr(module, own, nn.Parameter(value, requires_grad=False))
+                    setattr(module, own, _float32(checkpoint, f"{prefix}{name}.{own}" if name else prefix + own))
     return block.eval()
 
 
-def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    value = checkpoint.load(name)
-    assert isinstance(value, Tensor)
-    return value
+def _float32(checkpoint: Checkpoint, name: str) -> nn.Parameter:
+    return float_parameter(checkpoint, name, torch.device("cpu"), torch.float32)

@@ -25,16 +25,14 @@ FloatLinear = Callable[[Tensor, Tensor], Tensor]
 
 def float_linear(x: Tensor, weight: Tensor) -> Tensor:
     """The `FloatLinear` of torch."""
-    return F.linear(x, weight) if x.dtype == weight.dtype else float32_linear(x, weight).to(x.dtype)
-
-
-def float32_linear(x: Tensor, weight: Tensor | QuantTensor) -> Tensor:
-    """``x @ weight.T`` in float32, [..., I] to [..., O]; the weight is converted to float32 some rows at a time."""
-    return float32_linears([x], weight)[0]
+    return F.linear(x, weight) if x.dtype == weight.dtype else float32_linears([x], weight)[0].to(x.dtype)
 
 
 def float32_linears(xs: Sequence[Tensor], weight: Tensor | QuantTensor) -> list[Tensor]:
-    """`float32_linear` of each x, with the same bits as alone; the weight is converted once for all."""
+    """``x @ weight.T`` in float32 of each x, [..., I] to [..., O], with the same bits as alone.
+
+    The weight is converted to float32 once for all, some rows at a time.
+    """
     wide = [x.float() for x in xs]
     outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for x in wide]
     count, columns = weight.shape
@@ -68,10 +66,6 @@ class QuantLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.to(device, dtype), requires_grad=False)
 
     @property
-    def backend_name(self) -> str:
-        return self.backend.name
-
-    @property
     def prepared(self) -> dict[str, Tensor]:
         """The backend's tensors by name."""
         return {name: getattr(self, name) for name in self._prepared_names}
@@ -94,8 +88,8 @@ def embedding_rows(tokens: Tensor, weight: Tensor | QuantTensor) -> Tensor:
 class QuantEmbedding(nn.Module):
     """An embedding [V, D] of codes, whose rows are rounded once, to the activations' dtype.
 
-    Where the head is tied to it both read one memory, in the layout of the head's backend; else the codes lie as they
-    are.
+    If `head`, a tied head made of the same weight, is given, both read one memory, in the layout of the head's backend;
+    else the codes keep their layout.
     """
 
     codes: Tensor
@@ -105,10 +99,6 @@ class QuantEmbedding(nn.Module):
     def __init__(
         self, weight: QuantTensor, device: torch.device, dtype: torch.dtype, head: QuantLinear | None = None
     ) -> None:
-        """
-        Args:
-            head: the tied head, made of the same weight.
-        """
         super().__init__()
         self.scheme, (self.num_embeddings, self.embedding_dim) = weight.scheme, weight.shape
         self._dtype = dtype
@@ -134,7 +124,7 @@ class QuantEmbedding(nn.Module):
         right = weight.take(index).dequantize()
         reason = kernel_failure(lambda: torch.equal(head.rows(index.to(device)).cpu(), right))
         if reason is not None:
-            _log.warning("rows of the embedding by '%s' %s; its codes are held twice", head.backend_name, reason)
+            _log.warning("rows of the embedding by '%s' %s; its codes are held twice", head.backend.name, reason)
         return reason is None
 
 

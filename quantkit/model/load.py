@@ -88,8 +88,7 @@ def fill(
     """Give every parameter of `module` the checkpoint's tensor of its name behind `prefix`.
 
     Args:
-        fuse_floats: whether linears of floats that share an input become one, as quantized ones do; not for those who
-            look for each by its name.
+        fuse_floats: whether linears of floats that share an input become one, as quantized ones do.
     """
     names = [name for name in checkpoint.names() if name.startswith(prefix)]
     parameters = {prefix + name for name, _ in module.named_parameters()}
@@ -118,7 +117,8 @@ def fill(
                 weight = _quantized_rows(checkpoint, value, sources)
                 if weight is None:
                     fused, sources, weight = owner, [owner], value
-                linear = QuantLinear(weight, _bias(checkpoint, sources), device, dtype, backend)
+                biases = [_floats(checkpoint.load(bias)) for one in sources if (bias := f"{one}.bias") in parameters]
+                linear = QuantLinear(weight, torch.cat(biases) if biases else None, device, dtype, backend)
                 _replace(module, prefix, sources, fused, linear)
                 done.update(sources)
                 del weight
@@ -155,20 +155,12 @@ def _quantized_rows(checkpoint: Checkpoint, first: QuantTensor, modules: Sequenc
     return stacked(quantized) if len(quantized) == len(parts) else None
 
 
-def _bias(checkpoint: Checkpoint, modules: Sequence[str]) -> Tensor | None:
-    present = checkpoint.names()
-    names = [f"{module}.bias" for module in modules]
-    parts = [_floats(checkpoint.load(name)) for name in names if name in present]
-    return torch.cat(parts) if parts else None
-
-
 def _replace(module: nn.Module, prefix: str, sources: Sequence[str], name: str, linear: nn.Module) -> None:
-    """Put a linear in the place of those whose rows it has."""
+    """Put a linear in the place of those whose rows it has; all are in one submodule."""
+    parent = module.get_submodule(name.removeprefix(prefix).rpartition(".")[0])
     for source in sources:
-        parent, _, child = source.removeprefix(prefix).rpartition(".")
-        delattr(module.get_submodule(parent), child)
-    parent, _, child = name.removeprefix(prefix).rpartition(".")
-    setattr(module.get_submodule(parent), child, linear)
+        delattr(parent, source.rpartition(".")[2])
+    setattr(parent, name.rpartition(".")[2], linear)
 
 
 def float_parameter(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype) -> nn.Parameter:

@@ -46,10 +46,9 @@ class Rotary(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self._rope = config.rope
-        self.whole = Frequencies(config.rope, config.head_dim, config.max_context)
-        self.windowed = (
-            None if config.window_rope is None else Frequencies(config.window_rope, config.head_dim, config.max_context)
-        )
+        size = config.head_dim, config.max_context
+        self.whole = Frequencies(config.rope, *size)
+        self.windowed = None if config.window_rope is None else Frequencies(config.window_rope, *size)
 
     def forward(self, positions: Tensor, lengths: Tensor | None = None) -> Angles:
         """The angles of the positions [..., T] of sequences.
@@ -59,13 +58,10 @@ class Rotary(nn.Module):
         """
         windowed = None if self.windowed is None else self.windowed(positions, lengths)
         cosine, sine = self.whole(positions, lengths)
-        return Angles(cosine, sine, windowed, self._query_scale(positions))
-
-    def _query_scale(self, positions: Tensor) -> Tensor | None:
         beta, context = self._rope.query_scaling_beta, self._rope.original_context
         if beta is None or context is None:
-            return None
-        return 1 + beta * torch.log(1 + torch.floor(positions.float() / context))
+            return Angles(cosine, sine, windowed)
+        return Angles(cosine, sine, windowed, 1 + beta * torch.log(1 + torch.floor(positions.float() / context)))
 
 
 class Frequencies(nn.Module):

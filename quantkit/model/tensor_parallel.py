@@ -61,19 +61,17 @@ def vocab_parallel_embedding(
 class TensorParallel:
     """A checkpoint's model shared by the processes of a group; `SINGLE` has all of it, and no method does anything.
 
+    The checkpoint must be the same in all processes; `require_shareable` checks that.
+
     Attributes:
         checkpoint: this process's shard of the checkpoint.
+
+    Raises:
+        UnsupportedError: for a model known by its tensors only.
+        RequestError: if this number of processes cannot share the model.
     """
 
     def __init__(self, checkpoint: Checkpoint, group: ProcessGroup) -> None:
-        """
-        Args:
-            checkpoint: the same in all processes; `require_shareable` checks that.
-
-        Raises:
-            UnsupportedError: for a model known by its tensors only.
-            RequestError: if this number of processes cannot share the model.
-        """
         require_runnable(checkpoint)
         self.checkpoint, self._config, self._group = checkpoint, checkpoint.config, group
         self._split: Split | None = None
@@ -107,12 +105,10 @@ class TensorParallel:
             else:
                 module.set_submodule(own, ParallelLinear(part, add_up))
         if self._config.qk_norm == "width":
-            widths = tuple(
-                heads * self._config.head_dim for heads in (self._config.num_heads, self._config.num_kv_heads)
-            )
+            heads, kv_heads, size = self._config.num_heads, self._config.num_kv_heads, self._config.head_dim
+            widths = heads * size, kv_heads * size
             for attention in [part for part in module.modules() if isinstance(part, Attention)]:
-                assert attention.q_norm is not None
-                assert attention.k_norm is not None
+                assert attention.q_norm is not None and attention.k_norm is not None
                 attention.shared_norms = WidthParallelNorms(
                     attention.q_norm, attention.k_norm, widths, self._split.kv_shares, self._group
                 )
@@ -121,9 +117,8 @@ class TensorParallel:
         """Let the embedding and the head of a model, whatever multiplies by it, work with those of the others."""
         if self._split is None:
             return
-        own = model.ops.float_linear
-        embedding: nn.Module = model.model.embed_tokens
-        embedding = VocabParallelEmbedding(embedding, self._split.vocab_rows, self._split.vocab_start, self._group)
+        own, rows = model.ops.float_linear, self._split.vocab_rows
+        embedding = VocabParallelEmbedding(model.model.embed_tokens, rows, self._split.vocab_start, self._group)
         model.model.set_submodule("embed_tokens", embedding)
         if model.lm_head is not None and not isinstance(model.lm_head, nn.Linear):
             model.lm_head = ParallelLinear(model.lm_head, self.gather_logits)
@@ -186,7 +181,5 @@ class WidthParallelNorms(nn.Module):
         own = queries.float().square().sum(-1), (heads * heads.new_tensor(self._kv_shares)).sum(-1)
         squares = all_reduce(torch.stack(own, dim=-1), self.group)
         of_queries, of_keys = squares.unsqueeze(-2).unbind(-1)
-        return (
-            self.queries.scaled(queries, of_queries / self._widths[0]),
-            self.keys.scaled(keys, of_keys / self._widths[1]),
-        )
+        queries = self.queries.scaled(queries, of_queries / self._widths[0])
+        return queries, self.keys.scaled(keys, of_keys / self._widths[1])

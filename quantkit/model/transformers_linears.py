@@ -80,7 +80,8 @@ def _roles(
             message = " ".join(str(error).split())
             raise _NotKnown(f"transformers can't build the model ({type(error).__name__}: {shown(message)})") from error
     roles = _with_linears(model, names, tensors, raw)
-    if all(role == "float" for role, _ in roles.values()) and (turned := _transposed(model)):
+    turned = next((name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"), None)
+    if all(role == "float" for role, _ in roles.values()) and turned:  # weights are [I, O], as GPT-2 has them
         raise UnsupportedError(
             "the weights of its linear layers lie transposed (Conv1D), they are not rounded", path=path, found=turned
         )
@@ -105,14 +106,10 @@ def _on_meta(transformers: Any, raw: Mapping[str, Any]) -> Any:
     stated = {key: value for key, value in raw.items() if key not in _NOT_OF_THE_MODEL}
     known = CONFIG_MAPPING[kind]
     config = known.from_dict(known._decode_special_floats(copy.deepcopy(stated)))  # infinities, as its own files spell
-    found: Any = None
-    for name in classes if isinstance(classes, list) else []:
-        one = getattr(transformers, name, None) if isinstance(name, str) else None
-        if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel):
-            found = one
-            break
-    if found is None:
-        found = MODEL_MAPPING.get(type(config), None)
+    names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+    named = (getattr(transformers, name, None) for name in names)
+    models = (one for one in named if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel))
+    found: Any = next(models, None) or MODEL_MAPPING.get(type(config), None)
     if not isinstance(found, type):
         raise _NotKnown(f"transformers has no class for {shown(classes or kind)}")
     with torch.device("meta"):
@@ -133,11 +130,7 @@ def _names_in(model: Any, tensors: tuple[OpaqueTensor, ...]) -> dict[str, tuple[
     """What the model calls the matrices on disk, and whether each is a parameter by itself there, as transformers'
     own loader renames, merges and splits them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     mapping = get_model_conversion_mapping(model)
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
@@ -207,11 +200,6 @@ def _routes(module: nn.Linear) -> bool:
     """Whether the class of a linear is a router's; other classes of linears are linears."""
     name = type(module).__name__.lower()
     return type(module) is not nn.Linear and any(word in name for word in ("router", "gate", "gating"))
-
-
-def _transposed(model: nn.Module) -> str | None:
-    """The first module with a weight [I, O], as GPT-2 has them; None if there is none."""
-    return next((name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"), None)
 
 
 def _is_expert(tensor: OpaqueTensor) -> bool:

@@ -113,7 +113,7 @@ def test_a_layer_holds_its_backends_tensors_as_buffers_and_trains_nothing() -> N
     assert [(name, p.dtype, p.requires_grad) for name, p in layer.named_parameters()] == [
         ("bias", torch.float16, False)
     ]
-    assert (layer.in_features, layer.out_features, layer.backend_name) == (64, 6, "reference")
+    assert (layer.in_features, layer.out_features, layer.backend.name) == (64, 6, "reference")
 
 
 def test_a_layers_state_can_be_handed_to_another() -> None:

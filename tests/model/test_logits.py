@@ -16,7 +16,7 @@ import quantkit
 from quantkit.evals.bench import BenchModel, BenchOptions, bench
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
-from quantkit.model.linear import QuantLinear, float32_linear, float_linear
+from quantkit.model.linear import QuantLinear, float32_linears, float_linear
 from quantkit.model.load import load_model
 from quantkit.runtime import engine as engine_module
 from quantkit.runtime.engine import Engine
@@ -202,5 +202,5 @@ def test_a_weight_is_made_float32_in_parts(
 
     monkeypatch.setattr(quantkit.model.linear, "float_rows", watched)
     x, weight = torch.randn(9, columns), torch.randn(600, columns).bfloat16()
-    torch.testing.assert_close(float32_linear(x, weight), x @ weight.float().t(), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(float32_linears([x], weight)[0], x @ weight.float().t(), rtol=1e-4, atol=1e-3)
     assert made == parts
