@@ -72,12 +72,9 @@ def run(module: nn.Module, state: Mapping[str, jax.Array], function: Callable[..
 
 
 def attend_by(attention: Callable[..., jax.Array]) -> None:
-    """Let a JAX function be torch's attention.
-
-    Args:
-        attention: of queries [B, H, T, Dh], keys and values [B, K, S, Dh], a mask, [T, S] or [B, 1, T, S], or None
-            for each position up to its own, and a factor of products, or None for one over the root of Dh.
-    """
+    """Let a JAX function be torch's attention: of queries [B, H, T, Dh], keys and values [B, K, S, Dh], a mask, [T, S]
+    or [B, 1, T, S], or None for each position up to its own, and a factor of products, or None for one over the root of
+    Dh."""
 
     def attend(
         queries: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,

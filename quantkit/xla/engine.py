@@ -44,7 +44,7 @@ from quantkit.tensors.finite import nonfinite_logits
 from quantkit.xla.model import sharded_decoder
 from quantkit.xla.programs import CHUNK, NO_TOKEN, Drawn, Rows, Sampling, cache_shape, chunk_program, prefill_program
 from quantkit.xla.split import DeviceSplit
-from quantkit.xla.weights import device_mesh, float_dtype, load_state, zeros
+from quantkit.xla.weights import device_mesh, jax_dtype, load_state, zeros
 
 _MIN, _STEP = 32, 512  # buckets are powers of two from the one to the other, then multiples of it
 
@@ -53,11 +53,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class XlaModel:
-    """A decoder that generates, with its weights in the memory of devices.
-
-    Attributes:
-        dtype: of activations and cache.
-    """
+    """A decoder that generates, with its weights on devices; `dtype` is the type of activations and cache."""
 
     split: DeviceSplit
     mesh: Mesh
@@ -173,7 +169,7 @@ class CachedBatch:
         shape = cache_shape(model.split, tokens.shape[0], capacity)
         layers = range(model.config.num_layers)
         with enough_memory(None):
-            cache = tuple([zeros(model.mesh, shape, float_dtype(model.dtype)) for _ in layers] for _ in range(2))
+            cache = tuple([zeros(model.mesh, shape, jax_dtype(model.dtype)) for _ in layers] for _ in range(2))
             self._cache, self.logits = model.prefill(
                 model.state, cache, tokens.astype(np.int32), lengths.astype(np.int32)
             )

@@ -19,11 +19,10 @@ from jax.sharding import Mesh, PartitionSpec
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.tensors.dtypes import DType
-from quantkit.xla.model import sharded_decoder
-from quantkit.xla.products import AXIS
+from quantkit.xla.model import AXIS, sharded_decoder
 from quantkit.xla.programs import Rows, cache_shape, chunk_program, prefill_program
 from quantkit.xla.split import DeviceSplit
-from quantkit.xla.weights import abstract, abstract_state, float_dtype
+from quantkit.xla.weights import abstract, abstract_state, jax_dtype
 
 _MEMORY = {"v5e": 15.75, "v6e": 31.25}  # GiB of a chip that the compiler gives out
 _SHAPES = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}  # by chips
@@ -59,10 +58,8 @@ class Phase:
     def line(self) -> str:
         """For people."""
         exchanged = ", ".join(f"{count} {kind}" for kind, count in self.collectives.items()) or "no collectives"
-        memory = (
-            f"{_gib(self.arguments)} of arguments, {_gib(self.temporaries)} of temporaries, {_gib(self.total)} in all"
-        )
-        return f"{self.name}: {memory}; {exchanged}"
+        arguments, temporaries, total = map(_gib, (self.arguments, self.temporaries, self.total))
+        return f"{self.name}: {arguments} of arguments, {temporaries} of temporaries, {total} in all; {exchanged}"
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ def estimate_slice(
     mesh = _mesh(kind, chips)
     decoder, dtype = sharded_decoder(split), dtype or DType(config.dtype).torch
     state = abstract_state({name: checkpoint.info(name) for name in checkpoint.names()}, split, mesh, dtype)
-    one = abstract(mesh, cache_shape(split, batch, context), float_dtype(dtype))
+    one = abstract(mesh, cache_shape(split, batch, context), jax_dtype(dtype))
     cache = ([one] * config.num_layers, [one] * config.num_layers)
     held = sum(math.ceil(_bits(array) / 8 / chips) for array in jax.tree.leaves((state, cache)))
     if held > memory:
@@ -139,7 +136,7 @@ def estimate_slice(
     def whole(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return abstract(mesh, shape, dtype, PartitionSpec())
 
-    numbers, logits = whole((batch,), np.int32), whole((batch, config.vocab_size), float_dtype(dtype))
+    numbers, logits = whole((batch,), np.int32), whole((batch, config.vocab_size), jax_dtype(dtype))
     rows, ends = Rows(numbers, numbers), whole((len(config.eos_token_ids),), np.int32)
     step, prompt = chunk_program(decoder, mesh), prefill_program(decoder, mesh)
     tokens = whole((batch, context), np.int32)

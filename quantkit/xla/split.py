@@ -51,12 +51,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array on one device, by the name that the model has for it.
-
-    Attributes:
-        value: what it holds; int4 as int8.
-        nibbles: whether it is int4.
-    """
+    """An array on one device, by the name that the model has for it; int4 is held as int8, and `nibbles` says so."""
 
     name: str
     value: Tensor

@@ -24,15 +24,13 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.kernels.build import cache_folder
 from quantkit.model.rope import Rotary
 from quantkit.progress import Progress, silent
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
-from quantkit.xla.products import AXIS
+from quantkit.xla.model import AXIS
 from quantkit.xla.split import DeviceSplit, Leaf
 
 SHARDED = PartitionSpec(AXIS)
-_DTYPES = {
-    torch.float32: jnp.float32, torch.bfloat16: jnp.bfloat16, torch.float16: jnp.float16, torch.int8: jnp.int8,
-}  # fmt: skip
 
 
 def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
@@ -101,7 +99,7 @@ def abstract_state(
     leaves = list(_derived(split))
     for parameter in parameters(split.config):
         leaves += split.leaves(parameter, _cast(_imagined(infos[parameter.name]), dtype), 0)
-    return {leaf.name: abstract(mesh, (len(mesh.devices.flat), *leaf.value.shape), _dtype(leaf)) for leaf in leaves}
+    return {leaf.name: abstract(mesh, (mesh.size, *leaf.value.shape), _dtype(leaf)) for leaf in leaves}
 
 
 def abstract(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = SHARDED) -> jax.ShapeDtypeStruct:
@@ -114,9 +112,9 @@ def zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=NamedSharding(mesh, SHARDED))()
 
 
-def float_dtype(dtype: torch.dtype) -> Any:
-    """A torch float type in JAX."""
-    return _DTYPES[dtype]
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """A torch type in JAX."""
+    return jnp.dtype(DType.of(dtype).value)
 
 
 def _derived(split: DeviceSplit) -> list[Leaf]:
@@ -138,13 +136,12 @@ def _imagined(info: TensorSpec) -> Tensor | QuantTensor:
 
 
 def _dtype(leaf: Leaf) -> Any:
-    return jnp.int4 if leaf.nibbles else _DTYPES[leaf.value.dtype]
+    return jnp.int4 if leaf.nibbles else jax_dtype(leaf.value.dtype)
 
 
 def _placed(mesh: Mesh, leaves: Mapping[int, Leaf]) -> jax.Array:
     """An array of which each rank here has its own leaf."""
-    first = next(iter(leaves.values()))
-    shape = (len(mesh.devices.flat), *first.value.shape)
+    shape = (mesh.size, *next(iter(leaves.values())).value.shape)
 
     def shard(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
         return _numpy(leaves[index[0].start or 0])[None]

@@ -23,9 +23,9 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime.generate import generate as generate_eager
 from quantkit.runtime.sampling_params import SamplingParams
-from quantkit.xla import products
 from quantkit.xla.engine import CachedBatch, XlaModel, bucket, model_on_devices
 from quantkit.xla.estimate import collectives
+from quantkit.xla.model import attention, quantized_product, update_cache
 from quantkit.xla.programs import CHUNK, Rows, Sampling, sample
 
 warnings.simplefilter("error")
@@ -142,11 +142,7 @@ def broken(model: XlaModel) -> str:
 def beyond() -> list[float]:
     """A cache of four positions after two were put at its last and the one that is not there."""
     cache, new = np.full((1, 1, 4, 1), 4.0), np.full((1, 1, 2, 1), 2.0)
-    return (
-        np.asarray(products.update_cache(jax.numpy.asarray(cache), jax.numpy.asarray(new), np.arange(3, 5)))
-        .ravel()
-        .tolist()
-    )
+    return np.asarray(update_cache(jax.numpy.asarray(cache), jax.numpy.asarray(new), np.arange(3, 5))).ravel().tolist()
 
 
 def product_errors() -> list[float]:
@@ -161,7 +157,7 @@ def product_errors() -> list[float]:
                 weight = (codes - (0.0 if zero is None else zero[..., None])) * scale[..., None]
                 expected = x @ weight.transpose(1, 0, 2).reshape(24, 64).T
                 nibbles = jax.numpy.asarray(codes).astype(jax.numpy.int4)
-                errors.append(float(np.abs(products.quantized_product(x, nibbles, scale, zero) - expected).max()))
+                errors.append(float(np.abs(quantized_product(x, nibbles, scale, zero) - expected).max()))
     return errors
 
 
@@ -175,7 +171,7 @@ def attention_error() -> float:
         expected = causal_attention(positions, [window])(0, *operands, PLAIN)
         distance = np.arange(1024)[:, None] - np.arange(1024)
         mask = None if window is None else (distance >= 0) & (distance < window)
-        mixed = products.attention(*(jax.numpy.asarray(one.numpy()) for one in operands), mask)
+        mixed = attention(*(jax.numpy.asarray(one.numpy()) for one in operands), mask)
         worst = max(worst, float(np.abs(mixed.transpose(0, 2, 1, 3).reshape(expected.shape) - expected.numpy()).max()))
     return worst
 
