@@ -188,11 +188,8 @@ class ProcessGroup:
                 self._store.add(_RECEIVED, 1)
 
     def wait_for_rank0(self) -> int | None:
-        """Wait a little for the first process to end: a launcher stops all others once one has failed.
-
-        Returns:
-            What it exits with, where that is known.
-        """
+        """Wait a little for the first process to end, since a launcher stops all others once one has failed; what it
+        exits with, if that is known."""
         try:
             return self.wait_for_end(_PATIENCE)
         except GroupError:

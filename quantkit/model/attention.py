@@ -68,11 +68,8 @@ class CachedAttention(Protocol):
 def causal_attention(
     positions: Tensor, windows: Sequence[int | None], cache_dtype: torch.dtype | None = None
 ) -> Attend:
-    """Each of the tokens at rising positions, [T] or [B, T], sees itself and those of its sequence before it.
-
-    Args:
-        cache_dtype: keys and values are seen as a cache of this type stores them; None is as they are.
-    """
+    """Each of the tokens at rising positions, [T] or [B, T], sees itself and those of its sequence before it, with keys
+    and values as a cache of type `cache_dtype` stores them; None is as they are."""
     long = positions.shape[-1] > MAX_QUERY_ROWS and _eager_on_cpu(positions)
     limits = () if long else set(windows)
     masks = {window: None if window is None else _causal_mask(positions, positions, window) for window in limits}
@@ -94,11 +91,8 @@ def cached_attention(
     cache: KVCache, positions: Tensor, windows: Sequence[int | None], attention: CachedAttention,
     slots: Tensor | None = None, *, first: bool = False,
 ) -> Attend:  # fmt: skip
-    """Stores keys and values in the cache; each token sees all that the cache holds of its sequence up to it.
-
-    Args:
-        first: the cache holds nothing yet that the tokens should see; they attend as in `causal_attention`.
-    """
+    """Stores keys and values in the cache; each token sees all that the cache holds of its sequence up to it. The
+    `first` tokens, for which the cache holds nothing yet that they should see, attend as in `causal_attention`."""
     to_each_other = causal_attention(positions, windows) if first else None
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:

@@ -32,12 +32,8 @@ class KVCache:
     def update(
         self, layer: int, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor | None = None
     ) -> tuple[CachedRows, CachedRows]:
-        """Store keys and values [B, KV heads, T, head_dim]; the whole layer's, as stored.
-
-        Args:
-            positions: where, [T] or [B, T].
-            slots: whose, [B]; None is all slots in order.
-        """
+        """Store keys and values [B, KV heads, T, head_dim] at positions [T] or [B, T] of slots [B], None for all slots
+        in order; returns the whole layer's, as stored."""
         for stored, floats in ((self.keys[layer], keys), (self.values[layer], values)):
             new = cached_rows(floats, stored.rows.dtype)
             for into, rows in zip(stored.tensors(), new.tensors(), strict=True):

@@ -39,13 +39,8 @@ def block_features(config: ModelConfig) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class FusedBlocks:
-    """Blocks of a decoder in one call.
-
-    Attributes:
-        run: what `kernel` prepared.
-        layers: what the blocks do, by their numbers.
-        dtype: of hidden states.
-    """
+    """Blocks of a decoder in one call: `run` is what the kernel prepared, `layers` what the blocks do, by their
+    numbers, and `dtype` that of hidden states."""
 
     kernel: BlockKernel
     run: RunBlocks

@@ -167,11 +167,8 @@ class OffloadedLinear(nn.Module):
 
 
 def offloaded_block(checkpoint: Checkpoint, layer: int, lengths: Sequence[int]) -> Block:
-    """One decoder layer on the CPU in float32, of which only the norms are in memory.
-
-    Args:
-        lengths: of what it is given [1, N, D], how many tokens belong together; their sum is N.
-    """
+    """One decoder layer on the CPU in float32, of which only the norms are in memory. Its input [1, N, D] has sequences
+    of these lengths, one after the other; their sum is N."""
     with meta_init():
         block = Block(checkpoint.config, layer)
     prefix = BLOCK_PREFIX.format(layer)

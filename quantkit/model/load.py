@@ -85,11 +85,8 @@ def fill(
     module: nn.Module, checkpoint: Checkpoint, prefix: str, device: torch.device, dtype: torch.dtype,
     backend: str | None, progress: Progress = silent, *, fuse_floats: bool = False,
 ) -> None:  # fmt: skip
-    """Give every parameter of `module` the checkpoint's tensor of its name behind `prefix`.
-
-    Args:
-        fuse_floats: whether linears of floats that share an input become one, as quantized ones do.
-    """
+    """Give every parameter of `module` the checkpoint's tensor of its name behind `prefix`. Quantized linears that
+    share an input become one, and with `fuse_floats` those of floats as well."""
     names = [name for name in checkpoint.names() if name.startswith(prefix)]
     parameters = {prefix + name for name, _ in module.named_parameters()}
     if parameters != set(names):

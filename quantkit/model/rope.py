@@ -51,11 +51,8 @@ class Rotary(nn.Module):
         self.windowed = None if config.window_rope is None else Frequencies(config.window_rope, *size)
 
     def forward(self, positions: Tensor, lengths: Tensor | None = None) -> Angles:
-        """The angles of the positions [..., T] of sequences.
-
-        Args:
-            lengths: of the sequences as each token finds them, [..., T]; None is up to the last position of each.
-        """
+        """The angles of the positions [..., T] of sequences, of lengths as each token finds them, [..., T]; None is
+        up to the last position of each."""
         windowed = None if self.windowed is None else self.windowed(positions, lengths)
         cosine, sine = self.whole(positions, lengths)
         beta, context = self._rope.query_scaling_beta, self._rope.original_context

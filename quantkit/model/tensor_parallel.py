@@ -46,12 +46,8 @@ def all_gather(x: Tensor, group: ProcessGroup, width: int) -> Tensor:
 def vocab_parallel_embedding(
     tokens: Tensor, look_up: Callable[[Tensor], Tensor], rows: int, first_row: int, group: ProcessGroup
 ) -> Tensor:
-    """Embeddings [..., D] of tokens [...].
-
-    Args:
-        look_up: gives those of the rows that this process has, by their numbers here.
-        rows, first_row: how many these are, and which is the first.
-    """
+    """Embeddings [..., D] of tokens [...]; `look_up` returns those of this process's rows, by their numbers here, of
+    which `first_row` is the first."""
     own = tokens - first_row
     elsewhere = (own < 0) | (own >= rows)
     found = look_up(own.masked_fill(elsewhere, 0))

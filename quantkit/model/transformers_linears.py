@@ -91,11 +91,7 @@ def _roles(
 
 
 def _on_meta(transformers: Any, raw: Mapping[str, Any]) -> Any:
-    """The model without weights.
-
-    Raises:
-        _NotKnown: if transformers has no class for it, or its numbers are absurd.
-    """
+    """The model without weights; raises `_NotKnown` if transformers has no class for it, or its numbers are absurd."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 

@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 
 
 class DType(StrEnum):
-    """The type of a tensor's elements, by torch's name for it, which is also config.json's.
-
-    Attributes:
-        itemsize: bytes of an element, or of the several that share one.
-    """
+    """The type of a tensor's elements, by torch's name for it, which is also config.json's. `itemsize` is the bytes of
+    an element, or of the several that share one."""
 
     itemsize: int
 

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from quantkit.tensors.scheme import QuantScheme
 
-ROUNDING = "round-to-nearest"
-"""What manifests call the solver that only rounds: `quantize_rtn`."""
-CARRIED = "carried"
-"""What they call it where codes are those of the source."""
-SCALES_CAST = "scales cast"
-"""What they call it where codes and zero points are those of the source, and scales are rounded to another type."""
+# What manifests call the solver:
+ROUNDING = "round-to-nearest"  # `quantize_rtn`
+CARRIED = "carried"  # codes are those of the source
+SCALES_CAST = "scales cast"  # codes and zero points are those of the source, scales are rounded to another type
 
 CHUNK_ELEMENTS = 1 << 20
 _CACHED_ELEMENTS = 1 << 17  # whose float32 temporaries stay in a core's cache

@@ -122,12 +122,9 @@ class Recipe:
         return None if module in kept else self.default
 
     def naming(self, modules: Collection[str], others: Collection[str]) -> Recipe:
-        """This recipe for modules that have to be named alone: the overrides that keep floats, and those that match
-        some of them and none of the others. What matches everything names nothing.
-
-        Args:
-            modules, others: all names that they have.
-        """
+        """This recipe for modules that have to be named alone, given all names of them and of the others: the overrides
+        that keep floats, and those that match some of them and none of the others. A pattern that matches everything
+        names nothing."""
 
         def names(one: Override) -> bool:
             alone = one.pattern.strip("*?.") and not any(map(one.matches, others))

@@ -9,8 +9,7 @@ from quantkit.arguments import as_integer, as_string, require_flags
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 
-FALLBACK_GROUP_SIZES = (128, 64, 32)
-"""Group sizes tried, largest first, when the requested one does not divide a row."""
+_FALLBACK_GROUP_SIZES = (128, 64, 32)  # tried in this order when the requested one does not divide a row
 
 SPELLINGS = "int8, int4-g32, int4-g64 or int4-g128"
 """The schemes that a user may request, for messages and help; those of int4 also with zero points: ``-asym``."""
@@ -112,7 +111,7 @@ class QuantScheme:
         """
         if self.group_size is None or columns % self.group_size == 0:
             return self
-        for size in FALLBACK_GROUP_SIZES:
+        for size in _FALLBACK_GROUP_SIZES:
             if size < self.group_size and columns % size == 0:
                 return QuantScheme(self.bits, size, self.symmetric)
         return QuantScheme(8, None)
