@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _LONGEST = 60
 _LONGEST_JOB = timedelta(days=365)
-_ENDED, _RECEIVED = "ended", "heard"
+_ENDED, _RECEIVED = "ended", "received"
 _POLL_SECONDS = 0.1
 _PATIENCE = 5.0
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class ProcessGroup:
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this process speaks and writes for all."""
+        """Whether this process prints and writes for all."""
         return self.rank == 0
 
     @property
@@ -91,11 +91,11 @@ class ProcessGroup:
         return whole
 
     def broadcast_from_rank0(self, value: T) -> T:
-        """What the first process says, however long that takes."""
-        said = [value]
+        """The value of the first process, however long it takes."""
+        values = [value]
         if self.size > 1:
-            dist.broadcast_object_list(said, group=self._patient)
-        return said[0]
+            dist.broadcast_object_list(values, group=self._patient)
+        return values[0]
 
     def wait(self) -> None:
         """Wait until all processes are here, however long that takes."""
@@ -123,18 +123,19 @@ class ProcessGroup:
                     )  # fmt: skip
 
     def send_from_rank0(self, value: object) -> None:
-        """Hand the others, from the first process, which this is, what it has made; it does not wait for them."""
+        """Send a value from the first process, which this is, to the others; it does not wait for them."""
         if self._store is not None:
             self._store.set(self._next_message(), pickle.dumps(value).hex())
 
     def receive_from_rank0(self) -> Any:
-        """What the first process hands on, however long it takes.
+        """The next value that the first process sends, however long it takes.
 
         Raises:
             GroupError: if it fails before, or is lost.
         """
-        store, key = self._store, self._next_message()
+        store = self._store
         assert store is not None, "a single process receives no messages"
+        key = self._next_message()
         try:
             _poll(lambda: store.check([key]) or store.check([_ENDED]))
             if not store.check([key]):
@@ -158,7 +159,7 @@ class ProcessGroup:
             return self.is_rank0
 
     def announce_exit(self, code: int) -> None:
-        """Say that the first process, which this is, is done, and what it exits with."""
+        """Announce that the first process, which this is, is done, and its exit code."""
         if (store := self._store) is None:
             return
         with contextlib.suppress(RuntimeError):  # no other process is left
@@ -204,8 +205,8 @@ SINGLE = ProcessGroup()
 def joined(device: str | None = None) -> Iterator[ProcessGroup]:
     """Join the other processes for a while; `SINGLE` if there are none.
 
-    Who and where they are is in the environment, as ``torchrun`` sets it. They talk through NCCL on GPUs and
-    gloo on CPUs.
+    Who and where they are is in the environment, as ``torchrun`` sets it. They use NCCL on GPUs and gloo on
+    CPUs.
 
     Args:
         device: ``cpu`` or ``cuda``; a GPU for each process if there are any.
