@@ -135,9 +135,7 @@ def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) 
     groups = scheme.groups(columns)
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(rows, groups, dtype=scale_dtype, device=weight.device)
-    zero = None
-    if not scheme.symmetric:
-        zero = torch.empty(rows, groups, dtype=torch.uint8, device=weight.device)
+    zero = None if scheme.symmetric else torch.empty(rows, groups, dtype=torch.uint8, device=weight.device)
     for start, stop in row_chunks(rows, columns, _CACHED_ELEMENTS):
         grouped = weight[start:stop].float().view(stop - start, groups, -1)
         step = _steps(grouped, scheme, scale_dtype)
@@ -181,9 +179,7 @@ def frobenius(matrix: Tensor) -> float:
 
 def float_rows(value: Tensor | QuantTensor, start: int, stop: int) -> Tensor:
     """Some rows of a weight in float32, dequantized where it is quantized."""
-    if isinstance(value, QuantTensor):
-        return value.rows(start, stop).dequantize()
-    return value[start:stop].float()
+    return value.rows(start, stop).dequantize() if isinstance(value, QuantTensor) else value[start:stop].float()
 
 
 def row_chunks(rows: int, columns: int, elements: int = CHUNK_ELEMENTS) -> Iterator[tuple[int, int]]:
