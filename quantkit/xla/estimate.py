@@ -188,7 +188,7 @@ def _phase(name: str, target: str, lower: Callable[[], Any]) -> Phase:
     taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return Phase(
         name, memory.argument_size_in_bytes, memory.temp_size_in_bytes,
-        taken + given + memory.generated_code_size_in_bytes, collectives(compiled.as_string()),
+        taken + given + memory.generated_code_size_in_bytes, collectives(compiled.as_text()),
     )  # fmt: skip
 
 
