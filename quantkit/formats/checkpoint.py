@@ -11,7 +11,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
-from quantkit.formats.codecs.float8 import TYPES as SMALL_FLOATS
+from quantkit.formats.codecs.small_floats import TYPES as SMALL_FLOATS
 from quantkit.formats.codecs.table import quantized_as
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme

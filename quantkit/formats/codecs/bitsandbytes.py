@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes
+from quantkit.formats.codecs.codec import DAMAGED_FILE
 from quantkit.formats.codecs.layout import Layout
+from quantkit.formats.codecs.small_floats import DequantizedTensor
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 METHOD = "bitsandbytes"
 _STATES = {"NF4": ".quant_state.bitsandbytes__nf4", "FP4": ".quant_state.bitsandbytes__fp4"}
 _ABSMAX, _MAP, _NESTED_ABSMAX, _NESTED_MAP = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
-_PARTS = (_ABSMAX, _MAP, _NESTED_ABSMAX, _NESTED_MAP)
 _SCB, _FORMAT = "SCB", "weight_format"
 FOUR_BITS = Layout(
     "4-bit codes of bitsandbytes", "weight", ("weight" + _ABSMAX,),
@@ -52,12 +53,11 @@ _VALUES = {
     "FP4": tuple(sign * value / 192 for sign in (1, -1) for value in (0, 1, 128, 192, 64, 96, 32, 48)),
 }  # fmt: skip
 _CLOSE = 1e-6  # as closely as two programs spell them
-_CHUNK = 1 << 20
 _STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes spells it
 
 
-class FourBitWeight:
-    """A weight in NF4 or FP4, read as floats."""
+class FourBitWeight(DequantizedTensor):
+    """A weight in NF4 or FP4."""
 
     def __init__(
         self, kind: str, weight: StoredTensor, stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile],
@@ -73,26 +73,30 @@ class FourBitWeight:
             CheckpointError: if its state is damaged, or tensors are missing or of other sizes than it says.
             UnsupportedError: for other types, or a transposed weight.
         """
-        self.kind, self._name, self._homes = kind, weight.name, homes
+        self.kind = self.stored_as = kind
+        self._name, self._homes = weight.name, homes
         state = self._state(stored[weight.name + _STATES[kind]])
-        shape, self._block = self._shape(state), self._even(state, "blocksize")
-        self.tensor = StoredTensor(weight.name, dtype, shape)
-        self._count = math.prod(shape)
+        super().__init__(weight.name, dtype, self._shape(state), homes[weight.name])
+        self._block = self._even(state, "blocksize")
         self._nested_block, self._offset = 0, 0.0
-        blocks, absmax = -(-self._count // self._block), stored.get(weight.name + _ABSMAX)
+        blocks, absmax = -(-math.prod(self.tensor.shape) // self._block), stored.get(weight.name + _ABSMAX)
         expected = {_ABSMAX: (FLOATS, blocks), _MAP: ((DType.FLOAT32,), len(_VALUES[kind]))}
         if absmax is not None and absmax.dtype == DType.UINT8:
-            self._nested_block, self._offset = self._even(state, "nested_blocksize"), self._nested(state)
+            self._nested_block, self._offset = self._even(state, "nested_blocksize"), self._nested_offset(state)
             expected[_ABSMAX] = ((DType.UINT8,), blocks)
             expected[_NESTED_ABSMAX] = ((DType.FLOAT32,), -(-blocks // self._nested_block))
             expected[_NESTED_MAP] = ((DType.FLOAT32,), _NESTED_CODES)
         self._codes = self._bytes(weight)
         found = [self._found(stored, suffix, *expected[suffix]) for suffix in expected]
         self.parts = (weight, *found, stored[weight.name + _STATES[kind]])
-        self._require_values()
+        values = struct.unpack(f"<{len(_VALUES[kind])}f", homes[weight.name + _MAP].read_bytes(weight.name + _MAP))
+        if not all(abs(one - own) <= _CLOSE for one, own in zip(values, _VALUES[kind], strict=True)):
+            # bitsandbytes ignores the map
+            self._refuse("has a 'quant_map' of other values than its type's", shown(list(values)))
 
-    def read(self, part: TensorSlice | None) -> Tensor:
-        """The floats, or a part of them."""
+    def floats(self, part: TensorSlice | None) -> Tensor:
+        from quantkit.tensors.qtensor import row_chunks
+
         (rows, columns), taken = self.tensor.shape, slice(None)
         ranges: tuple[tuple[int, int], ...] = ((0, rows),)
         if part is not None and part.axis == 0:
@@ -102,10 +106,9 @@ class FourBitWeight:
         absmax, values = self._absmax(), self._part(_MAP)
         count, width = sum(stop - start for start, stop in ranges), len(range(columns)[taken])
         out, filled = self.tensor.dtype.empty((count, width)), 0
-        step = max(1, _CHUNK // columns)
         for first, last in ranges:
-            for start in range(first, last, step):
-                chunk = self._rows(start, min(start + step, last), values, absmax)
+            for start, stop in row_chunks(last - first, columns):
+                chunk = self._rows(first + start, first + stop, values, absmax)
                 out[filled : filled + len(chunk)] = chunk[:, taken]
                 filled += len(chunk)
         return out
@@ -161,20 +164,13 @@ class FourBitWeight:
             self._refuse("is no matrix", list(shape), "rows and columns")
         return shape
 
-    def _require_values(self) -> None:
-        """Check that the map has the values of the type, since bitsandbytes ignores the map."""
-        name = self._name + _MAP
-        found = struct.unpack(f"<{len(_VALUES[self.kind])}f", self._homes[name].read_bytes(name))
-        if not all(abs(one - own) <= _CLOSE for one, own in zip(found, _VALUES[self.kind], strict=True)):
-            self._refuse("has a 'quant_map' of other values than its type's", shown(list(found)))
-
     def _even(self, state: Settings, key: str) -> int:
         size = state.integer(key, 2, _MAX_BLOCK)
         if size % 2:
             self._refuse(f"has a {key} that is odd", size)
         return size
 
-    def _nested(self, state: Settings) -> float:
+    def _nested_offset(self, state: Settings) -> float:
         if (dtype := state.string("nested_dtype")) != DType.FLOAT32:
             raise UnsupportedError(
                 f"tensor '{self._name}' has factors of a type that is not read", path=state.path, found=shown(dtype),
@@ -184,11 +180,11 @@ class FourBitWeight:
 
     def _bytes(self, weight: StoredTensor) -> View:
         """The place of the codes as bytes, whatever type they are stored in."""
-        file, expected = self._homes[weight.name], (self._count + 1) // 2
-        view = file.view(weight.name)
+        expected = (math.prod(self.tensor.shape) + 1) // 2
+        view = self._homes[weight.name].view(weight.name)
         if len(weight.shape) == 2 and weight.shape[1] != 1:
             raise UnsupportedError(
-                f"tensor '{weight.name}' is stored in a layout that is not read", path=file.path,
+                f"tensor '{weight.name}' is stored in a layout that is not read", path=self.path,
                 found=list(weight.shape), expected="one column",
             )  # fmt: skip
         if weight.nbytes != expected or view.stride != contiguous_strides(view.shape):
@@ -214,10 +210,10 @@ class FourBitWeight:
         )  # fmt: skip
 
 
-class EightBitWeight:
-    """A weight of LLM.int8(), read as floats."""
+class EightBitWeight(DequantizedTensor):
+    """A weight of LLM.int8()."""
 
-    kind = "LLM.int8()"
+    kind = stored_as = "LLM.int8()"
 
     def __init__(
         self, weight: StoredTensor, scale: StoredTensor, form: StoredTensor | None, homes: Mapping[str, TensorFile],
@@ -234,34 +230,31 @@ class EightBitWeight:
             CheckpointError: if the scales do not fit the weight.
             UnsupportedError: if it is not stored row by row.
         """
-        path = homes[weight.name].path
+        super().__init__(weight.name, dtype, weight.shape, homes[weight.name])
         if len(weight.shape) != 2 or 0 in weight.shape or scale.dtype not in FLOATS or scale.shape != weight.shape[:1]:
             raise CheckpointError(
-                f"the scales of '{weight.name}' do not fit it", path=path,
+                f"the scales of '{weight.name}' do not fit it", path=self.path,
                 found=f"{scale.dtype} {list(scale.shape)}", expected=f"one a row of {list(weight.shape)}",
             )  # fmt: skip
-        if form is not None:
-            said = homes[form.name].read_bytes(form.name) if form.nbytes <= 8 else b"?"
-            if any(said):
-                raise UnsupportedError(
-                    f"tensor '{weight.name}' is stored in a layout for one kind of GPU", path=path,
-                    found=f"{_FORMAT} {list(said)}", expected="0, row by row",
-                    hint="save it with a current bitsandbytes",
-                )  # fmt: skip
-        self.tensor = StoredTensor(weight.name, dtype, weight.shape)
+        said = b"" if form is None else homes[form.name].read_bytes(form.name) if form.nbytes <= 8 else b"?"
+        if any(said):
+            raise UnsupportedError(
+                f"tensor '{weight.name}' is stored in a layout for one kind of GPU", path=self.path,
+                found=f"{_FORMAT} {list(said)}", expected="0, row by row", hint="save it with a current bitsandbytes",
+            )  # fmt: skip
         self.parts = (weight, scale) if form is None else (weight, scale, form)
         self._homes = homes
 
-    def read(self, part: TensorSlice | None) -> Tensor:
-        """The floats, or a part of them."""
+    def floats(self, part: TensorSlice | None) -> Tensor:
+        from quantkit.tensors.qtensor import row_chunks
+
         weight, scale = self.parts[:2]
         codes = self._homes[weight.name].read(weight.name, part)
         factors = self._homes[scale.name].read(scale.name, part if part is not None and part.axis == 0 else None)
         out = self.tensor.dtype.empty(codes.shape)
-        step = max(1, _CHUNK // codes.shape[1])
-        for start in range(0, len(codes), step):
-            rows = slice(start, start + step)
-            out[rows] = codes[rows].float().mul_(factors[rows].float().unsqueeze(1)).mul_(_STEP)
+        for start, stop in row_chunks(*codes.shape):
+            floats = codes[start:stop].float().mul_(factors[start:stop].float().unsqueeze(1))
+            out[start:stop] = floats.mul_(_STEP)
         return out
 
 
@@ -289,6 +282,6 @@ def found_weight(
         raise CheckpointError(
             f"tensor '{name}' lacks what says its values", path=homes[name].path,
             found=f"{tensor.dtype} {list(tensor.shape)}", expected=f"one of {METHOD}'s states, or {_SCB}",
-            hint="a weight file is missing or damaged; download it again",
+            hint=DAMAGED_FILE,
         )  # fmt: skip
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 from quantkit.errors import CheckpointError, NotRepresentableError, UnsupportedError
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
     from quantkit.tensors.qtensor import QuantTensor
 
-
+Weight: TypeAlias = "QuantTensor | Tensor"
+Schemes: TypeAlias = Mapping[str, QuantScheme]
+"""The scheme of each quantized module."""
+DAMAGED_FILE = "a weight file is missing or damaged; download it again"
+FLOAT_MODEL = "start from the float model"
 Runtime = Literal["vllm", "transformers", "llama.cpp", "mlx"]
 """A program that loads models."""
 
@@ -61,6 +65,13 @@ def exact_scale(scale: Tensor, dtype: DType) -> Tensor | Reason:
     )
 
 
+def unread(
+    settings: Settings, problem: str, found: object = None, expected: object = None, hint: str | None = None
+) -> UnsupportedError:
+    """The error for settings that quantkit does not read."""
+    return UnsupportedError(problem, path=settings.path, found=found, expected=expected, hint=hint)
+
+
 class RawModule:
     """The stored tensors of one module, by suffix: what their names have after the module's.
 
@@ -88,6 +99,16 @@ class RawModule:
         """Add a note on the folder for the user."""
         if self._notes is not None:
             self._notes.append(f"{self.path}: {text}")
+
+    def damaged(
+        self, problem: str, found: object = None, expected: object = None, hint: str | None = None
+    ) -> CheckpointError:
+        """The error for tensors that are missing, or contradict each other or the settings."""
+        return CheckpointError(problem, path=self.path, found=found, expected=expected, hint=hint)
+
+    def unsupported(self, problem: str, found: object = None, expected: object = None) -> UnsupportedError:
+        """The error for tensors that quantkit does not read."""
+        return UnsupportedError(problem, path=self.path, found=found, expected=expected)
 
     def find(self, suffix: str) -> StoredTensor | None:
         """A tensor as the header describes it; None if it is missing."""
@@ -128,11 +149,11 @@ class RawModule:
         """
         found = self._files[expected.name].tensors[expected.name] if expected.name in self._files else None
         if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
-            raise CheckpointError(
-                f"tensor '{expected.name}' does not fit scheme {scheme}", path=self.path,
-                found="nothing" if found is None else f"{found.dtype} {list(found.shape)}",
-                expected=f"{expected.dtype} {list(expected.shape)}",
-            )  # fmt: skip
+            raise self.damaged(
+                f"tensor '{expected.name}' does not fit scheme {scheme}",
+                "nothing" if found is None else f"{found.dtype} {list(found.shape)}",
+                f"{expected.dtype} {list(expected.shape)}",
+            )
 
 
 class HoldsCodes(Protocol):
@@ -147,8 +168,8 @@ class HoldsCodes(Protocol):
         ...
 
 
-class Codec(HoldsCodes, Protocol):
-    """How the weight of one module is stored: its tensors, and what they mean."""
+class ReadCodec(Protocol):
+    """Reads the weight of one module: its tensors, and what they mean."""
 
     @property
     def scheme(self) -> QuantScheme | None:
@@ -168,21 +189,25 @@ class Codec(HoldsCodes, Protocol):
         """
         ...
 
-    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
-        """The tensors that a weight occupies, in the order they are written."""
-        ...
-
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
-        """The tensors of a weight that was found: those of `stored`, and optional ones."""
+        """The tensors of a weight that was found, with optional ones."""
         ...
 
-    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> Weight:
         """The weight, or some of its rows or columns; no more than necessary is read.
 
         Raises:
             CheckpointError: if the tensors contradict each other.
             RequestError: see `QuantTensor.columns`.
         """
+        ...
+
+
+class Codec(ReadCodec, HoldsCodes, Protocol):
+    """Reads and writes the weight of one module."""
+
+    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+        """The tensors that a weight occupies, in the order they are written."""
         ...
 
     def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
@@ -197,7 +222,7 @@ class GroupedCodec:
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         return None
 
-    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor:
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> Weight:
         columns = spec.shape[-1]
         if part is None or part.axis == 0:
             return self.read(raw, spec, part, (0, columns))
@@ -213,9 +238,7 @@ class GroupedCodec:
         """How many columns are stored together: whole words, and whole groups."""
         raise NotImplementedError
 
-    def read(
-        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
-    ) -> QuantTensor | Tensor:  # fmt: skip
+    def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
         """Some rows with all columns, or all rows with some groups of columns."""
         raise NotImplementedError
 
@@ -230,7 +253,7 @@ class ReadAsFloats:
 
     scheme = None
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: ReadCodec) -> None:
         self._codec = codec
         self._coded: TensorSpec | None = None
 
@@ -240,9 +263,6 @@ class ReadAsFloats:
             return found
         self._coded = found
         return TensorSpec(found.name, found.shape, expected.dtype, stored_as=str(found.scheme))
-
-    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
-        return self._codec.stored(self._coded or spec)
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return self._codec.parts(raw, self._coded or spec)
@@ -257,12 +277,6 @@ class ReadAsFloats:
         for start, stop in row_chunks(*value.shape):
             floats[start:stop] = value.rows(start, stop).dequantize()
         return floats
-
-    def misfit(self, shape: tuple[int, ...]) -> Reason:
-        return Reason("it has no codes")
-
-    def encode(self, value: QuantTensor) -> Reason:
-        return self.misfit(value.shape)
 
 
 class CodeFormat:
@@ -323,7 +337,9 @@ class QuantMethod(CodeFormat):
         """
         return self.name, settings
 
-    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
+    def read_settings(
+        self, settings: Settings, modules: Iterable[str], stored: Collection[str]
+    ) -> Mapping[str, ReadCodec]:
         """The codec of each module that is quantized.
 
         Args:
@@ -337,9 +353,7 @@ class QuantMethod(CodeFormat):
         """
         return {}
 
-    def write_settings(
-        self, schemes: Mapping[str, QuantScheme], modules: Mapping[str, int], *, every: bool = True
-    ) -> dict[str, Any]:
+    def write_settings(self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True) -> dict[str, Any]:
         """The settings of a folder.
 
         Args:

@@ -26,8 +26,8 @@ from quantkit.formats.codecs.compressed_weights import (
     IntQuantized,
     PackQuantized,
 )
-from quantkit.formats.codecs.float8 import FLOAT8
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, block_size
+from quantkit.formats.codecs.small_floats import FLOAT8
 from quantkit.formats.codecs.targets import NO_MATCH, Deadline, Targets, spellings
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType

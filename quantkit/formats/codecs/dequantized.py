@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
-from quantkit.formats.codecs import bitsandbytes, float8, mxfp4
-from quantkit.formats.codecs.bitsandbytes import EightBitWeight, FourBitWeight
+from quantkit.formats.codecs import bitsandbytes, small_floats
 from quantkit.formats.codecs.codec import QuantMethod, Runtime
-from quantkit.formats.codecs.float8 import FLOAT8, Float8Weight
 from quantkit.formats.codecs.layout import Claim, Claims, Layout, block_size
-from quantkit.formats.codecs.mxfp4 import Mxfp4Weight
+from quantkit.formats.codecs.small_floats import FLOAT8, MXFP4, DequantizedTensor, Float8Weight, Mxfp4Weight
 from quantkit.formats.codecs.targets import Skipped, is_head
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MODEL_OPTIMIZER = "modelopt"
 """NVIDIA's method, of which only FP8 with a scale for each weight is read."""
@@ -44,7 +39,7 @@ METHODS = (
     SmallFloats(bitsandbytes.METHOD, (bitsandbytes.FOUR_BITS, bitsandbytes.EIGHT_BITS), "transformers"),
     SmallFloats("fbgemm_fp8", (FLOAT8,), "vllm", "transformers"), SmallFloats("fp8", (FLOAT8,), "vllm", "transformers"),
     SmallFloats(MODEL_OPTIMIZER, (FLOAT8,), "vllm", "mlx", settings_file="hf_quant_config.json"),
-    SmallFloats("mxfp4", (mxfp4.MXFP4,), "vllm", "transformers", "mlx"),
+    SmallFloats("mxfp4", (MXFP4,), "vllm", "transformers", "mlx"),
 )  # fmt: skip
 """The methods whose weights are all read as floats."""
 _NAMES = frozenset(method.name for method in METHODS)
@@ -52,37 +47,6 @@ _STATED_FOR_ALL = ("fbgemm_fp8", "fp8")  # settings that apply to all linears ex
 _ALSO = "compressed-tensors"  # of which some formats are read so
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "input_zero_point")
 _CARRIED_SCALES = (*_OF_ACTIVATIONS, "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale")
-_Weight = Float8Weight | Mxfp4Weight | FourBitWeight | EightBitWeight
-
-
-class DequantizedTensor:
-    """One tensor that is read as floats, with the interface of a file.
-
-    Attributes:
-        nbytes: its size on disk, with its scales.
-        stored_as: see `TensorSpec`.
-    """
-
-    def __init__(self, weight: _Weight, file: TensorFile) -> None:
-        self.source = file.source
-        self.path = file.path
-        self.tensors = {weight.tensor.name: weight.tensor}
-        self.nbytes = sum(part.nbytes for part in weight.parts)
-        self.stored_as = weight.kind if isinstance(weight, FourBitWeight | EightBitWeight) else None
-        self._weight = weight
-
-    def read(self, name: str, part: TensorSlice | None = None) -> Tensor:
-        return self._weight.read(part)
-
-    def decode(self, raw: object, spec: object, part: TensorSlice | None = None) -> Tensor:
-        """`read` with the arguments of a codec."""
-        return self._weight.read(part)
-
-    def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes:
-        return self._weight.read(part).view(-1).view(DType.UINT8.torch).numpy().tobytes()
-
-    def row_parts(self, name: str) -> Iterator[TensorSlice]:
-        yield TensorSlice(0, ((0, self.tensors[name].shape[0]),))
 
 
 def dequantized(
@@ -110,26 +74,29 @@ def dequantized(
     stated = (block_size(settings, "weight_block_size"), *(block_size(one, "block_structure") for one in blocks))
     block, left_out = next((one for one in stated if one is not None), None), 0
     by_columns = method == "fbgemm_fp8"
-    kinds: dict[str, int] = {}
+    kinds: Counter[str] = Counter()
     for name, tensor in stored.items():
-        weight: _Weight | None
+        weight: DequantizedTensor | None
         if method == bitsandbytes.METHOD:
             weight = bitsandbytes.found_weight(name, stored, homes, dtype)
         else:
             weight = _weight(name, tensor, stored, homes, block, dtype, by_columns=by_columns)
-        if weight is None and not _has_codes(tensor):
+        leaf = name.rpartition(".")[2]
+        coded = leaf == "weight_packed" or (leaf == "weight" and tensor.dtype == DType.INT8)
+        if weight is None and not coded:  # by compressed-tensors
             continue
         means = name.replace("weight_packed", "weight") if weight is None else weight.tensor.name
         own = [] if weight is None else [part.name for part in weight.parts]
-        scales = [prefix for prefix in _of_activations(means) if prefix in tensors]
+        module = means.removesuffix("weight") if means.endswith(".weight") else f"{means}_"
+        scales = [module + suffix for suffix in _OF_ACTIVATIONS if module + suffix in tensors]
         left_out += len(scales)
         for one in (*own, *scales):
             del tensors[one], found[one]
         if weight is not None:
-            tensors[means], found[means] = weight.tensor, DequantizedTensor(weight, homes[own[0]])
-            kinds[weight.kind] = kinds.get(weight.kind, 0) + 1
+            tensors[means], found[means] = weight.tensor, weight
+            kinds[weight.kind] += 1
     order = {name: place for place, name in enumerate(stored)}
-    ordered = sorted(tensors, key=lambda name: order.get(name, order.get(name + mxfp4.BLOCKS, 0)))
+    ordered = sorted(tensors, key=lambda name: order.get(name, order.get(name + small_floats.BLOCKS, 0)))
     notes = [f"{count} weights in {kind} are read as {dtype}, by their own scales" for kind, count in kinds.items()]
     if method in _NAMES and not kinds:
         notes.append(f"the config names {method}, and no weight is stored so: all are floats")
@@ -153,13 +120,13 @@ def _weight(
     Args:
         by_columns: whether stacked matrices are transposed [E, I, O], with a scale for each output.
     """
-    if tensor.dtype in float8.TYPES and len(tensor.shape) > 1 and 0 not in tensor.shape:
-        for suffix in float8.SUFFIXES:
+    if tensor.dtype in small_floats.TYPES and len(tensor.shape) > 1 and 0 not in tensor.shape:
+        for suffix in small_floats.SUFFIXES:
             if scale := stored.get(name + suffix):
                 both, stacked = (homes[name], homes[scale.name]), len(tensor.shape) > 2
                 return Float8Weight(tensor, scale, both, block, dtype, by_columns=by_columns and stacked)
-    if tensor.dtype == DType.UINT8 and name.endswith(mxfp4.BLOCKS):
-        scale = stored.get(name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES)
+    if tensor.dtype == DType.UINT8 and name.endswith(small_floats.BLOCKS):
+        scale = stored.get(name.removesuffix(small_floats.BLOCKS) + small_floats.EXPONENTS)
         if scale is not None and scale.dtype == DType.UINT8:
             return Mxfp4Weight(tensor, scale, (homes[name], homes[scale.name]), dtype)
     return None
@@ -171,12 +138,6 @@ def method_in(settings: Settings) -> str | None:
         return settings.string("quant_method")
     old = any(settings.flag(key, False) for key in ("load_in_4bit", "load_in_8bit"))
     return bitsandbytes.METHOD if old else None
-
-
-def _has_codes(tensor: StoredTensor) -> bool:
-    """Whether a tensor holds integers that a codec of compressed-tensors reads."""
-    leaf = tensor.name.rpartition(".")[2]
-    return leaf == "weight_packed" or (leaf == "weight" and tensor.dtype == DType.INT8)
 
 
 def _groups(settings: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
@@ -199,9 +160,3 @@ def by_small_floats(settings: Mapping[str, Any]) -> bool:
     """Whether settings of a quantization say that weights are in small floats."""
     floats = any(weights.get("type") == "float" for _, weights in _groups(settings))
     return floats or settings.get("quant_method") in _NAMES
-
-
-def _of_activations(name: str) -> Sequence[str]:
-    """The names of the scales of the activations that a weight is multiplied by."""
-    before = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
-    return [before + one for one in _OF_ACTIVATIONS]

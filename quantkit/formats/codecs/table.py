@@ -10,10 +10,10 @@ from quantkit.formats.codecs.awq import Awq
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
-from quantkit.formats.codecs.float8 import TYPES as FLOAT8
 from quantkit.formats.codecs.gptq import Gptq
 from quantkit.formats.codecs.layout import Description
 from quantkit.formats.codecs.mlx import Mlx
+from quantkit.formats.codecs.small_floats import TYPES as FLOAT8
 from quantkit.formats.codecs.torchao import TorchAo
 from quantkit.tensors.dtypes import DType
 

@@ -21,7 +21,7 @@ from quantkit.files import pth_io, safetensors_io
 from quantkit.files.source import SourceFile, damaged_file
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
-from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, ReadAsFloats
+from quantkit.formats.codecs.codec import QuantMethod, RawModule, ReadAsFloats, ReadCodec
 from quantkit.formats.codecs.compressed_tensors import (
     CompressedTensors,
     Int8Activations,
@@ -29,7 +29,8 @@ from quantkit.formats.codecs.compressed_tensors import (
     read_here_alone,
 )
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
-from quantkit.formats.codecs.dequantized import DequantizedTensor, by_small_floats, dequantized
+from quantkit.formats.codecs.dequantized import by_small_floats, dequantized
+from quantkit.formats.codecs.small_floats import DequantizedTensor
 from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share, zero_biases
 from quantkit.formats.containers.hf_settings import NOT_CARRIED, SETTINGS, read_codecs, settings_in, without_settings
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
@@ -107,7 +108,7 @@ class HFCheckpoint:
             as_stored = not any(isinstance(home, DequantizedTensor) for home in self._home.values())
             own = self._method is not None and self._method.name in (CompressedTensors.name, Int8Activations.name)
             self.kv_cache = replace(self.kv_cache, rewritable=own and as_stored)
-        self._codecs: dict[str, Codec] = {}
+        self._codecs: dict[str, ReadCodec] = {}
         for module, codec in codecs.items():
             tensor = tensors[modules[module]]
             kept = tensor.quantizable or tensor.stacked is not None or not self.config.runnable

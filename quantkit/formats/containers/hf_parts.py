@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quantkit.architectures.disk import DiskTensor, Place
 from quantkit.files.tensor_file import Home, TensorFile, View
 from quantkit.formats.codecs.codec import RawModule
-from quantkit.formats.codecs.dequantized import DequantizedTensor
+from quantkit.formats.codecs.small_floats import DequantizedTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 

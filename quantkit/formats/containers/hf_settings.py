@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.codecs.codec import Codec, QuantMethod
+from quantkit.formats.codecs.codec import QuantMethod, ReadCodec
 from quantkit.formats.codecs.dequantized import MODEL_OPTIMIZER, method_in
 from quantkit.formats.codecs.table import SETTINGS_FILES
 from quantkit.formats.kv_cache_scheme import states_scheme
@@ -27,7 +27,7 @@ def read_codecs(
     path: Path,
     methods: Mapping[str, QuantMethod],
     stored: Collection[str] = (),
-) -> tuple[QuantMethod | None, dict[str, Codec]]:
+) -> tuple[QuantMethod | None, Mapping[str, ReadCodec]]:
     """The method of quantization in a config.json, and the codec of each module; none for floats.
 
     Args:

@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import quantkit
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.codecs.mxfp4 import dequantize
+from quantkit.formats.codecs.small_floats import dequantize
 from quantkit.formats.detect import open_checkpoint
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor

@@ -1,0 +1,237 @@
+"""Weights in small floats with scales, FP8 and MXFP4: read only, as floats.
+
+FP8: a tensor ``T`` of float8 [..., O, I] has its scales in ``T_scale_inv`` or ``T_scale``: one for the whole
+tensor (or matrix), one for each row, or one for each block of rows and columns; ``w = q * scale`` whatever the name.
+Scales are floats, or exponents of two (float8_e8m0fnu, or its bytes).
+Sources: DeepSeek-V3's inference code, transformers' finegrained_fp8, compressed-tensors' float-quantized.
+
+MXFP4, of gpt-oss's experts: ``T_blocks`` uint8 [..., O, I / 32, 16] holds two codes e2m1 a byte, the low half first,
+``T_scales`` uint8 [..., O, I / 32] the exponents of two of each 32 of them, plus 127. In float folders of these models
+``T`` is [E, I, O]: inputs come before outputs.
+Sources: OCP Microscaling Formats 1.0, transformers' mxfp4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantkit.errors import UnsupportedError
+from quantkit.files.tensor_file import StoredTensor, TensorFile
+from quantkit.formats.codecs.layout import Layout, Shape, Shapes
+from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TYPES = (DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2FNUZ)
+SUFFIXES = ("_scale_inv", "_scale")
+_SCALES = (*FLOATS, DType.FLOAT8_E8M0FNU, DType.UINT8)
+BLOCKS, EXPONENTS = "_blocks", "_scales"
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's codes
+_BIAS = 127  # of exponents
+_BYTES = 16  # of the codes of MXFP4 that share a scale
+_SCALES_AT_ONCE = 1 << 14
+
+
+def _shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+    one_scale = [(1,), ()] if group_size is None else []
+    scales: list[Shape] = [(rows, 1), (rows,), *one_scale]
+    if block is not None:
+        scales = [(math.ceil(rows / block[0]), math.ceil(columns / block[1]))]
+    return {"weight": [(rows, columns)], "weight_scale_inv": scales, "weight_scale": scales}
+
+
+FLOAT8 = Layout(
+    "FP8", "weight", ("weight_scale", "weight_scale_inv"), code_types=TYPES, bits=8, shapes=_shapes, unpacked=True
+)
+MXFP4 = Layout("MXFP4", BLOCKS, (EXPONENTS,), bits=4, joint="")
+
+
+class DequantizedTensor:
+    """A tensor that is read as floats, with the interface of a file.
+
+    Attributes:
+        kind: of its codes, for messages.
+        stored_as: see `TensorSpec`.
+        tensor: the floats.
+        parts: the tensors on disk, the codes first.
+    """
+
+    kind: str
+    stored_as: str | None = None
+    parts: tuple[StoredTensor, ...]
+
+    def __init__(self, name: str, dtype: DType, shape: tuple[int, ...], file: TensorFile) -> None:
+        self.source, self.path = file.source, file.path
+        self.tensor = StoredTensor(name, dtype, shape)
+        self.tensors = {name: self.tensor}
+
+    @property
+    def nbytes(self) -> int:
+        """The size on disk, with the scales."""
+        return sum(part.nbytes for part in self.parts)
+
+    def floats(self, part: TensorSlice | None) -> Tensor:
+        """The floats, or a part of them."""
+        raise NotImplementedError
+
+    def read(self, name: str, part: TensorSlice | None = None) -> Tensor:
+        return self.floats(part)
+
+    def decode(self, raw: object, spec: object, part: TensorSlice | None = None) -> Tensor:
+        """`read` with the arguments of a codec."""
+        return self.floats(part)
+
+    def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes:
+        return self.floats(part).view(-1).view(DType.UINT8.torch).numpy().tobytes()
+
+    def row_parts(self, name: str) -> Iterator[TensorSlice]:
+        yield TensorSlice(0, ((0, self.tensor.shape[0]),))
+
+
+class Float8Weight(DequantizedTensor):
+    """A tensor of float8 and its scales."""
+
+    kind = "FP8"
+
+    def __init__(
+        self, weight: StoredTensor, scale: StoredTensor, homes: tuple[TensorFile, TensorFile],
+        block: tuple[int, int] | None, dtype: DType, *, by_columns: bool = False,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            homes: the files that hold the weight and the scales.
+            block: rows and columns of a block, if the config states them.
+            dtype: of the floats.
+            by_columns: whether scales are for columns [E, 1, O] or [E, O, 1], as those of fbgemm's experts.
+
+        Raises:
+            UnsupportedError: if the shape or type of the scales does not fit the weight.
+        """
+        super().__init__(weight.name, dtype, weight.shape, homes[0])
+        self.parts = (weight, scale)
+        self._homes = homes
+        self._grid, self._block = _grid(weight, scale, block, homes[1].path, by_columns=by_columns)
+
+    def floats(self, part: TensorSlice | None) -> Tensor:
+        import torch
+
+        from quantkit.tensors.qtensor import row_chunks
+
+        weight, scale = self.parts
+        codes = self._homes[0].read(weight.name, part)
+        stored = self._homes[1].read(scale.name)
+        scales = (_powers(stored) if scale.dtype == DType.UINT8 else stored.float()).reshape(self._grid)
+        if len(weight.shape) > 2 and part is not None and part.axis == 0:
+            scales = part.of(scales)
+            part = None
+        rows, columns = (
+            torch.div(_indices(weight.shape, axis, part), size, rounding_mode="floor")
+            for axis, size in ((-2, self._block[0]), (-1, self._block[1]))
+        )
+        out = self.tensor.dtype.empty(codes.shape)
+        matrices = zip(codes.view(-1, *codes.shape[-2:]), out.view(-1, *out.shape[-2:]), strict=True)
+        for index, (matrix, target) in enumerate(matrices):
+            own = scales.view(-1, *scales.shape[-2:])[index][:, columns]
+            for start, stop in row_chunks(*matrix.shape):
+                target[start:stop] = matrix[start:stop].float() * own[rows[start:stop]]
+        return out
+
+
+def _grid(
+    weight: StoredTensor, scale: StoredTensor, block: tuple[int, int] | None, path: Path, *, by_columns: bool
+) -> tuple[tuple[int, ...], tuple[int, int]]:  # fmt: skip
+    """The shape [..., R, C] of the scales, and the rows and columns that share one."""
+    *lead, rows, columns = weight.shape
+    if by_columns:
+        if scale.dtype in _SCALES and scale.shape in ((*lead, 1, columns), (*lead, columns, 1)):
+            return (*lead, 1, columns), (rows, 1)
+    elif scale.dtype in _SCALES:
+        one = math.prod(scale.shape) == 1 and math.prod(lead) == 1
+        if one or (lead and scale.shape in ((*lead, 1, 1), tuple(lead))):
+            return (*lead, 1, 1), (rows, columns)
+        if scale.shape in ((*lead, rows, 1), (*lead, rows)):
+            return (*lead, rows, 1), (1, columns)
+        if scale.shape[:-2] == tuple(lead) and len(scale.shape) == len(weight.shape) and 0 not in scale.shape:
+            high, wide = scale.shape[-2:]
+            if block is not None and (-(-rows // block[0]), -(-columns // block[1])) == (high, wide):
+                return scale.shape, block
+            if block is None and not rows % high and not columns % wide:
+                return scale.shape, (rows // high, columns // wide)
+    size = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
+    raise UnsupportedError(
+        f"the scales of '{weight.name}' do not fit it", path=path, found=f"{scale.dtype} {list(scale.shape)}",
+        expected=f"one for the tensor, one a row, or a grid, of {list(weight.shape)}{size}",
+    )  # fmt: skip
+
+
+def _indices(shape: tuple[int, ...], axis: int, part: TensorSlice | None) -> Tensor:
+    """The indices of a part of a tensor along an axis."""
+    import torch
+
+    if part is None or part.axis != len(shape) + axis:
+        return torch.arange(shape[axis])
+    return torch.cat([torch.arange(start, stop) for start, stop in part.ranges])
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """Powers of two by their biased exponents, uint8."""
+    return (exponents.float() - _BIAS).exp2()
+
+
+class Mxfp4Weight(DequantizedTensor):
+    """Stacked experts in MXFP4, as floats [E, I, O]."""
+
+    kind = "MXFP4"
+
+    def __init__(
+        self, blocks: StoredTensor, scales: StoredTensor, homes: tuple[TensorFile, TensorFile], dtype: DType
+    ) -> None:
+        """
+        Args:
+            homes: the files that hold the codes and the scales.
+            dtype: of the floats.
+
+        Raises:
+            UnsupportedError: if they do not fit together.
+        """
+        if len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES or scales.shape != blocks.shape[:-1]:
+            raise UnsupportedError(
+                f"the scales of '{blocks.name}' do not fit it", path=homes[0].path, found=f"{list(scales.shape)}",
+                expected=f"[experts, rows, groups] of {list(blocks.shape)}, each group of {_BYTES} bytes",
+            )  # fmt: skip
+        experts, rows, groups, _ = blocks.shape
+        shape = (experts, groups * 2 * _BYTES, rows)
+        super().__init__(blocks.name.removesuffix(BLOCKS), dtype, shape, homes[0])
+        self.parts = (blocks, scales)
+        self._homes = homes
+
+    def floats(self, part: TensorSlice | None) -> Tensor:
+        """Only the experts of the part are read."""
+        of_experts = part if part is not None and part.axis == 0 else None
+        pairs = zip(self._homes, self.parts, strict=True)
+        blocks, scales = (home.read(stored.name, of_experts) for home, stored in pairs)
+        out = self.tensor.dtype.empty((len(blocks), *self.tensor.shape[1:]))
+        for expert, target in enumerate(out):
+            target.copy_(dequantize(blocks[expert], scales[expert], self.tensor.dtype).t())
+        return out if part is of_experts or part is None else part.of(out).contiguous()
+
+
+def dequantize(blocks: Tensor, scales: Tensor, dtype: DType) -> Tensor:
+    """Codes [..., O, I / 32, 16] and exponents [..., O, I / 32] of MXFP4 as floats [..., O, I]."""
+    import torch
+
+    from quantkit.tensors.qtensor import row_chunks
+
+    values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
+    codes, exponents = blocks.reshape(-1, _BYTES), scales.reshape(-1)
+    out = dtype.empty((len(codes), 2 * _BYTES))
+    for start, stop in row_chunks(len(codes), 1, _SCALES_AT_ONCE):
+        chunk = codes[start:stop]
+        halves = torch.stack((chunk & 0xF, chunk >> 4), dim=-1).flatten(-2).int()
+        out[start:stop] = values[halves] * _powers(exponents[start:stop]).unsqueeze(-1)
+    return out.view(*blocks.shape[:-2], -1)
