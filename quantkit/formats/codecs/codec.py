@@ -106,9 +106,11 @@ class RawModule:
         """The error for tensors that are missing, or contradict each other or the settings."""
         return CheckpointError(problem, path=self.path, found=found, expected=expected, hint=hint)
 
-    def unsupported(self, problem: str, found: object = None, expected: object = None) -> UnsupportedError:
+    def unsupported(
+        self, problem: str, found: object = None, expected: object = None, hint: str | None = None
+    ) -> UnsupportedError:
         """The error for tensors that quantkit does not read."""
-        return UnsupportedError(problem, path=self.path, found=found, expected=expected)
+        return UnsupportedError(problem, path=self.path, found=found, expected=expected, hint=hint)
 
     def find(self, suffix: str) -> StoredTensor | None:
         """A tensor as the header describes it; None if it is missing."""

@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.architectures.names import is_embedding
-from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
-from quantkit.formats.codecs.codec import Codec, QuantMethod, Reason, Runtime
+from quantkit.formats.codecs.codec import Codec, QuantMethod, Reason, Runtime, Schemes, unread
 from quantkit.formats.codecs.compressed_weights import (
     FP4,
     INT8,
-    PACKED,
     PACKED_CODES,
-    PLAIN,
     SCALE,
     SHAPE,
     IntQuantized,
@@ -65,13 +63,12 @@ class CompressedTensors(QuantMethod):
         groups, ignored = _groups(settings)
         stated = {group.name: _claim(group.settings, settings) for group in groups}
         targets = dict.fromkeys(name for group in groups for name in group.settings.strings("targets"))
-        found: dict[str, Claim] = {}
-        conflicts, modules = {}, list(modules)
-        for module, matching in _matches(modules, groups, ignored, spellings):
-            if (claim := stated[matching[0].name]) is not None:
+        found, conflicts, modules = dict[str, Claim](), {}, list(modules)
+        for module, names in _matches(modules, groups, ignored, spellings):
+            if (claim := stated[names[0]]) is not None:
                 found[module] = claim
-                if any(stated[group.name] != claim for group in matching):
-                    conflicts[module] = " and ".join(group.name for group in matching)
+                if any(stated[name] != claim for name in names):
+                    conflicts[module] = " and ".join(names)
         known = {name for module in modules for name in spellings(module)}
         unmatched = (one for one in targets if "." in one and not one.startswith("re:") and one not in known)
         return Claims(found, True, tuple(unmatched), conflicts)
@@ -85,25 +82,23 @@ class CompressedTensors(QuantMethod):
                 takes too long, or two groups that match a module equally closely have different schemes.
         """
         if settings.values.get("transform_config"):
-            raise UnsupportedError("transforms are not supported", path=settings.path)
+            raise unread(settings, "transforms are not supported")
         groups, ignored = _groups(settings)
         codecs = {group.name: _codec(group.settings, settings) for group in groups}
         found: dict[str, Codec] = {}
-        for module, matching in _matches(modules, groups, ignored, lambda module: [module]):
-            codec, *others = (codecs[group.name] for group in matching)
-            if any(other != codec for other in others):
-                named = ((codecs[group.name], group.name) for group in matching)
-                schemes = " and ".join(f"{'floats' if one is None else one.scheme} in '{name}'" for one, name in named)
+        for module, names in _matches(modules, groups, ignored, lambda module: [module]):
+            codec = codecs[names[0]]
+            if any(codecs[name] != codec for name in names):
+                schemes = ((name, "floats" if (one := codecs[name]) is None else one.scheme) for name in names)
                 raise CheckpointError(
-                    f"{settings.name} gives '{module}' two schemes", path=settings.path, found=schemes
-                )
+                    f"{settings.name} gives '{module}' two schemes", path=settings.path,
+                    found=" and ".join(f"{scheme} in '{name}'" for name, scheme in schemes),
+                )  # fmt: skip
             if codec is not None:
                 found[module] = codec
         return found
 
-    def write_settings(
-        self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
-    ) -> dict[str, Any]:
+    def write_settings(self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True) -> dict[str, Any]:
         return _written(schemes, modules, _PACK, None, every=every)
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
@@ -144,9 +139,7 @@ class Int8Activations(CompressedTensors):
     schemes = (_INT8,)
     runtimes = ()  # ``quant_method`` has another name
 
-    def write_settings(
-        self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
-    ) -> dict[str, Any]:
+    def write_settings(self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True) -> dict[str, Any]:
         return _written(schemes, modules, _INT, _TO_INT8, every=every)
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
@@ -173,44 +166,37 @@ def read_here_alone(method: QuantMethod, schemes: Mapping[str, QuantScheme | Non
 
 
 def _written(
-    schemes: Mapping[str, QuantScheme], modules: Iterable[str], form: str, activations: Mapping[str, Any] | None, *,
-    every: bool,
-) -> dict[str, Any]:  # fmt: skip
+    schemes: Schemes, modules: Iterable[str], form: str, activations: Mapping[str, Any] | None, *, every: bool
+) -> dict[str, Any]:
     """A single scheme for the linears of decoder blocks has the target ``Linear``. Otherwise groups list their modules:
     compressed-tensors warns of targets that follow ``Linear``, older vLLM prefers the class to the names that q, k and
     v have before it fuses them, and vLLM's output head is no ``Linear``. Experts with one scheme are targeted by a
     pattern: transformers looks for it, and vLLM has other names for experts. Linears without a scheme are listed under
     ``ignore``. An embedding has a separate group, without activations to round, and is targeted by its class, because
     vLLM's Llama has no name for it."""
-    modules = list(modules)
     experts = {module for module in modules if re.fullmatch(_EXPERTS, module)}
     same = len({schemes.get(module) for module in experts}) == 1
     by_scheme: dict[QuantScheme, dict[str, None]] = {}
     embedding = {module: scheme for module, scheme in schemes.items() if is_embedding(module)}
     for module, scheme in schemes.items():
-        if module in embedding:
-            continue
-        target = f"re:{_EXPERTS}" if same and module in experts else module
-        by_scheme.setdefault(scheme, {})[target] = None
+        if module not in embedding:
+            target = f"re:{_EXPERTS}" if same and module in experts else module
+            by_scheme.setdefault(scheme, {})[target] = None
     of_class = every and len(by_scheme) == 1 and "lm_head" not in schemes
     ordered = sorted(by_scheme.items(), key=lambda item: -len(item[1]))
-    groups = [
-        _group(scheme, ["Linear"] if of_class else list(named), form, activations) for scheme, named in ordered
-    ]  # fmt: skip
-    groups += [_group(scheme, ["Embedding"], form, None) for scheme in embedding.values()]
+    targets = [(scheme, ["Linear"] if of_class else list(named), activations) for scheme, named in ordered]
+    targets += [(scheme, ["Embedding"], None) for scheme in embedding.values()]
     return {
         "quant_method": "compressed-tensors",
         "format": form if schemes else _DENSE,
         "quantization_status": "compressed",
-        "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
+        "config_groups": {f"group_{index}": _group(form, *group) for index, group in enumerate(targets)},
         "ignore": [module for module in modules if module not in schemes],
         KV_CACHE_SCHEME: None,
     }
 
 
-def _group(
-    scheme: QuantScheme, targets: list[str], form: str, activations: Mapping[str, Any] | None
-) -> dict[str, Any]:  # fmt: skip
+def _group(form: str, scheme: QuantScheme, targets: list[str], activations: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
         "targets": targets,
         "weights": {
@@ -243,11 +229,11 @@ def packed_shapes(
     for name in stored:
         module, _, leaf = name.rpartition(".")
         shape = stored.get(f"{module}.{SHAPE}")
-        if leaf == PACKED and shape is not None and (shape.dtype, shape.shape) == (DType.INT64, (2,)):
+        if leaf == PACKED_CODES.codes and shape is not None and (shape.dtype, shape.shape) == (DType.INT64, (2,)):
             rows, columns = struct.unpack("<qq", files[shape.name].read_bytes(shape.name))
             if 0 < rows <= MAX_COLUMNS and 0 < columns <= MAX_COLUMNS:
                 found[module] = rows, columns
-        elif leaf == PLAIN and stored[name].dtype == DType.INT8 and f"{module}.{SCALE}" in stored:
+        elif leaf == INT8.codes and stored[name].dtype == DType.INT8 and f"{module}.{SCALE}" in stored:
             found[module] = stored[name].shape
     return found
 
@@ -269,17 +255,15 @@ def _groups(settings: Settings) -> tuple[list[_Group], Targets]:
             f"{settings.name} has too many groups", path=settings.path, found=len(named.values),
             expected=f"at most {_MAX_GROUPS}",
         )  # fmt: skip
-    groups = [
-        _Group(name, Targets(named.inside(name).strings("targets"), deadline), named.inside(name))
-        for name in named.values
-    ]
+    inner = {name: named.inside(name) for name in named.values}
+    groups = [_Group(name, Targets(own.strings("targets"), deadline), own) for name, own in inner.items()]
     return groups, Targets(settings.strings("ignore") if settings.has("ignore") else [], deadline)
 
 
 def _matches(
     modules: Iterable[str], groups: Sequence[_Group], ignored: Targets, spelled: Callable[[str], list[str]]
-) -> Iterator[tuple[str, list[_Group]]]:  # fmt: skip
-    """The modules that are not ignored, and the groups whose targets match each of them most closely.
+) -> Iterator[tuple[str, list[str]]]:  # fmt: skip
+    """The modules that are not ignored, and the names of the groups whose targets match each of them most closely.
 
     Args:
         spelled: the names that a module may have in settings.
@@ -291,7 +275,7 @@ def _matches(
         ranks = [min(map(group.targets.closeness, names)) for group in groups]
         closest = min(ranks, default=NO_MATCH)
         if closest < NO_MATCH:
-            yield module, [group for rank, group in zip(ranks, groups, strict=True) if rank == closest]
+            yield module, [group.name for rank, group in zip(ranks, groups, strict=True) if rank == closest]
 
 
 def _claim(group: Settings, settings: Settings) -> Claim | None:
@@ -320,10 +304,8 @@ def _codec(group: Settings, settings: Settings) -> PackQuantized | IntQuantized 
     if found in _OF_FLOATS and weights.values.get("type") == "float":
         return None
     if found != _PACK and found not in _OF_BYTES:
-        raise UnsupportedError(
-            "this compressed-tensors format is not read", path=settings.path, found=found,
-            expected=", ".join((_PACK, *dict.fromkeys((*_OF_BYTES, *_OF_FLOATS)))),
-        )  # fmt: skip
+        expected = ", ".join((_PACK, *dict.fromkeys((*_OF_BYTES, *_OF_FLOATS))))
+        raise unread(settings, "this compressed-tensors format is not read", found, expected)
     form = PackQuantized if found == _PACK else IntQuantized
     return form(_scheme(weights), _strategy(weights) == "tensor", weights.values.get("actorder") == _BY_INDEX)
 
@@ -338,18 +320,17 @@ def _strategy(weights: Settings) -> str:
 
 
 def _scheme(weights: Settings) -> QuantScheme:
-    where = weights.path
     order = weights.values.get("actorder")
     if order and order not in _ORDERS:
-        raise UnsupportedError("this order of columns is not read", path=where, found=shown(order))
+        raise unread(weights, "this order of columns is not read", shown(order))
     strategy, bits = _strategy(weights), weights.integer("num_bits", 1, 64)
     kind = weights.string("type") if weights.has("type") else "int"
     if kind != "int" or bits not in (4, 8) or strategy not in _STRATEGIES or weights.values.get("dynamic"):
-        raise UnsupportedError(
-            "this compressed-tensors scheme is not read", path=where, found=f"{kind}{bits} per {strategy}",
-            expected="int4 or int8, per group, channel or tensor",
+        raise unread(
+            weights, "this compressed-tensors scheme is not read", f"{kind}{bits} per {strategy}",
+            "int4 or int8, per group, channel or tensor",
         )  # fmt: skip
     group_size = weights.integer("group_size", 1, MAX_COLUMNS) if strategy == "group" else None
     if group_size is not None and group_size % 8:
-        raise UnsupportedError("group size is not supported", path=where, found=group_size, expected="a multiple of 8")
+        raise unread(weights, "group size is not supported", group_size, "a multiple of 8")
     return QuantScheme(bits, group_size, weights.flag("symmetric", True))

@@ -11,7 +11,7 @@ from quantkit.formats.codecs import bitsandbytes, small_floats
 from quantkit.formats.codecs.codec import QuantMethod, Runtime
 from quantkit.formats.codecs.layout import Claim, Claims, Layout, block_size
 from quantkit.formats.codecs.small_floats import FLOAT8, MXFP4, DequantizedTensor, Float8Weight, Mxfp4Weight
-from quantkit.formats.codecs.targets import Skipped, is_head
+from quantkit.formats.codecs.targets import is_head, not_skipped
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 
@@ -30,9 +30,9 @@ class SmallFloats(QuantMethod):
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
         if self.name not in _STATED_FOR_ALL:
             return Claims()
-        skipped, block = Skipped(settings), block_size(settings, "weight_block_size")
+        block = block_size(settings, "weight_block_size")
         claim = Claim(FLOAT8, 8, symmetric=True, activations=True, block=block)
-        return Claims({one: claim for one in modules if not skipped(one) and not is_head(one)}, certain=True)
+        return Claims({one: claim for one in not_skipped(modules, settings) if not is_head(one)}, certain=True)
 
 
 METHODS = (

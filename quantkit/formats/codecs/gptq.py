@@ -1,6 +1,8 @@
 """The settings of GPTQ, as AutoGPTQ, GPTQModel and AutoRound write it, and transformers and vLLM read it.
 
-The tensors decide which modules are quantized; see `gptq_linear` for the layout of one.
+The tensors decide which modules are quantized; see `gptq_linear` for the layout of one. AutoRound has a separate
+``quant_method`` for layouts of GPTQ and AWQ, with other keys. Source: the package auto_round, its export_to_autoround
+and inference.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.codecs.codec import NO_EMBEDDING, Codec, QuantMethod, Reason
+from quantkit.formats.codecs.codec import FLOAT_MODEL, NO_EMBEDDING, Codec, QuantMethod, Reason, Schemes, unread
 from quantkit.formats.codecs.gptq_linear import GPTQ, SUFFIXES, GptqLinear
 from quantkit.formats.codecs.gptq_zeros import QWEIGHT, WRITER, Stated, Version
 from quantkit.formats.codecs.layout import Claim, Claims, Layout
-from quantkit.formats.codecs.targets import BY_PATTERN, Deadline, Skipped, Targets, is_head
+from quantkit.formats.codecs.targets import BY_PATTERN, Deadline, Targets, is_head, not_skipped
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
@@ -28,6 +30,16 @@ _READ_SIZES = {None, 16, 32, 64, 128, 256, 512, 1024}  # by gptqmodel
 _MAX_PATTERNS = 4096
 _OLD_KEYS = (("w_bit", "bits"), ("q_group_size", "group_size"))
 """Keys of early AWQ, and the same ones since."""
+_PACKINGS = {
+    "auto_round:auto_gptq": ("gptq", "gptq"),
+    "auto_round:gptqmodel": ("gptq", "gptq_v2"),
+    "auto_round": ("gptq", "gptq_v2"),
+    "auto_round:auto_awq": ("awq", "gemm"),
+}
+"""Methods and layouts by AutoRound's names."""
+_AS_GPTQ = "export the model with the format auto_round:auto_gptq"
+_FLOAT_BITS = 16
+_PATTERN = re.compile(r"\.\*|[][^$|()?+\\]")  # what only patterns of modules have, not names
 
 
 class Gptq(QuantMethod):
@@ -56,17 +68,14 @@ class Gptq(QuantMethod):
         found: dict[str, Claim] = {}
         for module in quantized_modules(modules, stored, settings):
             claim = next((one for targets, one in overrides if targets.closeness(module) == BY_PATTERN), base)
-            if claim is None and stored:
-                claim = base
+            claim = claim or (base if stored else None)
             if claim is not None and (stored or module != "lm_head" or settings.flag("lm_head", False)):
                 found[module] = claim
         stated = {module: Stated(one.bits or 0, one.group_size, bool(one.symmetric)) for module, one in found.items()}
         decided = Version(version, stated, writers(settings.values))
         return {name: GptqLinear(one.bits, one.group_size, one.symmetric, decided) for name, one in stated.items()}
 
-    def write_settings(
-        self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
-    ) -> dict[str, Any]:
+    def write_settings(self, schemes: Schemes, modules: Iterable[str], *, every: bool = True) -> dict[str, Any]:
         """The most common bits and group size apply to the folder; other modules, and linears without a scheme, are
         listed under ``dynamic``.
 
@@ -129,9 +138,9 @@ def quantized_modules(modules: Iterable[str], stored: Collection[str], settings:
         CheckpointError: if none is quantized.
     """
     if settings.values.get("rotation"):
-        raise UnsupportedError(
-            "models whose activations are rotated at run time are not read", path=settings.path,
-            found=f"rotation {shown(settings.values['rotation'])}", hint="quantize the float model without rotation",
+        raise unread(
+            settings, "models whose activations are rotated at run time are not read",
+            f"rotation {shown(settings.values['rotation'])}", hint="quantize the float model without rotation",
         )  # fmt: skip
     if not stored:
         return list(modules)
@@ -156,10 +165,10 @@ def claims_by_rows(
     bits_key, size_key = (old if settings.has(old) else new for old, new in _OLD_KEYS)
     bits, size = (None if key in settings.values else usual for key, usual in ((bits_key, 4), (size_key, 128)))
     base = Claim(layout, bits, size, symmetric, by_index).updated(settings, bits_key, size_key)
-    skipped, head, overrides = Skipped(settings), bool(settings.values.get("lm_head")), _overrides(settings, base)
+    head, overrides = bool(settings.values.get("lm_head")), _overrides(settings, base)
     found = {}
-    for module in modules:
-        if skipped(module) or (is_head(module) and not head and module not in coded):
+    for module in not_skipped(modules, settings):
+        if is_head(module) and not head and module not in coded:
             continue
         claim = next((one for targets, one, _ in overrides if targets.closeness(module) == BY_PATTERN), base)
         if claim is not None:
@@ -180,18 +189,16 @@ def _stated_version(settings: Settings) -> int | None:
     Raises:
         UnsupportedError: for another layout.
     """
+    problem = "this layout of GPTQ is not read"
     for key in ("checkpoint_format", "format"):
-        if not settings.has(key):
-            continue
-        stated = settings.string(key).lower()
-        if stated not in _FORMATS:
-            raise UnsupportedError(
-                "this layout of GPTQ is not read", path=settings.path, found=shown(stated),
-                expected=" or ".join(_FORMATS), hint="export the model with the format gptq",
-            )  # fmt: skip
-        return _FORMATS[stated]
+        if settings.has(key):
+            stated = settings.string(key).lower()
+            if stated not in _FORMATS:
+                hint = "export the model with the format gptq"
+                raise unread(settings, problem, shown(stated), " or ".join(_FORMATS), hint)
+            return _FORMATS[stated]
     if settings.flag("is_marlin_format", False):
-        raise UnsupportedError("this layout of GPTQ is not read", path=settings.path, found="marlin", expected="gptq")
+        raise unread(settings, problem, "marlin", "gptq")
     return None
 
 
@@ -207,18 +214,12 @@ def _linear(claim: Claim, settings: Settings, required: Collection[str] = ()) ->
     for key in required:
         settings.need(key)
     if settings.has("bits") and (bits := settings.integer("bits", 1, 32)) not in (4, 8):
-        raise UnsupportedError(
-            "bits per weight are not supported", path=settings.path, found=bits, expected="4 or 8",
-            hint="start from the float model",
-        )  # fmt: skip
+        raise unread(settings, "bits per weight are not supported", bits, "4 or 8", FLOAT_MODEL)
     claim = claim.updated(settings)
-    if settings.has("pack_dtype") and settings.string("pack_dtype") != "int32":
-        raise UnsupportedError(
-            "codes are packed into other words than are read", path=settings.path,
-            found=shown(settings.values["pack_dtype"]), expected="int32",
-        )  # fmt: skip
+    if settings.has("pack_dtype") and (words := settings.string("pack_dtype")) != "int32":
+        raise unread(settings, "codes are packed into other words than are read", shown(words), "int32")
     if settings.values.get("adapter"):
-        raise UnsupportedError("adapters next to codes are not read", path=settings.path)
+        raise unread(settings, "adapters next to codes are not read")
     return replace(claim, symmetric=settings.flag("sym", bool(claim.symmetric)))
 
 
@@ -233,7 +234,7 @@ def _overrides(settings: Settings, base: Claim) -> list[tuple[Targets, Claim | N
             f"{dynamic.name} has too many patterns", path=settings.path, found=len(dynamic.values),
             expected=f"at most {_MAX_PATTERNS}",
         )  # fmt: skip
-    found: list[tuple[Targets, Claim | None, Settings]] = []
+    found = list[tuple[Targets, Claim | None, Settings]]()
     for key, value in dynamic.values.items():
         targets = Targets([f"re:{key.removeprefix('+:').removeprefix('-:')}"], deadline)
         if key.startswith("-:") or value is False:
@@ -243,3 +244,61 @@ def _overrides(settings: Settings, base: Claim) -> list[tuple[Targets, Claim | N
             symmetric = own.flag("sym", base.symmetric is not False)
             found.append((targets, replace(base.updated(own), symmetric=symmetric), own))
     return found
+
+
+class AutoRound(QuantMethod):
+    """``quant_method: auto-round``: read as GPTQ or AWQ."""
+
+    name = "auto-round"
+
+    def resolve(self, settings: Settings) -> tuple[str, Settings]:
+        found = plain_auto_round(settings)
+        return found.string("quant_method"), found
+
+
+def plain_auto_round(settings: Settings) -> Settings:
+    """AutoRound's settings as those of GPTQ or AWQ.
+
+    Raises:
+        UnsupportedError: for its other packings, values that are no integers, activations of few bits, rotated
+            weights, and several schemes in AWQ.
+        CheckpointError: if the settings lack a key, or a value is of the wrong type.
+    """
+    packing = settings.string("packing_format")
+    if packing not in _PACKINGS:
+        raise unread(settings, "this packing of AutoRound is not read", shown(packing), ", ".join(_PACKINGS), _AS_GPTQ)
+    _require_weights_only(settings)
+    if settings.values.get("rotation_config"):
+        raise unread(settings, "rotated weights of AutoRound are not read")
+    method, layout = _PACKINGS[packing]
+    said = {key: settings.values.get(key) for key in ("bits", "group_size", "sym")}
+    names, patterns = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
+    extra = settings.inside("extra_config") if settings.has("extra_config") else Settings({}, settings.path)
+    for key in extra.values:
+        one = extra.inside(key)
+        if one.has("bits") and one.integer("bits", 1, 32) >= _FLOAT_BITS:
+            own, sign = {}, "-"
+        else:
+            _require_weights_only(one)
+            own, sign = {name: one.values[name] for name in said if one.has(name)}, "+"
+            if method == "awq" and any(own[name] != said[name] for name in own):
+                problem, found = "AWQ of several schemes is not read", f"{shown(key)}: {shown(own)}"
+                raise unread(settings, problem, found, "one scheme", _AS_GPTQ)
+        if _PATTERN.search(key):
+            patterns[f"{sign}:.*(?:{key})"] = own
+        else:
+            names[f"{sign}:{re.escape(key)}$"] = own
+    said |= {"quant_method": method, "lm_head": "lm_head" in extra.values}
+    if method == "awq":
+        said |= {"version": layout, "zero_point": not settings.flag("sym", True)}
+    else:
+        said |= {"checkpoint_format": layout, "dynamic": names | patterns}
+    return Settings(said, settings.path, settings.name)
+
+
+def _require_weights_only(settings: Settings) -> None:
+    if settings.has("data_type") and (kind := settings.string("data_type")) != "int":
+        raise unread(settings, "AutoRound's weights are of a type that is not read", shown(kind), "int")
+    if settings.has("act_bits") and (bits := settings.integer("act_bits", 1, 32)) < _FLOAT_BITS:
+        problem = "AutoRound's activations of few bits are not read"
+        raise unread(settings, problem, f"{bits} bits", f"{_FLOAT_BITS} bits")

@@ -15,19 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import GroupedCodec, RawModule, Reason, exact_scale
-from quantkit.formats.codecs.gptq_zeros import (
-    G_IDX,
-    QWEIGHT,
-    QZEROS,
-    SCALES,
-    Packed,
-    Version,
-    require_whole,
-    zero_points,
-)
+from quantkit.formats.codecs.codec import DAMAGED_FILE, GroupedCodec, RawModule, Reason, Weight, exact_scale
+from quantkit.formats.codecs.gptq_zeros import G_IDX, QWEIGHT, QZEROS, SCALES, Packed, Version, ones, zero_points
 from quantkit.formats.codecs.layout import Layout, Shape, Shapes, words
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
@@ -55,7 +45,6 @@ GPTQ = Layout(
     integers=(QWEIGHT, QZEROS, G_IDX), shapes=_shapes,
     is_evident=lambda tensors: not packs_outputs(tensors),
 )  # fmt: skip
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -83,12 +72,12 @@ class GptqLinear(GroupedCodec):
         require_tensors(raw, expected)
         for tensor in self.parts(raw, expected):
             raw.require(tensor, self.scheme)
-        packed = self.packed(expected)
+        packed = self._packed(expected.shape)
         ordered = self._in_order(raw, packed)
         assert self.version is not None, "only codecs that write have none"
         symmetric = self.version.symmetric(raw)
-        if not symmetric and self.version.of(raw) == 1 and require_whole(raw, packed):
-            self.version.note_borrow(raw)
+        if not symmetric:
+            self.version.require_whole(raw, packed)
         unit = math.gcd(packed.group_size, packed.columns)
         if not ordered or (packed.groups > 1 and unit % 8):
             stored_as = f"GPTQ in groups of {unit}" if ordered else "GPTQ with act-order"
@@ -105,14 +94,12 @@ class GptqLinear(GroupedCodec):
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         groups = None if spec.scheme is None else spec.scheme.group_size
-        return groups or self.packed(spec).per_word  # groups are whole words
+        return groups or 32 // self.bits  # groups are whole words
 
-    def read(
-        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
-    ) -> QuantTensor | Tensor:  # fmt: skip
+    def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
         from quantkit.tensors.qtensor import QuantTensor, unpack_int32
 
-        packed, (first, last) = self.packed(spec), columns
+        packed, (first, last) = self._packed(spec.shape), columns
         inputs = TensorSlice(0, ((first // packed.per_word, -(-last // packed.per_word)),))
         words = raw.read(QWEIGHT, inputs if rows is None else TensorSlice(1, rows.ranges))
         codes = unpack_int32(words.t(), self.bits, last - first)
@@ -128,7 +115,11 @@ class GptqLinear(GroupedCodec):
         return QuantTensor(codes, scale[:, within], None if zero is None else zero[:, within], spec.scheme)
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
-        return odd_sizes(self.packed(TensorSpec("", shape, DType.FLOAT16)))
+        per_word = 32 // self.bits
+        for what, size in zip(("outputs", "inputs"), shape, strict=True):
+            if size % per_word:
+                return Reason(f"its {what} fill no whole words", found=size, expected=f"a multiple of {per_word}")
+        return None
 
     def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
         import torch
@@ -137,23 +128,22 @@ class GptqLinear(GroupedCodec):
 
         if (reason := self.misfit(value.shape)) is not None:
             return reason
-        rows, columns = value.shape
-        packed = self.packed(TensorSpec("", value.shape, DType.FLOAT16))
+        packed = self._packed(value.shape)
         scale = exact_scale(value.scale, DType.FLOAT16)
         if isinstance(scale, Reason):
             return scale
         qweight = pack_int32(value.codes, self.bits).t().contiguous()
         if value.zero is None:
             field = 2 ** (self.bits - 1) - 1
-            qzeros = torch.full((packed.groups, rows // packed.per_word), field * packed.ones, dtype=torch.int32)
+            shape = packed.groups, packed.rows // packed.per_word
+            qzeros = torch.full(shape, field * ones(self.bits), dtype=torch.int32)
         else:
             qzeros = pack_int32(value.zero.t(), self.bits)
-        g_idx = torch.arange(columns, dtype=torch.int32) // packed.group_size
+        g_idx = torch.arange(packed.columns, dtype=torch.int32) // packed.group_size
         return [qweight, qzeros, scale.t().contiguous(), g_idx]
 
-    def packed(self, spec: TensorSpec) -> Packed:
-        """The packing of a weight."""
-        rows, columns = spec.shape
+    def _packed(self, shape: tuple[int, ...]) -> Packed:
+        rows, columns = shape
         return Packed(self.bits, rows, columns, min(self.group_size or columns, columns))
 
     def _tensors(self, spec: TensorSpec, scales: DType, *, indexed: bool) -> list[StoredTensor]:
@@ -175,10 +165,8 @@ class GptqLinear(GroupedCodec):
             return True
         groups = [group for (group,) in struct.iter_unpack("<i", found)]
         if (stray := next((g for g in groups if not 0 <= g < packed.groups), None)) is not None:
-            raise CheckpointError(
-                f"tensor '{raw.name}.{G_IDX}' names a group that does not exist", path=raw.path, found=stray,
-                expected=f"0 to {packed.groups - 1}",
-            )  # fmt: skip
+            problem = f"tensor '{raw.name}.{G_IDX}' names a group that does not exist"
+            raise raw.damaged(problem, stray, f"0 to {packed.groups - 1}")
         return False
 
     def _zeros(self, raw: RawModule, packed: Packed, rows: TensorSlice | None, groups: tuple[int, int]) -> Tensor:
@@ -207,7 +195,7 @@ class GptqLinear(GroupedCodec):
         scale, zero = read_outputs(raw, SCALES, rows, groups), self._zeros(raw, packed, rows, groups)
         group -= groups[0]
         out = dtype.empty(codes.shape)
-        for first, last in row_chunks(len(codes), stop - start, _CHUNK):
+        for first, last in row_chunks(len(codes), stop - start):
             steps = codes[first:last].float() - zero[first:last].float()[:, group]
             out[first:last] = steps.mul_(scale[first:last].float()[:, group])
         return out
@@ -251,12 +239,10 @@ def require_tensors(raw: RawModule, expected: TensorSpec) -> None:
         CheckpointError, UnsupportedError: if not.
     """
     if len(expected.shape) != 2 or 0 in expected.shape:
-        raise UnsupportedError(f"'{raw.name}' is no matrix, and has codes", path=raw.path, found=list(expected.shape))
+        raise raw.unsupported(f"'{raw.name}' is no matrix, and has codes", list(expected.shape))
     if missing := [suffix for suffix in SUFFIXES if raw.find(suffix) is None]:
-        raise CheckpointError(
-            f"'{raw.name}' is quantized, but its {' and '.join(missing)} are missing", path=raw.path,
-            hint="a weight file is missing or damaged; download it again",
-        )  # fmt: skip
+        problem = f"'{raw.name}' is quantized, but its {' and '.join(missing)} are missing"
+        raise raw.damaged(problem, hint=DAMAGED_FILE)
 
 
 def scales_dtype(raw: RawModule) -> DType:
@@ -268,15 +254,5 @@ def scales_dtype(raw: RawModule) -> DType:
     found = raw.find(SCALES)
     assert found is not None
     if found.dtype not in FLOATS:
-        raise UnsupportedError(
-            f"tensor '{found.name}' holds no floats", path=raw.path, found=found.dtype, expected=" or ".join(FLOATS)
-        )
+        raise raw.unsupported(f"tensor '{found.name}' holds no floats", found.dtype, " or ".join(FLOATS))
     return found.dtype
-
-
-def odd_sizes(packed: Packed) -> Reason | None:
-    """Why a weight cannot be packed into whole words; None if it can."""
-    for what, size in (("outputs", packed.rows), ("inputs", packed.columns)):
-        if size % packed.per_word:
-            return Reason(f"its {what} fill no whole words", found=size, expected=f"a multiple of {packed.per_word}")
-    return None

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.errors import CheckpointError
 from quantkit.formats.codecs.codec import RawModule
 from quantkit.tensors.dtypes import DType
 
@@ -59,41 +59,35 @@ class Packed:
     def groups(self) -> int:
         return math.ceil(self.columns / self.group_size)
 
-    @property
-    def ones(self) -> int:
-        """A word with 1 in each of its fields."""
-        return _ones(self.bits)
 
-
-def constant(raw: RawModule, packed: Packed) -> int | None:
-    """The value of all stored zero points of a module; None if they differ."""
-    data = raw.read_bytes(QZEROS)
-    field = data[0] & (2**packed.bits - 1) if data else 0
-    if packed.rows % packed.per_word:
-        return field if bool((stored_fields(raw, packed) == field).all()) else None
-    word = (field * packed.ones).to_bytes(4, "little")
-    return field if data == word * (len(data) // 4) else None
+def ones(bits: int) -> int:
+    """A word with 1 in each of its fields."""
+    return 0xFFFFFFFF // ((1 << bits) - 1)
 
 
 def zero_points(words: Tensor, bits: int, count: int, version: int) -> Tensor:
     """The zero points [..., count] uint8 that words [..., W] int32 hold."""
     from quantkit.tensors.qtensor import unpack_int32
 
-    return unpack_int32(words + _ones(bits) if version == 1 else words, bits, count)
+    return unpack_int32(words + ones(bits) if version == 1 else words, bits, count)
 
 
-def _ones(bits: int) -> int:
-    return 0xFFFFFFFF // ((1 << bits) - 1)
+def _constant(raw: RawModule, packed: Packed) -> int | None:
+    """The value of all stored zero points of a module; None if they differ."""
+    data = raw.read_bytes(QZEROS)
+    field = data[0] & (2**packed.bits - 1) if data else 0
+    if packed.rows % packed.per_word:
+        return field if bool((_stored_fields(raw, packed) == field).all()) else None
+    word = (field * ones(packed.bits)).to_bytes(4, "little")
+    return field if data == word * (len(data) // 4) else None
 
 
-def stored_fields(raw: RawModule, packed: Packed) -> Tensor:
+def _stored_fields(raw: RawModule, packed: Packed) -> Tensor:
     """The stored value for each group and output [G, O], uint8."""
-    from quantkit.tensors.qtensor import unpack_int32
-
-    return unpack_int32(raw.read(QZEROS), packed.bits, packed.rows)
+    return zero_points(raw.read(QZEROS), packed.bits, packed.rows, 2)
 
 
-def require_whole(raw: RawModule, packed: Packed) -> bool:
+def _require_whole(raw: RawModule, packed: Packed) -> bool:
     """Check that zero points of version 1 were packed without loss.
 
     Returns:
@@ -104,8 +98,7 @@ def require_whole(raw: RawModule, packed: Packed) -> bool:
     """
     import torch
 
-    fields = stored_fields(raw, packed)
-    full = fields == 2**packed.bits - 1
+    full = _stored_fields(raw, packed) == 2**packed.bits - 1
     if not full.any():
         return False
     padding = -packed.rows % packed.per_word
@@ -116,12 +109,12 @@ def require_whole(raw: RawModule, packed: Packed) -> bool:
     destroyed = followed & (words | ~from_first).all(-1)
     if destroyed.any() and not (followed & ~destroyed).any():
         group, word = destroyed.nonzero()[0].tolist()
-        raise UnsupportedError(
+        raise raw.unsupported(
             f"the zero points of '{raw.name}' were destroyed when they were packed: a zero point of 0 has become -1 "
             "and filled the word, as AutoGPTQ does",
-            path=raw.path, found=f"{int(destroyed.sum())} such words, the first for group {group} of output "
-            f"{word * packed.per_word}", hint="quantize the float model again",
-        )  # fmt: skip
+            f"{int(destroyed.sum())} such words, the first for group {group} of output {word * packed.per_word}",
+            hint="quantize the float model again",
+        )
     return bool(followed.any())
 
 
@@ -179,15 +172,21 @@ class Version:
         everywhere = len(self._halfway) == len(self._constants)
         return raw.name in self._halfway and (everywhere or self._modules[raw.name].symmetric)
 
-    def note_borrow(self, raw: RawModule) -> None:
-        """Add a note, once, that zero points of 0 are read as GPTQModel packs them, unless GPTQModel wrote them."""
-        if "gptqmodel" in self._writers or self._borrow_noted:
+    def require_whole(self, raw: RawModule, packed: Packed) -> None:
+        """Check that zero points of version 1 were packed without loss. A note says, once, if some of 0 are read as
+        GPTQModel packs them, unless GPTQModel wrote them.
+
+        Raises:
+            UnsupportedError: if every -1 that was packed fills all fields above it.
+        """
+        borrows = self.of(raw) == 1 and _require_whole(raw, packed)
+        if not borrows or "gptqmodel" in self._writers or self._borrow_noted:
             return
         self._borrow_noted = True
-        full = 2 ** self._modules[raw.name].bits - 1
         raw.note(
-            f"zero points stored as {full}, the first in '{raw.name}', are read as GPTQModel packs 0, with a borrow "
-            "from the next output's; if their writer packs each separately, it is 1 less, which is not detectable"
+            f"zero points stored as {2**packed.bits - 1}, the first in '{raw.name}', are read as GPTQModel packs 0, "
+            "with a borrow from the next output's; if their writer packs each separately, it is 1 less, which is not "
+            "detectable"
         )
 
     def _decided(self, raw: RawModule) -> int:
@@ -196,7 +195,7 @@ class Version:
             other = raw.other(name)
             if (packed := _packed(other, stated)) is not None:
                 there[name] = packed
-                self._constants[name] = constant(other, packed)
+                self._constants[name] = _constant(other, packed)
         inferred = self._of_constants(raw, [name for name in there if self._modules[name].symmetric])
         if inferred is None:
             try:
@@ -234,16 +233,14 @@ class Version:
             versions.setdefault(None if value is None else {half - 1: 1, half: 2}.get(value), name)
         if len(versions) != 1:
             if versions and None not in versions:
-                raise _disagree(raw, versions[1], 1)
+                raise _disagree(raw, versions[1])
             return None
         return next(iter(versions))
 
 
-def _disagree(raw: RawModule, name: str, version: int) -> CheckpointError:
-    return CheckpointError(
-        f"the zero points of '{name}' have another GPTQ version than others of the folder", path=raw.path,
-        found=f"version {version}", expected="one version", hint="there are files of two models",
-    )  # fmt: skip
+def _disagree(raw: RawModule, name: str) -> CheckpointError:
+    problem = f"the zero points of '{name}' have another GPTQ version than others of the folder"
+    return raw.damaged(problem, "version 1", "one version", "there are files of two models")
 
 
 def _of_codes(raw: RawModule, modules: Mapping[str, Packed]) -> int | None:
@@ -256,7 +253,7 @@ def _of_codes(raw: RawModule, modules: Mapping[str, Packed]) -> int | None:
     offsets = [_offsets(raw.other(name), modules[name]) for name in sampled]
     own = {name: one for name, offset in zip(sampled, offsets, strict=True) if (one := _nearest(offset)) is not None}
     if len(set(own.values())) > 1 and 2 * len(own) > len(sampled):
-        raise _disagree(raw, next(name for name, one in own.items() if one == 1), 1)
+        raise _disagree(raw, next(name for name, one in own.items() if one == 1))
     return _nearest([_together(offset) for offset in zip(*offsets, strict=True)]) if offsets else None
 
 
@@ -322,7 +319,7 @@ def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
         totals.index_add_(1, group[start:stop], codes.float())
         counts.index_add_(0, group[start:stop], torch.ones(stop - start))
     there = counts > 0
-    stored = stored_fields(raw, packed).t()[:, there]
+    stored = _stored_fields(raw, packed).t()[:, there]
     inner = (stored > 0) & (stored < 2**packed.bits - 1)  # other groups may have weights of one sign
     means, weights = totals[:, there] / counts[there], (counts[there] * inner).flatten().double()
     if not inner.any():

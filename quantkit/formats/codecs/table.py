@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.auto_round import AutoRound
 from quantkit.formats.codecs.awq import Awq
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
 from quantkit.formats.codecs.dequantized import METHODS as READ_AS_FLOATS
-from quantkit.formats.codecs.gptq import Gptq
+from quantkit.formats.codecs.gptq import AutoRound, Gptq
 from quantkit.formats.codecs.layout import Description
 from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.codecs.small_floats import TYPES as FLOAT8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import regex  # type: ignore[import-untyped]
@@ -103,14 +103,10 @@ def _compiled(pattern: str, deadline: Deadline) -> Any:
         ) from error
 
 
-class Skipped:
-    """The modules that settings leave in floats, by their names or parts of them."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._names = [one for key in _SKIPPED if settings.has(key) for one in settings.strings(key)]
-
-    def __call__(self, module: str) -> bool:
-        return any(name in module for name in self._names)
+def not_skipped(modules: Iterable[str], settings: Settings) -> list[str]:
+    """The modules that settings do not leave in floats, by names or parts of them."""
+    skipped = [one for key in _SKIPPED if settings.has(key) for one in settings.strings(key)]
+    return [module for module in modules if not any(name in module for name in skipped)]
 
 
 def is_head(module: str) -> bool:
