@@ -20,7 +20,7 @@ ROOMS = (
     ("files", "solver"),
     ("text",),
     ("formats.checkpoint", "formats.codecs"),
-    ("formats.container", "formats.folder", "formats.kv_cache", "formats.kv_cache_scheme"),
+    ("formats.container", "formats.folder", "formats.kv_cache"),
     ("formats.containers", "formats.output"),
     ("formats",),
     ("kernels", "distributed"),

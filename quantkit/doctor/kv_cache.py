@@ -12,12 +12,14 @@ from quantkit.formats.containers.hf_settings import SETTINGS
 from quantkit.formats.kv_cache import (
     TYPES,
     CacheTensor,
-    cache_tensor,
+    cache_tensors,
     layers_without_scales,
     misfit,
+    needs_zero_points,
+    scheme_text,
+    stated_scheme,
     without_zero_points,
 )
-from quantkit.formats.kv_cache_scheme import needs_zero_points, scheme_text, stated_scheme
 from quantkit.json_values import Settings
 
 _MAX_BYTES = 1 << 20
@@ -26,7 +28,7 @@ _MAX_BYTES = 1 << 20
 def check(view: View) -> Iterator[Finding]:
     """Check the scheme and the scales of the cache; the scales, a few bytes each, are read."""
     folder = view.folder
-    tensors = {name: entry for name in view.stored if (entry := cache_tensor(name)) is not None}
+    tensors = cache_tensors(view.stored)
     scales = {name: entry for name, entry in tensors.items() if entry.kind == "scale" and {*entry.parts} & {"k", "v"}}
     stated = None if folder.settings is None else Settings(folder.settings, folder.root / CONFIG, SETTINGS)
     try:

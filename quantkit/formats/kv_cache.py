@@ -1,4 +1,4 @@
-"""The scales of a quantized key/value cache, which are stored with the weights.
+"""The scales of a quantized key/value cache, which are stored with the weights, and its scheme in the settings.
 
 quantkit does not use them: its runtime has its own cache. They are copied, or dropped with a note. Their names, for
 layer N's attention ``A = model.layers.N.self_attn``:
@@ -10,7 +10,10 @@ layer N's attention ``A = model.layers.N.self_attn``:
 ``A.kv_scale``                                      the first releases of AutoFP8: one for both
 ==================================================  ==========================================================
 
-Sources: compressed-tensors' `KVCacheScaleType` and vLLM's mapping of these names.
+The scheme is ``kv_cache_scheme``: an object, or ``static`` in AutoFP8's settings; Model Optimizer's
+``kv_cache_quant_algo`` is a name.
+Sources: compressed-tensors' `KVCacheScaleType` and `QuantizationArgs`, vLLM's mapping of these names and its
+`BaseKVCacheMethod`.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import CheckpointError, NonFiniteError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
-from quantkit.formats.kv_cache_scheme import expected_elements, needs_zero_points, scheme_text, stated_scheme
-from quantkit.json_values import Settings
+from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME
+from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
     from quantkit.architectures.config import ModelConfig
 
+Scheme = Mapping[str, Any]
 TYPES: Mapping[str, tuple[DType, ...]] = {
     "scale": FLOATS,
     "zero_point": (
@@ -51,6 +55,14 @@ _NAME = re.compile(
     r"|(?P<output>[qkv])_proj\.output_(?P<output_kind>scale|zero_point)"
     r"|(?P<probabilities>prob_output)_scale)"
 )
+_ALGORITHM = "kv_cache_quant_algo"
+_BY_NAME = ("static", "dynamic")
+_BITS: Mapping[str, tuple[int, ...]] = {"int": tuple(range(1, 33)), "float": (4, 6, 8)}
+_TENSOR, _ATTN_HEAD, _TOKEN, _BLOCK = "tensor", "attn_head", "token", "block"
+_GROUPED = ("group", "tensor_group")
+_STRATEGIES = (_TENSOR, "channel", *_GROUPED, _BLOCK, _TOKEN, _ATTN_HEAD)
+_DYNAMIC_STRATEGIES = (_TOKEN, _TENSOR, *_GROUPED)
+_LOCAL = "local"
 
 
 @dataclass(frozen=True)
@@ -73,13 +85,15 @@ class CacheTensor:
         return tuple((self.layer, part, self.kind) for part in self.parts)
 
 
-def cache_tensor(name: str) -> CacheTensor | None:
-    """The place of a tensor in a quantized cache; None for other names."""
-    if (match := _NAME.fullmatch(name)) is None:
-        return None
-    letters = match["own"] or match["inside"] or match["output"]
-    parts = (match["probabilities"],) if letters is None else tuple(letters)
-    return CacheTensor(int(match["layer"]), parts, match["kind"] or match["output_kind"] or "scale")
+def cache_tensors(names: Iterable[str]) -> dict[str, CacheTensor]:
+    """The places in a quantized cache of the tensors that have one, by name."""
+    found = {}
+    for name in names:
+        if (match := _NAME.fullmatch(name)) is not None:
+            letters = match["own"] or match["inside"] or match["output"]
+            parts = (match["probabilities"],) if letters is None else tuple(letters)
+            found[name] = CacheTensor(int(match["layer"]), parts, match["kind"] or match["output_kind"] or "scale")
+    return found
 
 
 @dataclass(frozen=True)
@@ -96,17 +110,12 @@ class KvCache:
     """
 
     path: Path
-    scheme: Mapping[str, Any] | None
+    scheme: Scheme | None
     tensors: Mapping[str, TensorFile]
     layers: int
     num_heads: int
     num_kv_heads: int
     rewritable: bool = False
-
-    @property
-    def scaled_layers(self) -> int:
-        """How many layers have scales of keys and of values."""
-        return self.layers - len(layers_without_scales(self.tensors, self.layers))
 
     def stored(self) -> list[tuple[StoredTensor, bytes]]:
         """The tensors, with their bytes."""
@@ -115,9 +124,8 @@ class KvCache:
     def values(self) -> dict[Place, Tensor]:
         """The scales and zero points, flat and in the types in which they are stored, whatever their names."""
         found: dict[Place, Tensor] = {}
-        for name, file in self.tensors.items():
-            value = file.read(name).flatten()
-            found |= dict.fromkeys(_entry(name).places, value)
+        for name, entry in cache_tensors(self.tensors).items():
+            found |= dict.fromkeys(entry.places, self.tensors[name].read(name).flatten())
         return found
 
     def require_sound(self, *, allow_nonfinite: bool) -> None:
@@ -128,8 +136,8 @@ class KvCache:
             CheckpointError: for a scale that is not positive, a tensor whose number of elements does not fit the
                 scheme, and an asymmetric scheme without zero points.
         """
-        for name, file in self.tensors.items():
-            entry, tensor = _entry(name), file.tensors[name]
+        for name, entry in cache_tensors(self.tensors).items():
+            file, tensor = self.tensors[name], self.tensors[name].tensors[name]
             what = f"tensor '{name}', a {entry.kind.replace('_', ' ')} of the KV cache,"
             if (count := misfit(entry, tensor, self.scheme, self.num_heads, self.num_kv_heads)) is not None:
                 raise CheckpointError(
@@ -154,7 +162,8 @@ class KvCache:
 
     def line(self) -> str:
         """For people."""
-        count = f"{self.scaled_layers} of {self.layers} layers" if self.tensors else "no layer"
+        scaled = self.layers - len(layers_without_scales(self.tensors, self.layers))
+        count = f"{scaled} of {self.layers} layers" if self.tensors else "no layer"
         return f"{scheme_text(self.scheme)}, scales of {count}"
 
     def difference(self, other: KvCache) -> str | None:
@@ -176,12 +185,6 @@ class KvCache:
         )
 
 
-def _entry(name: str) -> CacheTensor:
-    entry = cache_tensor(name)
-    assert entry is not None, "only such tensors are taken"
-    return entry
-
-
 def _same(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are equal to the bit, or the same numbers where their types differ."""
     if first.dtype == second.dtype:
@@ -189,7 +192,7 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return first.double().equal(second.double())
 
 
-def _said(scheme: Mapping[str, Any] | None) -> dict[str, Any]:
+def _said(scheme: Scheme | None) -> dict[str, Any]:
     """What a scheme says, without keys that say nothing."""
     return {key: value for key, value in (scheme or {}).items() if value is not None}
 
@@ -209,15 +212,21 @@ def without_zero_points(names: Iterable[str], layers: int) -> list[tuple[int, st
 
 
 def _places(names: Iterable[str]) -> set[Place]:
-    return {place for name in names if (entry := cache_tensor(name)) is not None for place in entry.places}
+    return {place for entry in cache_tensors(names).values() for place in entry.places}
 
 
 def misfit(
-    entry: CacheTensor, tensor: StoredTensor, scheme: Mapping[str, Any] | None, num_heads: int, num_kv_heads: int
+    entry: CacheTensor, tensor: StoredTensor, scheme: Scheme | None, num_heads: int, num_kv_heads: int
 ) -> int | None:
-    """How many elements a tensor should have by the scheme; None if it fits, or the scheme does not determine it."""
-    heads = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}.get(entry.parts[0], 0)
-    count = expected_elements(scheme, heads)
+    """How many elements a tensor should have by the scheme; None if it fits, or the scheme does not determine it.
+
+    Args:
+        num_heads, num_kv_heads: of the model; 0 if unknown.
+    """
+    if scheme is None or scheme.get("dynamic") or str(scheme.get("type", "int")).lower() not in _BITS:
+        return None
+    heads = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}.get(entry.parts[0])
+    count = {_TENSOR: 1, _ATTN_HEAD: heads or None}.get(_strategy(scheme) or "")
     return None if count == math.prod(tensor.shape) else count
 
 
@@ -237,11 +246,11 @@ def take_kv_cache(
         What the folder says of its cache; None if it says nothing.
 
     Raises:
-        CheckpointError: for a scheme that is none, see `stated_scheme`, and tensors of no layer or twice for one.
-        UnsupportedError: for scales that are no floats, and zero points that are no numbers.
+        CheckpointError: for an invalid scheme, see `stated_scheme`, and tensors of no layer or twice for one.
+        UnsupportedError: for scales that are not floats, and zero points that are not numbers.
     """
     scheme, layers = stated_scheme(settings), config.num_layers
-    found = {name: entry for name in stored if (entry := cache_tensor(name)) is not None}
+    found = cache_tensors(stored)
     _require_understood(found, stored, layers, path)
     tensors = {name: files[name] for name in sorted(found, key=lambda name: (found[name].layer, name))}
     for name in found:
@@ -282,3 +291,91 @@ def one_sided(first: KvCache | None, second: KvCache | None, paths: Collection[P
         return None
     has, lacks = paths if second is None else reversed(list(paths))
     return f"{has} has scales or a scheme of a quantized KV cache, {lacks} has none"
+
+
+def stated_scheme(settings: Settings | None) -> Scheme | None:
+    """The scheme of the cache as settings of a quantization state it; None if they state none.
+
+    Raises:
+        CheckpointError: for a value that is neither an object nor a known name, and for an object that
+            compressed-tensors does not accept, naming the key.
+    """
+    if settings is None:
+        return None
+    value, named = (settings.values.get(key) for key in (KV_CACHE_SCHEME, _ALGORITHM))
+    if isinstance(value, Mapping):
+        if (refused := _refused(value)) is not None:
+            problem = f"compressed-tensors does not accept {KV_CACHE_SCHEME}.{refused[0]}"
+            found = shown(value.get(refused[0]))
+            raise CheckpointError(problem, path=settings.path, found=found, expected=refused[1])
+        return value or None
+    if value in _BY_NAME and isinstance(value, str):
+        return {"num_bits": 8, "type": "float", "dynamic": value == "dynamic"}
+    wrong = value if value is not None else None if isinstance(named, str) else named
+    if wrong is not None:
+        raise CheckpointError(
+            "the scheme of the KV cache is not known", path=settings.path, found=shown(wrong),
+            expected=f"an object under {KV_CACHE_SCHEME}, or {' or '.join(_BY_NAME)}",
+        )  # fmt: skip
+    if named == "FP8":
+        return {"num_bits": 8, "type": "float", "dynamic": False}
+    return {"type": named} if named else None
+
+
+def states_scheme(settings: Settings) -> bool:
+    """Whether settings of a quantization say anything of the cache."""
+    return settings.has(KV_CACHE_SCHEME) or settings.has(_ALGORITHM)
+
+
+def scheme_text(scheme: Scheme | None) -> str:
+    """A scheme for people."""
+    if scheme is None:
+        return "no scheme stated"
+    bits, strategy = scheme.get("num_bits", ""), scheme.get("strategy")
+    kind = "dynamic" if scheme.get("dynamic") else "static"
+    return f"{scheme.get('type', 'int')}{bits}{f' per {strategy}' if strategy else ''}, {kind}"[:80]
+
+
+def needs_zero_points(scheme: Scheme | None) -> bool:
+    """Whether readers take zero points from the folder."""
+    return scheme is not None and not scheme.get("symmetric", True) and not scheme.get("dynamic")
+
+
+def _strategy(scheme: Scheme) -> str | None:
+    """The strategy, as stated or from the group size; None if it is unknown."""
+    named, size = scheme.get("strategy"), scheme.get("group_size")
+    if named is None:
+        return _TENSOR if size is None else "group" if size > 0 else "channel" if size == -1 else None
+    return named.lower() if isinstance(named, str) and named.lower() in _STRATEGIES else None
+
+
+def _refused(scheme: Scheme) -> tuple[str, str] | None:
+    """The first key with a value that `QuantizationArgs` does not accept, and what it accepts; None if there is none.
+
+    Values are of JSON's own types: numbers and booleans in quotes are refused.
+    """
+    kind, bits, size = scheme.get("type", "int"), scheme.get("num_bits", 8), scheme.get("group_size")
+    allowed = _BITS.get(kind.lower(), ()) if isinstance(kind, str) else ()
+    if not allowed:
+        return "type", " or ".join(_BITS)
+    if type(bits) is not int or bits not in allowed:
+        return "num_bits", f"an integer from 1 to {allowed[-1]}" if len(allowed) > 3 else "4, 6 or 8"
+    if not isinstance(scheme.get("symmetric", True), bool):
+        return "symmetric", "true or false"
+    if size is not None and (type(size) is not int or size < -1):
+        return "group_size", "a positive integer, or -1 for channels"
+    if (strategy := _strategy(scheme)) is None:
+        return "strategy", ", ".join(_STRATEGIES)
+    if (size is not None and size > 0) != (strategy in _GROUPED):
+        return "group_size", f"a positive integer for {' and '.join(_GROUPED)}, and for no other strategy"
+    if (scheme.get("block_structure") is not None) != (strategy == _BLOCK):
+        return "block_structure", f"rows and columns for {_BLOCK}, and for no other strategy"
+    dynamic = scheme.get("dynamic", False)
+    local = isinstance(dynamic, str) and dynamic.lower() == _LOCAL
+    if not (local or isinstance(dynamic, bool)):
+        return "dynamic", f"true, false or {_LOCAL}"
+    if local and strategy != "tensor_group":
+        return "dynamic", f"true or false for {strategy}"
+    if dynamic and strategy not in _DYNAMIC_STRATEGIES:
+        return "dynamic", f"false for {strategy}"
+    return ("dynamic", f"true for {strategy}") if strategy == _TOKEN and not dynamic else None

@@ -24,7 +24,7 @@ from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError, UnsupportedError
 from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.kv_cache_scheme import stated_scheme
+from quantkit.formats.kv_cache import stated_scheme
 from quantkit.json_values import Settings
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.qtensor import QuantTensor

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import NO_EMBEDDING, Codec, GroupedCodec, QuantMethod, RawModule, Reason, exact_scale
+from quantkit.formats.codecs.codec import (
+    NO_EMBEDDING,
+    Codec,
+    GroupedCodec,
+    QuantMethod,
+    RawModule,
+    Reason,
+    Schemes,
+    exact_scale,
+    unread,
+)
 from quantkit.formats.codecs.gptq import claims_by_rows, quantized_modules
 from quantkit.formats.codecs.gptq_linear import packs_outputs, read_outputs, require_tensors, scales_dtype
 from quantkit.formats.codecs.gptq_zeros import G_IDX, QWEIGHT, QZEROS, SCALES
@@ -63,16 +73,14 @@ class AwqLinear(GroupedCodec):
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         require_tensors(raw, expected)
         if reason := self.misfit(expected.shape):
-            raise UnsupportedError(
-                f"'{raw.name}' is quantized, but {reason.problem}", path=raw.path, found=reason.found,
-                expected=reason.expected,
-            )  # fmt: skip
-        for one in self._tensors(expected, scales_dtype(raw)):
+            problem = f"'{raw.name}' is quantized, but {reason.problem}"
+            raise raw.unsupported(problem, reason.found, reason.expected)
+        scales = scales_dtype(raw)
+        for one in self.parts(raw, expected):
             raw.require(one, f"{self.scheme} of AWQ")
         zeros = raw.read_bytes(QZEROS)
-        size = self.scheme.group_size
-        scheme = QuantScheme(_BITS, size, zeros == _LEVELS_OF_8 * len(zeros))
-        return TensorSpec(expected.name, expected.shape, scales_dtype(raw), scheme)
+        scheme = QuantScheme(_BITS, self.scheme.group_size, zeros == _LEVELS_OF_8 * len(zeros))
+        return TensorSpec(expected.name, expected.shape, scales, scheme)
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         return self._tensors(spec, DType.FLOAT16)
@@ -83,9 +91,7 @@ class AwqLinear(GroupedCodec):
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         return self.scheme.group_size or 1
 
-    def read(
-        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
-    ) -> QuantTensor:  # fmt: skip
+    def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> QuantTensor:
         from quantkit.tensors.qtensor import QuantTensor
 
         assert spec.scheme is not None, "all of AWQ has a scheme"
@@ -143,27 +149,20 @@ class Awq(QuantMethod):
         """
         for key in ("version", "format", "checkpoint_format"):
             if settings.has(key) and settings.string(key).lower() != "gemm":
-                raise UnsupportedError(
-                    "this layout of AWQ is not read", path=settings.path, found=shown(settings.values[key]),
-                    expected="gemm",
-                )  # fmt: skip
+                raise unread(settings, "this layout of AWQ is not read", shown(settings.values[key]), "gemm")
         bits = settings.integer("w_bit" if settings.has("w_bit") else "bits", 1, 32)
         if bits != _BITS:
-            raise UnsupportedError("AWQ of these bits is not read", path=settings.path, found=bits, expected=_BITS)
+            raise unread(settings, "AWQ of these bits is not read", bits, _BITS)
         size = settings.integer("q_group_size" if settings.has("q_group_size") else "group_size", -1, MAX_COLUMNS)
         if size > 0 and size % 8:
-            raise UnsupportedError(
-                "group size is not supported", path=settings.path, found=size, expected="a multiple of 8"
-            )
+            raise unread(settings, "group size is not supported", size, "a multiple of 8")
         codec = AwqLinear(QuantScheme(_BITS, size if size > 0 else None, not settings.flag("zero_point", True)))
         kept = settings.strings("modules_to_not_convert") if settings.has("modules_to_not_convert") else []
         kept += [] if settings.flag("lm_head", False) else ["lm_head"]
         found = quantized_modules(modules, stored, settings)
         return {module: codec for module in found if stored or not any(name in module for name in kept)}
 
-    def write_settings(
-        self, schemes: Mapping[str, QuantScheme], modules: Iterable[str], *, every: bool = True
-    ) -> dict[str, Any]:
+    def write_settings(self, schemes: Schemes, modules: Iterable[str], *, every: bool = True) -> dict[str, Any]:
         """Linears without a scheme are listed under ``modules_to_not_convert``, which readers take for parts of names,
         and for gptqmodel, which does not look there, under ``dynamic``.
 
@@ -172,10 +171,8 @@ class Awq(QuantMethod):
         """
         sizes = sorted({scheme.group_size or -1 for scheme in schemes.values()})
         if len(sizes) > 1:
-            raise UnsupportedError(
-                "AWQ has one group size for a folder", found=" and ".join(str(size) for size in sizes),
-                hint="write another format",
-            )  # fmt: skip
+            found = " and ".join(map(str, sizes))
+            raise UnsupportedError("AWQ has one group size for a folder", found=found, hint="write another format")
         floats = [module for module in modules if module not in schemes]
         for module in floats:
             if other := next((one for one in schemes if module in one), None):

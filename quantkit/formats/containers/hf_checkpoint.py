@@ -34,8 +34,7 @@ from quantkit.formats.codecs.small_floats import DequantizedTensor
 from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share, zero_biases
 from quantkit.formats.containers.hf_settings import NOT_CARRIED, SETTINGS, read_codecs, settings_in, without_settings
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
-from quantkit.formats.kv_cache import KvCache, take_kv_cache
-from quantkit.formats.kv_cache_scheme import states_scheme
+from quantkit.formats.kv_cache import KvCache, states_scheme, take_kv_cache
 from quantkit.json_values import Settings, read_json, read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec

@@ -10,7 +10,7 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.codecs.codec import QuantMethod, ReadCodec
 from quantkit.formats.codecs.dequantized import MODEL_OPTIMIZER, method_in
 from quantkit.formats.codecs.table import SETTINGS_FILES
-from quantkit.formats.kv_cache_scheme import states_scheme
+from quantkit.formats.kv_cache import states_scheme
 from quantkit.json_values import Settings, read_json, shown
 
 SETTINGS = "quantization_config"
