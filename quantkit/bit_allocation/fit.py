@@ -22,7 +22,7 @@ from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, Reason
 from quantkit.formats.codecs.compressed_weights import SHAPE
-from quantkit.formats.codecs.ggml_blocks import BlockType
+from quantkit.formats.codecs.ggml import BlockType
 from quantkit.formats.codecs.gptq_zeros import G_IDX
 from quantkit.memory import size_text
 from quantkit.progress import Progress, silent

@@ -11,6 +11,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
+from quantkit.formats.codecs.codec import DAMAGED_FILE, FLOAT_MODEL
 from quantkit.formats.codecs.small_floats import TYPES as SMALL_FLOATS
 from quantkit.formats.codecs.table import quantized_as
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -28,7 +29,7 @@ class Checkpoint(Protocol):
     """A model on disk, read lazily.
 
     ``extra_config`` has the keys of the source's config that no computation depends on, which are copied to outputs;
-    ``notes`` are for the user, and are no errors.
+    ``notes`` are for the user, and are not errors.
     """
 
     path: Path
@@ -55,10 +56,7 @@ class Checkpoint(Protocol):
 
 
 def require_runnable(checkpoint: Checkpoint) -> None:
-    """
-    Raises:
-        UnsupportedError: for a model that is known by its tensors only.
-    """
+    """Raise `UnsupportedError` for a model that is known by its tensors only."""
     if not checkpoint.config.runnable:
         raise UnsupportedError(
             "the model is known by its tensors only, it cannot be run here", path=checkpoint.path,
@@ -67,10 +65,7 @@ def require_runnable(checkpoint: Checkpoint) -> None:
 
 
 def require_calibratable(checkpoint: Checkpoint) -> None:
-    """
-    Raises:
-        UnsupportedError: for a model that no samples can be sent through.
-    """
+    """Raise `UnsupportedError` for a model that no samples can be sent through."""
     if not checkpoint.config.calibratable:
         raise UnsupportedError(
             "the model is known by its tensors only, it cannot be calibrated", path=checkpoint.path,
@@ -100,19 +95,14 @@ def active_parameter_count(checkpoint: Checkpoint) -> int:
     experts = checkpoint.config.experts
     if experts is None:
         return parameter_count(checkpoint)
-    sizes = [(math.prod(parameter.shape), parameter.expert is not None) for parameter in parameters(checkpoint.config)]
-    routed = sum(size for size, of_expert in sizes if of_expert)
-    return sum(size for size, _ in sizes) - routed + routed * experts.per_token // experts.count
+    every = parameters(checkpoint.config)
+    routed = sum(math.prod(one.shape) for one in every if one.expert is not None)
+    total = sum(math.prod(one.shape) for one in every)
+    return total - routed + routed * experts.per_token // experts.count
 
 
 def require_complete(found: Mapping[str, TensorSpec], config: ModelConfig, path: Path) -> None:
-    """Check that the tensors are exactly those the config calls for, in the right shapes.
-
-    Raises:
-        CheckpointError: naming the first tensor that is missing, unexpected or misshapen.
-        UnsupportedError: if unexpected tensors belong to a quantization scheme, or a
-            weight is not stored as floats.
-    """
+    """`require_tensors` for those that a config calls for."""
     require_tensors(found, {entry.name: entry.shape for entry in parameters(config)}, path)
 
 
@@ -120,7 +110,8 @@ def require_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, tupl
     """Check that the tensors are exactly those expected, in these shapes, and floats unless they have a scheme.
 
     Raises:
-        CheckpointError, UnsupportedError: see `require_complete`.
+        CheckpointError: naming the first tensor that is missing, unexpected or misshapen.
+        UnsupportedError: if unexpected tensors belong to a quantization scheme, or a weight is not stored as floats.
     """
     if unexpected := [name for name in found if name not in expected]:
         raise_unexpected(unexpected, path)
@@ -152,21 +143,20 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
     listed = sorted(names)
     for name in listed:
         if ".lora_" in name or name.startswith("base_model.model."):
-            raise UnsupportedError(
-                "is a LoRA adapter, not a model",
-                path=path,
-                found=f"'{name}'",
-                hint="merge it into its base model first",
-            )
+            raise lora_adapter(path, f"'{name}'")
         if (scheme := quantized_as(name)) is not None:
-            raise UnsupportedError(
-                f"the source is quantized already ({scheme})", path=path, found=f"'{name}'",
-                hint="start from the float model",
-            )  # fmt: skip
+            problem = f"the source is quantized already ({scheme})"
+            raise UnsupportedError(problem, path=path, found=f"'{name}'", hint=FLOAT_MODEL)
     more = f" and {len(listed) - 1} more" if len(listed) > 1 else ""
     raise CheckpointError(
         f"unexpected tensor '{listed[0]}'{more}", path=path, expected="only tensors of the architecture"
     )
+
+
+def lora_adapter(path: Path, found: str) -> UnsupportedError:
+    """The error for an adapter instead of a model."""
+    hint = "merge it into its base model first"
+    return UnsupportedError("is a LoRA adapter, not a model", path=path, found=found, hint=hint)
 
 
 def require_unquantized(found: Mapping[str, TensorSpec], path: Path, *, method: str | None, floats: bool) -> None:
@@ -184,10 +174,8 @@ def require_unquantized(found: Mapping[str, TensorSpec], path: Path, *, method: 
     for name, spec in found.items():
         scheme = quantized_as(name) or _scheme_of_pair(name, spec, found, floats)
         if method is None and scheme is not None:
-            raise UnsupportedError(
-                f"the source is quantized already ({scheme}), in a scheme that its config does not name", path=path,
-                found=f"'{name}'", hint="start from the float model",
-            )  # fmt: skip
+            problem = f"the source is quantized already ({scheme}), in a scheme that its config does not name"
+            raise UnsupportedError(problem, path=path, found=f"'{name}'", hint=FLOAT_MODEL)
         if scheme is not None:
             raise CheckpointError(
                 f"tensor '{name}' is part of no weight in a scheme that is read", path=path,
@@ -199,7 +187,7 @@ def require_unquantized(found: Mapping[str, TensorSpec], path: Path, *, method: 
             raise CheckpointError(
                 f"tensor '{name}' lacks its codes or scales: they must come together", path=path,
                 found=f"{spec.dtype} {list(spec.shape)} alone", expected=f"codes and scales of {method}",
-                hint="a weight file is missing or damaged; download it again",
+                hint=DAMAGED_FILE,
             )  # fmt: skip
 
 

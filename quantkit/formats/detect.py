@@ -11,6 +11,7 @@ from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files.located import gguf_models, located, require_there
 from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
+from quantkit.formats.checkpoint import lora_adapter
 from quantkit.formats.container import Container, StoredCheckpoint
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
@@ -88,7 +89,9 @@ def open_unfinished(
         raise RequestError("unknown kind of weights", found=weights, expected=", ".join(spelled))
     found = _present(folder)
     if not found and not folder.is_dir():
-        raise _not_a_folder(folder)
+        SourceFile(folder)  # raises if it is not a regular file
+        expected = "the folder that holds it with its config and tokenizer"
+        raise CheckpointError("is a file", path=folder, expected=expected)
     if weights is None:
         kind, container = _choose(folder, found)
     elif weights in dict(found):
@@ -148,27 +151,15 @@ def _choose(folder: Path, found: list[Found]) -> Found:
     return (indexed or chosen)[0]
 
 
-def _not_a_folder(path: Path) -> Exception:
-    SourceFile(path)  # raises if it is no regular file
-    return CheckpointError("is a file", path=path, expected="the folder that holds it with its config and tokenizer")
-
-
 def _no_weights(folder: Path) -> Exception:
     if (folder / "adapter_config.json").is_file():
-        return UnsupportedError(
-            "is a LoRA adapter, not a model", path=folder, found="adapter_config.json",
-            hint="merge it into its base model first",
-        )  # fmt: skip
+        return lora_adapter(folder, "adapter_config.json")
     if models := gguf_models(folder):
-        return CheckpointError(
-            "holds several models in GGUF", path=folder, found=", ".join(path.name for path in models),
-            hint="name the file",
-        )  # fmt: skip
-    for _, container in _present(folder / "original"):
-        return CheckpointError(
-            "has no weights", path=folder, hint=f"there is a {container.title} checkpoint in {folder / 'original'}"
-        )
-    return CheckpointError(
-        "has no weights", path=folder,
-        expected="consolidated.00.pth, model.safetensors, pytorch_model.bin, an index of shards or one *.gguf",
-    )  # fmt: skip
+        found = ", ".join(path.name for path in models)
+        return CheckpointError("holds several models in GGUF", path=folder, found=found, hint="name the file")
+    problem = "has no weights"
+    if original := _present(folder / "original"):
+        hint = f"there is a {original[0][1].title} checkpoint in {folder / 'original'}"
+        return CheckpointError(problem, path=folder, hint=hint)
+    expected = "consolidated.00.pth, model.safetensors, pytorch_model.bin, an index of shards or one *.gguf"
+    return CheckpointError(problem, path=folder, expected=expected)

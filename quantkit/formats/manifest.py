@@ -15,7 +15,6 @@ version 1   version 2    holds
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -36,42 +35,24 @@ _RENAMED = {"plan": "recipe", "tensors": "modules"}
 
 
 def build(
-    job: str,
-    source_format: str,
-    source_hashes: Mapping[str, str],
-    file_hashes: Mapping[str, str],
-    details: Mapping[str, Any],
-    hub: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+    job: str, source_format: str, source_hashes: Mapping[str, str], file_hashes: Mapping[str, str],
+    details: Mapping[str, Any], hub: Mapping[str, str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """What the manifest holds.
 
     Args:
         hub: the source's name on a hub, and its commit, if it comes from one.
     """
-    return {
-        "format_version": FORMAT_VERSION,
-        "quantkit_version": __version__,
-        "job": job,
-        "source": {
-            "format": source_format,
-            **({} if hub is None else {"hub": dict(hub)}),
-            "sha256": dict(source_hashes),
-        },
-        **details,
-        "files": dict(file_hashes),
-    }
-
-
-def encoded(value: Mapping[str, Any]) -> bytes:
-    """The manifest's bytes."""
-    return json.dumps(value, indent=2).encode() + b"\n"
+    source = {"format": source_format, **({} if hub is None else {"hub": dict(hub)}), "sha256": dict(source_hashes)}
+    head = {"format_version": FORMAT_VERSION, "quantkit_version": __version__, "job": job, "source": source}
+    return {**head, **details, "files": dict(file_hashes)}
 
 
 def read(model: Path) -> dict[str, Any]:
     """The manifest of a folder or a file, in the keys of this version whichever it was written in.
 
     Raises:
-        CheckpointError: if it is missing, is no manifest, or of a newer format.
+        CheckpointError: if it is missing, not a manifest, or of a newer format.
     """
     path = manifest_path(model)
     value = read_json(path)
@@ -80,21 +61,10 @@ def read(model: Path) -> dict[str, Any]:
     if not isinstance(value.get("format_version"), int) or not listed:
         raise CheckpointError("is not a quantkit manifest", path=path)
     if value["format_version"] > FORMAT_VERSION:
-        raise CheckpointError(
-            "was written by a newer quantkit", path=path, found=value["format_version"], expected=FORMAT_VERSION
-        )  # fmt: skip
-    if value["format_version"] < FORMAT_VERSION:
-        return {_RENAMED.get(key, key): item for key, item in value.items()}
-    return value
-
-
-def file_sha256(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal.
-
-    Raises:
-        CheckpointError: if it cannot be read.
-    """
-    return SourceFile(path).sha256()
+        found = value["format_version"]
+        raise CheckpointError("was written by a newer quantkit", path=path, found=found, expected=FORMAT_VERSION)
+    renamed = _RENAMED if value["format_version"] < FORMAT_VERSION else {}
+    return {renamed.get(key, key): item for key, item in value.items()}
 
 
 def identity(files: Iterable[SourceFile]) -> list[list[Any]]:

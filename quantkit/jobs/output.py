@@ -23,7 +23,7 @@ from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.container import Encoder, StoredCheckpoint, Written
 from quantkit.formats.detect import open_unfinished
-from quantkit.formats.folder import TOKENIZER_FILES, tokenizer_files
+from quantkit.formats.folder import TOKENIZER_FILES, json_bytes, tokenizer_files
 from quantkit.formats.output.destination import MANIFEST, output_files
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import SafePoint
@@ -267,7 +267,7 @@ class Writer:
             {"source_check": check.to_json() if isinstance(check, SourceCheck) else check, **details},
             origin(source.path),
         )  # fmt: skip
-        self._staging.folder.write(self._manifest_name, manifest.encoded(written))
+        self._staging.folder.write(self._manifest_name, json_bytes(written))
         self._staging.commit({*self._hashes, self._manifest_name})
         return written
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from quantkit.errors import CheckpointError, QualityError
 from quantkit.files.located import gguf_file
+from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.destination import manifest_path
@@ -186,7 +187,7 @@ def require_as_written(model: Path, *, progress: Progress = silent) -> tuple[dic
                 edited[name] = "removed since"
                 continue
             raise CheckpointError("a file of the manifest is missing", path=path)
-        found = manifest.file_sha256(path)
+        found = SourceFile(path).sha256()
         if found != expected:
             if name == _README:
                 edited[name] = "edited since (not checked)"

@@ -26,8 +26,8 @@ from quantkit.evals.report import markdown, method, sheet, tables
 from quantkit.evals.results import Evaluation
 from quantkit.evals.table import render
 from quantkit.evals.texts import DocumentScore
+from quantkit.files.source import SourceFile
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.manifest import file_sha256
 from quantkit.quality.figures import Estimate
 from quantkit.quality.measures import compare, perplexity_estimates, text_windows
 from quantkit.text.tokenizer import load_tokenizer
@@ -76,7 +76,7 @@ def test_the_figures_are_those_of_the_measures(found: Evaluation, folders: dict[
     assert found.perplexity_ratio(found.rows[2], "first") == int4.token_perplexity / whole.token_perplexity
     assert found.rows[2].bits_per_weight == quantkit.inspect(folders["int4-g64"]).bits_per_weight
     facts = found.texts["first"]
-    assert facts.sha256 == file_sha256(folders["first.txt"])
+    assert facts.sha256 == SourceFile(folders["first.txt"]).sha256()
     score = whole.documents
     assert math.log(score.word_perplexity) * facts.words == pytest.approx(math.log(score.byte_perplexity) * facts.bytes)
     assert 2**score.bits_per_byte == pytest.approx(score.byte_perplexity)
@@ -108,9 +108,9 @@ def test_the_report_says_what_was_measured_and_how(found: Evaluation, folders: d
     assert rows[2][6] == str(Estimate(ratio, measured.perplexity_ratio_error))
     assert all(" ± " in rows[2][place] for place in (2, 5, 6))
     for fact in (
-        file_sha256(folders["wiki.txt"]), "nats", "BOS", f"windows of {WINDOW} tokens, stride {WINDOW}", "float32",
-        "backend reference", "bfloat16", "batch means", "delta method", "another text may differ by several times",
-        "WikiText, detokenized", "median of 3", f"torch {found.versions['torch']}",
+        SourceFile(folders["wiki.txt"]).sha256(), "nats", "BOS", f"windows of {WINDOW} tokens, stride {WINDOW}",
+        "float32", "backend reference", "bfloat16", "batch means", "delta method",
+        "another text may differ by several times", "WikiText, detokenized", "median of 3", f"torch {found.versions['torch']}",
     ):  # fmt: skip
         assert fact in text, fact
     assert "None" not in text
@@ -295,7 +295,7 @@ def test_the_suffix_decides_the_kind_of_picture(suffix: str, start: bytes, found
 def test_without_a_text_the_excerpt_is_measured_on_and_said_to_be(folders: dict[str, Path]) -> None:
     alone = evaluate([folders["int8"]], window=WINDOW)
     assert list(alone.texts) == ["excerpt"]
-    assert alone.texts["excerpt"].sha256 == file_sha256(EXCERPT)
+    assert alone.texts["excerpt"].sha256 == SourceFile(EXCERPT).sha256()
     assert "excerpt that ships with quantkit" in alone.notes[0]
     assert alone.notes[0] in "\n".join(method(alone))
     assert alone.rows[0].texts["excerpt"].divergence is None

@@ -19,7 +19,7 @@ import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.hub import HubModel, hub_model, needed_files, origin
-from quantkit.formats.manifest import file_sha256
+from quantkit.files.source import SourceFile
 
 pytestmark = pytest.mark.processes
 
@@ -54,7 +54,7 @@ def test_what_is_needed_is_downloaded_once_and_its_commit_recorded(home: Path, t
         assert out.startswith("hf:some/model@main: meta (2 shards)")
     source = json.loads((tmp_path / "out" / "quantkit.json").read_text())["source"]
     assert source["hub"] == {"name": "some/model", "commit": COMMIT}
-    assert source["sha256"] == {name: file_sha256(Path(DEMO_MODEL) / name) for name in source["sha256"]}
+    assert source["sha256"] == {name: SourceFile(Path(DEMO_MODEL) / name).sha256() for name in source["sha256"]}
     for offline in (True, False):  # the hub is gone: what the cache holds
         assert _run(home, address, "inspect", "hf:some/model", offline=offline)[0] == 0
 

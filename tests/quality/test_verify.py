@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.errors import CheckpointError
-from quantkit.formats import manifest
+from quantkit.files.source import SourceFile
 from quantkit.quality.verify import Verdict, verify
 
 
@@ -139,7 +139,7 @@ def test_a_model_card_may_be_edited_and_nothing_else(
     assert report.lines()[:2] == [f"{folder}: {files - 1} of {files} files are as quantkit wrote them", words]
     code, out, _ = run(capfd, "verify", folder)
     assert (code, out.splitlines()) == (0, report.lines())
-    listed = {**report.manifest["files"], "LICENSE": manifest.file_sha256(folder / "config.json")}
+    listed = {**report.manifest["files"], "LICENSE": SourceFile(folder / "config.json").sha256()}
     oracle.edit_json(folder / "quantkit.json", files=listed)
     with pytest.raises(CheckpointError, match="missing"):
         verify(folder)

@@ -15,7 +15,7 @@ from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import UnsupportedError
 from quantkit.files.located import gguf_file
 from quantkit.formats.codecs.codec import QuantMethod
-from quantkit.formats.codecs.ggml_blocks import GgmlBlocks
+from quantkit.formats.codecs.ggml import GgmlBlocks
 from quantkit.formats.container import Container, Output, refuse_tensors_only
 from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
 from quantkit.formats.folder import OTHER_FILES, present

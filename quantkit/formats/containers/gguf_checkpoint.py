@@ -20,8 +20,7 @@ from quantkit.files.located import read_parts
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import TensorFile, View, contiguous_strides, same_tensor
 from quantkit.formats.checkpoint import require_tensors
-from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES
-from quantkit.formats.codecs.ggml_rows import EXACT, FLOATS, NOT_READ, SMALL_FLOATS, GgmlRows
+from quantkit.formats.codecs.ggml import BLOCK_TYPES, EXACT, FLOATS, NOT_READ, SMALL_FLOATS, GgmlRows
 from quantkit.formats.containers.hf_parts import decode, read_floats
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType

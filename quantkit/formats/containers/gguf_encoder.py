@@ -23,8 +23,7 @@ from quantkit.files.gguf_types import GGUF, GgmlType, GgufTensor, Split, split_n
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import Reason
-from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES, block_type
-from quantkit.formats.codecs.ggml_rows import FLOATS
+from quantkit.formats.codecs.ggml import BLOCK_TYPES, FLOATS, block_type
 from quantkit.formats.container import Chunk, Encoder, tensor_bytes
 from quantkit.formats.containers.gguf_checkpoint import read_place, view_of
 from quantkit.formats.containers.hf_parts import assembled

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.formats.codecs.codec import Reason
-from quantkit.formats.codecs.ggml_blocks import BLOCK_TYPES, Q4_0, Q8_0, BlockType, block_type
+from quantkit.formats.codecs.ggml import BLOCK_TYPES, Q4_0, Q8_0, BlockType, block_type
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 

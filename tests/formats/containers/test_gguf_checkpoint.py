@@ -28,8 +28,8 @@ from quantkit.architectures.topology import linear_columns
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files.gguf_types import GgmlType, split_name
 from quantkit.formats.checkpoint import read_as_floats, schemes
-from quantkit.formats.codecs import ggml_rows
-from quantkit.formats.codecs.ggml_rows import EXACT, NOT_READ
+from quantkit.formats.codecs import ggml
+from quantkit.formats.codecs.ggml import EXACT, NOT_READ
 from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import GGUF, HF
@@ -112,9 +112,9 @@ def test_codes_are_those_of_the_file(case: str, kind: Ggml, tmp_path: Path) -> N
         assert (_floats(value) - before).abs().max() <= step * (name in quantized)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in GgmlType if kind not in NOT_READ and kind not in ggml_rows.FLOATS])
+@pytest.mark.parametrize("kind", [kind for kind in GgmlType if kind not in NOT_READ and kind not in ggml.FLOATS])
 def test_a_type_means_what_gguf_says(kind: GgmlType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ggml_rows, "CHUNK_ELEMENTS", 1 << 12)  # several for a tensor
+    monkeypatch.setattr(ggml, "CHUNK_ELEMENTS", 1 << 12)  # several for a tensor
     source, tensors = _source(json.dumps(["qwen2", _WIDE]))
     blocks = np.random.default_rng(0).integers(0, 256, (256, kind.row_bytes(256)), np.uint8)
     path = tmp_path / "model.gguf"
@@ -127,7 +127,7 @@ def test_a_type_means_what_gguf_says(kind: GgmlType, tmp_path: Path, monkeypatch
     if isinstance(value, QuantTensor):
         torch.testing.assert_close(value.dequantize().float(), expected, rtol=0, atol=0, equal_nan=True)
     else:
-        assert found.info(name).stored_as == (None if kind in ggml_rows.SMALL_FLOATS else kind)
+        assert found.info(name).stored_as == (None if kind in ggml.SMALL_FLOATS else kind)
         assert torch.equal(value.nan_to_num(7), expected.nan_to_num(7))
         part = TensorSlice(0, ((3, 40), (200, 256)))
         assert torch.equal(found.load(name, part).nan_to_num(7), part.of(expected).nan_to_num(7))  # type: ignore[union-attr]

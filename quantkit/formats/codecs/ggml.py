@@ -1,4 +1,4 @@
-"""GGUF's blocks of 32 weights that store codes exactly: ``Q4_0`` and ``Q8_0``.
+"""Rows of GGUF tensors: as codes, if their type stores these exactly (``Q4_0`` and ``Q8_0``), otherwise as floats.
 
 A block of either is a float16 scale ``d`` and its codes: 16 bytes of two 4-bit codes each, of which byte j holds those
 of weights j (low) and j + 16 (high), ``w = d * (code - 8)``; or 32 signed bytes, ``w = d * code``. Blocks run along
@@ -8,12 +8,16 @@ Source: ggml's block_q4_0 and block_q8_0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from quantkit.formats.codecs.codec import CodeFormat, Reason, exact_scale
+from quantkit.files.gguf_types import GgmlType
+from quantkit.files.tensor_file import TensorFile, View
+from quantkit.formats.codecs.codec import CodeFormat, Reason, Weight, exact_scale
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +27,21 @@ if TYPE_CHECKING:
 BLOCK = 32
 """Weights that share a scale."""
 _SCALE_BYTES = 2
+FLOATS = {GgmlType.F32: DType.FLOAT32, GgmlType.F16: DType.FLOAT16, GgmlType.BF16: DType.BFLOAT16}
+"""Types of floats, which are read as they are stored."""
+SMALL_FLOATS = frozenset({GgmlType.MXFP4, GgmlType.NVFP4})
+"""Types of small floats with scales."""
+EXACT = frozenset({
+    GgmlType.Q4_0, GgmlType.Q5_0, GgmlType.Q8_0, GgmlType.Q3_K, GgmlType.Q6_K, GgmlType.IQ4_NL, GgmlType.IQ4_XS,
+    GgmlType.TQ1_0, GgmlType.TQ2_0,
+})  # fmt: skip
+"""Types of integers times scales that are exact in float32: 11 bits of a float16, 7 of a scale's factor and 5 of a
+code, or 7 of a code alone."""
+NOT_READ = frozenset({
+    GgmlType.Q8_1, GgmlType.Q8_K, GgmlType.Q1_0, GgmlType.I8, GgmlType.I16, GgmlType.I32, GgmlType.I64, GgmlType.F64,
+})  # fmt: skip
+"""Types that no published weights have: for activations, integers, and one that gguf cannot convert to floats."""
+CHUNK_ELEMENTS = 1 << 21  # weights that are turned to floats at a time
 
 
 @dataclass(frozen=True)
@@ -72,8 +91,7 @@ class BlockType:
         """The blocks [O, N] uint8 of a weight, with the same codes and scales; or why there are none."""
         import torch
 
-        reason = self.unsupported(value.scheme, value.shape[1])
-        if reason is not None:
+        if (reason := self.unsupported(value.scheme, value.shape[1])) is not None:
             return reason
         rows, columns = value.shape
         scale = exact_scale(value.scale, DType.FLOAT16)
@@ -121,3 +139,66 @@ class GgmlBlocks(CodeFormat):
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> BlockType | Reason:
         kind = block_type(scheme)
         return kind.unsupported(scheme) or kind
+
+
+@dataclass(frozen=True)
+class GgmlRows:
+    """A tensor's rows in a file.
+
+    Attributes:
+        view: bytes [O, N] of complete blocks.
+        coded: whether to read codes, of a type that has some.
+        dtype: of the floats.
+    """
+
+    file: TensorFile
+    view: View
+    type: GgmlType
+    coded: bool
+    dtype: DType
+
+    def decode(self, raw: object, spec: TensorSpec, part: TensorSlice | None = None) -> Weight:
+        """The weight [O, I], or some of its rows or columns, of which no other rows are read.
+
+        Raises:
+            RequestError: for codes of columns that cut a group; see `QuantTensor.columns`.
+            CheckpointError: see `TensorFile.read`.
+        """
+        view, columns = self.view, self.view.shape[1] // self.type.block_bytes * self.type.block
+        left, right = 0, columns
+        if part is not None and part.axis == 1:  # complete blocks are read
+            ((start, stop),), part = part.ranges, None
+            first, last = start // self.type.block, -(-stop // self.type.block)
+            view = view.narrow(1, first * self.type.block_bytes, (last - first) * self.type.block_bytes)
+            left, right = start - first * self.type.block, stop - first * self.type.block
+        if not self.coded:
+            return self._floats(view, part, left, right)
+        found = BLOCK_TYPES[self.type].decode(self.file.read_view(view, part))
+        return found if (left, right) == (0, columns) else found.columns(left, right)
+
+    def _floats(self, view: View, rows: TensorSlice | None, left: int, right: int) -> Tensor:
+        """Floats of some columns, computed in float32 for a few rows at a time and rounded once."""
+        from quantkit.tensors.qtensor import row_chunks
+
+        rows = rows or TensorSlice(0, ((0, view.shape[0]),))
+        target = self.dtype.empty((rows.size, right - left))
+        columns = view.shape[1] // self.type.block_bytes * self.type.block
+        for start, stop in row_chunks(rows.size, columns, CHUNK_ELEMENTS):
+            raw = self.file.read_view(view, rows.rows(start, stop))
+            target[start:stop] = dequantized(raw, self.type)[:, left:right]
+        return target
+
+    def of_expert(self, expert: int) -> GgmlRows:
+        """The rows of one expert out of bytes [E, O, N]."""
+        return replace(self, view=self.view.at(0, expert))
+
+
+def dequantized(rows: Tensor, kind: GgmlType) -> Tensor:
+    """Rows of blocks, bytes [O, N], in float32, computed by the gguf package."""
+    import numpy as np
+    import torch
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):  # later checks find what is not finite
+        return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind.value]))
