@@ -110,7 +110,8 @@ def test_the_report_says_what_was_measured_and_how(found: Evaluation, folders: d
     for fact in (
         SourceFile(folders["wiki.txt"]).sha256(), "nats", "BOS", f"windows of {WINDOW} tokens, stride {WINDOW}",
         "float32", "backend reference", "bfloat16", "batch means", "delta method",
-        "another text may differ by several times", "WikiText, detokenized", "median of 3", f"torch {found.versions['torch']}",
+        "another text may differ by several times", "WikiText, detokenized", "median of 3",
+        f"torch {found.versions['torch']}",
     ):  # fmt: skip
         assert fact in text, fact
     assert "None" not in text

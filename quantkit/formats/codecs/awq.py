@@ -18,7 +18,6 @@ from quantkit.errors import UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import (
     NO_EMBEDDING,
-    Codec,
     GroupedCodec,
     QuantMethod,
     RawModule,
@@ -141,7 +140,9 @@ class Awq(QuantMethod):
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
         return claims_by_rows(settings, AWQ, not settings.values.get("zero_point", True), modules, coded)
 
-    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
+    def read_settings(
+        self, settings: Settings, modules: Iterable[str], stored: Collection[str]
+    ) -> dict[str, AwqLinear]:
         """
         Raises:
             UnsupportedError: for other bits than 4, and other layouts than GEMM.

@@ -244,10 +244,10 @@ class GroupedCodec:
         """Some rows with all columns, or all rows with some groups of columns."""
         raise NotImplementedError
 
-
-def columns_slice(rows: TensorSlice | None, start: int, stop: int, count: int) -> TensorSlice | None:
-    """What to read of a matrix with `count` columns: some rows, or some columns; None for all."""
-    return rows if (start, stop) == (0, count) else TensorSlice(1, ((start, stop),))
+    @staticmethod
+    def columns_slice(rows: TensorSlice | None, start: int, stop: int, count: int) -> TensorSlice | None:
+        """What to read of a matrix with `count` columns: some rows, or some columns; None for all."""
+        return rows if (start, stop) == (0, count) else TensorSlice(1, ((start, stop),))
 
 
 class ReadAsFloats:

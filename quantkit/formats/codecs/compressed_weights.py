@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import DAMAGED_FILE, GroupedCodec, RawModule, Weight, columns_slice
+from quantkit.formats.codecs.codec import DAMAGED_FILE, GroupedCodec, RawModule, Weight
 from quantkit.formats.codecs.layout import Layout, Shape, Shapes, words
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
@@ -228,7 +228,7 @@ class PackQuantized(CompressedLinear):
         (first, last), bits = columns, self.scheme.bits
         if (shape := raw.read(SHAPE).tolist()) != list(spec.shape):
             raise raw.damaged(f"tensor '{raw.name}.{SHAPE}' disagrees with the config", shape, list(spec.shape))
-        part = columns_slice(rows, first * bits // 32, words(last, bits), words(spec.shape[1], bits))
+        part = self.columns_slice(rows, first * bits // 32, words(last, bits), words(spec.shape[1], bits))
         return unpack_int32(raw.read(PACKED, part), bits, last - first)
 
     def zero_points(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None) -> Tensor:
@@ -261,7 +261,7 @@ class IntQuantized(CompressedLinear):
         return 1 if spec.scheme is None else self.scheme.group_size or 1
 
     def codes(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Tensor:
-        return self.unsigned(raw, raw.read(PLAIN, columns_slice(rows, *columns, spec.shape[1])))
+        return self.unsigned(raw, raw.read(PLAIN, self.columns_slice(rows, *columns, spec.shape[1])))
 
     def encode(self, value: QuantTensor) -> list[Tensor]:
         import torch

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import Codec, GroupedCodec, QuantMethod, RawModule, Reason, columns_slice
+from quantkit.formats.codecs.codec import (
+    FLOAT_MODEL,
+    GroupedCodec,
+    QuantMethod,
+    RawModule,
+    Reason,
+    Schemes,
+    Weight,
+    unread,
+)
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, Shape, Shapes, words
-from quantkit.formats.codecs.whole_steps import affine, stated_scheme_of, zero_points
+from quantkit.formats.codecs.whole_steps import affine, scheme_of, zero_points
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
@@ -36,7 +45,6 @@ _KEYS = {"group_size", "bits", "mode", "quant_method", "linear_class", "quantize
 """Of the settings that are not names of modules."""
 _GROUP_SIZES = (128, 64, 32)  # that MLX supports
 _BITS = (2, 3, 4, 5, 6, 8)
-_CHUNK = 1 << 17  # scales at a time
 _EXACT_OFFSETS = {
     DType.FLOAT16: (DType.FLOAT32,), DType.BFLOAT16: (DType.FLOAT32,), DType.FLOAT32: (DType.FLOAT16, DType.FLOAT32),
 }  # fmt: skip
@@ -70,14 +78,12 @@ class Affine(GroupedCodec):
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         bits, group_size = self._layout(raw, expected.shape)
-        if bits in (4, 8):
-            scheme = stated_scheme_of(_groups(raw), bits, group_size)
-            if scheme is not None:
-                scales = raw.find(_SCALES)
-                assert scales is not None, "the layout was checked"
-                return TensorSpec(expected.name, expected.shape, scales.dtype, scheme)
-            return TensorSpec(expected.name, expected.shape, expected.dtype, stored_as="MLX with float offsets")
-        return TensorSpec(expected.name, expected.shape, expected.dtype, stored_as=f"MLX with {bits} bits")
+        scheme = scheme_of(raw, _SCALES, _BIASES, bits, group_size) if bits in (4, 8) else None
+        scales = raw.find(_SCALES)
+        if scheme is not None and scales is not None:
+            return TensorSpec(expected.name, expected.shape, scales.dtype, scheme)
+        stored_as = "MLX with float offsets" if bits in (4, 8) else f"MLX with {bits} bits"
+        return TensorSpec(expected.name, expected.shape, expected.dtype, stored_as=stored_as)
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
         """
@@ -104,16 +110,14 @@ class Affine(GroupedCodec):
         scheme, group_size = spec.scheme, self._layout(raw, spec.shape)[1]
         return math.lcm(32, group_size if scheme is None else scheme.group_size or 32)  # of whole words and groups
 
-    def read(
-        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
-    ) -> QuantTensor | Tensor:  # fmt: skip
+    def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
         """Codes are [O, I], also those of one of several experts."""
         from quantkit.tensors.qtensor import QuantTensor
 
         (first, last), count, scheme = columns, spec.shape[-1], spec.scheme
         bits, size = self._layout(raw, spec.shape)
-        packed = raw.read(_CODES, columns_slice(rows, first * bits // 32, words(last, bits), words(count, bits)))
-        groups = columns_slice(rows, first // size, -(-last // size), count // size)
+        packed = raw.read(_CODES, self.columns_slice(rows, first * bits // 32, words(last, bits), words(count, bits)))
+        groups = self.columns_slice(rows, first // size, -(-last // size), count // size)
         scale = raw.read(_SCALES, groups).flatten(0, -2)
         codes = _unpacked(packed.flatten(0, -2), bits, last - first)
         if scheme is None:
@@ -124,7 +128,7 @@ class Affine(GroupedCodec):
         if not scheme.symmetric:
             zero = zero_points(scale, raw.read(_BIASES, groups).flatten(0, -2), bits)
             if zero is None:
-                raise CheckpointError(f"the offsets of '{raw.name}' have changed since it was opened", path=raw.path)
+                raise raw.damaged(f"the offsets of '{raw.name}' have changed since it was opened")
             zero = zero[:, ::repeats].contiguous()
         return QuantTensor(codes, scale[:, ::repeats].contiguous(), zero, scheme)
 
@@ -167,14 +171,11 @@ class Affine(GroupedCodec):
         Raises:
             CheckpointError: if one is missing, or they do not fit together, or contradict the settings.
         """
-        found = [raw.find(leaf) for leaf in _LEAVES]
-        for leaf, tensor in zip(_LEAVES, found, strict=True):
-            if tensor is None:
-                raise CheckpointError(
-                    f"tensor '{raw.name}.{leaf}' is missing", path=raw.path,
-                    expected=" and ".join(_LEAVES[1:]) + " along with the codes of MLX",
-                )  # fmt: skip
-        codes, scales, biases = (tensor for tensor in found if tensor is not None)
+        found = {leaf: raw.find(leaf) for leaf in _LEAVES}
+        if missing := [leaf for leaf, tensor in found.items() if tensor is None]:
+            expected = " and ".join(_LEAVES[1:]) + " along with the codes of MLX"
+            raise raw.damaged(f"tensor '{raw.name}.{missing[0]}' is missing", expected=expected)
+        codes, scales, biases = (tensor for tensor in found.values() if tensor is not None)
         *rows, columns = shape
         groups, width = ((one.shape or (0,))[-1] for one in (scales, codes))
         fitting = (
@@ -188,18 +189,16 @@ class Affine(GroupedCodec):
             and width * 32 in [columns * bits for bits in _BITS]
         )
         if not fitting:
-            raise CheckpointError(
-                f"the tensors of '{raw.name}' do not fit together as MLX's", path=raw.path,
-                found=", ".join(f"{one.dtype} {list(one.shape)}" for one in (codes, scales, biases)),
-                expected=f"codes, scales and biases of {list(shape)}",
-            )  # fmt: skip
+            raise raw.damaged(
+                f"the tensors of '{raw.name}' do not fit together as MLX's",
+                ", ".join(f"{one.dtype} {list(one.shape)}" for one in (codes, scales, biases)),
+                f"codes, scales and biases of {list(shape)}",
+            )
         layout = width * 32 // columns, columns // groups
         stated = self.bits or layout[0], self.group_size or layout[1]
         if layout != stated:
-            raise CheckpointError(
-                f"the tensors of '{raw.name}' disagree with the config", path=raw.path,
-                found="{} bits in groups of {}".format(*layout), expected="{} bits in groups of {}".format(*stated),
-            )  # fmt: skip
+            found_layout, stated_layout = (f"{bits} bits in groups of {size}" for bits, size in (layout, stated))
+            raise raw.damaged(f"the tensors of '{raw.name}' disagree with the config", found_layout, stated_layout)
         return layout
 
 
@@ -226,7 +225,7 @@ class Mlx(QuantMethod):
         missing = (key for key, value in own.items() if isinstance(value, Mapping) and key not in coded)
         return Claims(found, certain=True, unmatched=tuple(missing))
 
-    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
+    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Affine]:
         """
         Raises:
             UnsupportedError: for other modes than affine, and for codes of modules that are not known.
@@ -236,7 +235,7 @@ class Mlx(QuantMethod):
         _require_affine(settings)
         settings.integer("bits", 1, 32)
         settings.integer("group_size", 1, MAX_COLUMNS)
-        found: dict[str, Codec] = {}
+        found: dict[str, Affine] = {}
         for module in modules:
             own, quantized = settings.values.get(module), f"{module}.{_SCALES}" in stored
             if isinstance(own, dict):
@@ -259,15 +258,11 @@ class Mlx(QuantMethod):
         for name in stored:
             module, _, leaf = name.rpartition(".")
             if leaf == _SCALES and module not in found and f"{module}.{_BIASES}" in stored:
-                raise UnsupportedError(
-                    f"'{module}' is quantized by MLX, and is no module of an architecture that is read so",
-                    path=settings.path, found=f"'{name}'", hint="start from the float model",
-                )  # fmt: skip
+                problem = f"'{module}' is quantized by MLX, and is no module of an architecture that is read so"
+                raise unread(settings, problem, f"'{name}'", hint=FLOAT_MODEL)
         return found
 
-    def write_settings(
-        self, schemes: Mapping[str, QuantScheme], modules: Mapping[str, int], *, every: bool = True
-    ) -> dict[str, Any]:
+    def write_settings(self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True) -> dict[str, Any]:
         """The layout of most modules comes first; other modules are listed by name.
 
         Raises:
@@ -283,7 +278,7 @@ class Mlx(QuantMethod):
         usual = dict(counted.most_common(1)[0][0])
         return usual | {module: layout for module, layout in layouts.items() if layout != usual}
 
-    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
+    def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Affine | Reason:
         if scheme.group_size is not None and isinstance(none := _written_group_size(scheme, 0), Reason):
             return none
         return Affine(scheme)
@@ -295,10 +290,8 @@ class Mlx(QuantMethod):
 def _require_affine(settings: Settings) -> None:
     mode = settings.string("mode") if settings.has("mode") else _AFFINE
     if mode != _AFFINE:
-        raise UnsupportedError(
-            f"{settings.name} names a mode of MLX that is not read", path=settings.path, found=shown(mode),
-            expected=_AFFINE, hint="start from the float model",
-        )  # fmt: skip
+        problem = f"{settings.name} names a mode of MLX that is not read"
+        raise unread(settings, problem, shown(mode), _AFFINE, FLOAT_MODEL)
 
 
 def _written_group_size(scheme: QuantScheme, columns: int) -> int | Reason:
@@ -308,17 +301,6 @@ def _written_group_size(scheme: QuantScheme, columns: int) -> int | Reason:
         if not size % group_size:
             return group_size
     return Reason("MLX has no groups that divide it", found=f"{scheme} of {size} columns", expected="32, 64 or 128")
-
-
-def _groups(raw: RawModule) -> Iterator[tuple[Tensor, Tensor]]:
-    from quantkit.tensors.qtensor import row_chunks
-
-    scales = raw.find(_SCALES)
-    assert scales is not None, "the layout was checked"
-    rows, *rest = scales.shape
-    for start, stop in row_chunks(rows, math.prod(rest), _CHUNK):
-        part = TensorSlice(0, ((start, stop),))
-        yield raw.read(_SCALES, part), raw.read(_BIASES, part)
 
 
 def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:

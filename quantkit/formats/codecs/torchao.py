@@ -13,15 +13,21 @@ Source: torchao's safetensors_support, and the docstrings of these classes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.codecs.codec import Codec, GroupedCodec, QuantMethod, RawModule, Reason, columns_slice
-from quantkit.formats.codecs.layout import Layout, Shape
-from quantkit.formats.codecs.whole_steps import affine, stated_scheme_of, zero_points
+from quantkit.formats.codecs.codec import (
+    FLOAT_MODEL,
+    GroupedCodec,
+    QuantMethod,
+    RawModule,
+    Weight,
+)
+from quantkit.formats.codecs.layout import MAX_COLUMNS, Layout, Shape
+from quantkit.formats.codecs.whole_steps import affine, scheme_of, zero_points
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
@@ -31,13 +37,10 @@ from quantkit.tensors.tensor_slice import TensorSlice
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantkit.tensors.qtensor import QuantTensor
 
 _CODES, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 _OF_ACTIVATIONS = ("_weight_act_pre_scale", "_weight_act_quant_scale", "_weight_act_quant_zero_point")
 _INT8, _INTX, _INT4 = "Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor"
-_CHUNK = 1 << 17  # scales at a time
-_MAX_COLUMNS = 2**24
 
 
 def _problem(raw: RawModule, shape: Shape) -> str | None:
@@ -68,9 +71,6 @@ class Plain(GroupedCodec):
             return TensorSpec(expected.name, expected.shape, expected.dtype, stored_as=f"torchao's {weight.kind}")
         return TensorSpec(expected.name, expected.shape, weight.dtype, scheme)
 
-    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
-        raise NotImplementedError("it is only read")
-
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return [found for leaf in (_CODES, _SCALE, _ZERO) if (found := raw.find(leaf)) is not None]
 
@@ -78,25 +78,17 @@ class Plain(GroupedCodec):
         weight = _Weight.of(raw, spec.shape)
         return 2 if weight.group_size == weight.columns else weight.group_size
 
-    def read(
-        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
-    ) -> QuantTensor | Tensor:  # fmt: skip
+    def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
         from quantkit.tensors.qtensor import QuantTensor
 
         weight, (first, last) = _Weight.of(raw, spec.shape), columns
-        codes = weight.codes(columns_slice(rows, first, last, weight.columns))
+        codes = weight.codes(self.columns_slice(rows, first, last, weight.columns))
         groups = slice(first // weight.group_size, -(-last // weight.group_size))
         scale, zero = (weight.groups(suffix, rows)[:, groups] for suffix in (_SCALE, _ZERO))
         if spec.scheme is None:
             return affine(codes, scale, zero, spec.dtype, weight.middle)
         points = None if spec.scheme.symmetric else weight.points(scale, zero)
         return QuantTensor(codes, scale.contiguous(), points, spec.scheme)
-
-    def misfit(self, shape: tuple[int, ...]) -> Reason:
-        return Reason("it is only read")
-
-    def encode(self, value: QuantTensor) -> Reason:
-        return self.misfit(value.shape)
 
 
 @dataclass(frozen=True)
@@ -137,22 +129,20 @@ class _Weight:
         described = _described(raw)
         kind = described.string("_type")
         if kind not in (_INT8, _INTX, _INT4):
-            raise UnsupportedError(
-                f"'{raw.name}' is a tensor of torchao that is not read", path=raw.path, found=shown(kind),
-                expected=f"{_INT8}, {_INTX} or {_INT4}, which are plain", hint="start from the float model",
-            )  # fmt: skip
+            problem = f"'{raw.name}' is a tensor of torchao that is not read"
+            raise raw.unsupported(problem, shown(kind), f"{_INT8}, {_INTX} or {_INT4}, which are plain", FLOAT_MODEL)
         for leaf in _OF_ACTIVATIONS:
             if raw.find(leaf) is not None:
-                raise UnsupportedError(
-                    "scales of activations are not supported", path=raw.path, found=f"'{raw.name}.{leaf}'"
-                )
+                raise raw.unsupported("scales of activations are not supported", f"'{raw.name}.{leaf}'")
         data = described.inside("_data")
         rows, columns = shape
-        block = data.numbers("block_size", 1, _MAX_COLUMNS)
+        block = data.numbers("block_size", 1, MAX_COLUMNS)
         whole = len(block) == 2 and all(one.is_integer() for one in block)
         high, size = (int(block[0]), int(block[1])) if whole else (0, 0)
         codes, scale, zero = raw.find(_CODES), raw.find(_SCALE), raw.find(_ZERO)
-        bits = 4 if kind == _INT4 or (kind == _INTX and _target(data) == DType.INT4) else 8
+        bits = (
+            4 if kind == _INT4 or (kind == _INTX and data.inside("target_dtype").string("_data") == DType.INT4) else 8
+        )
         groups = (rows if high == 1 else 1, columns // size if size else 0)
         zeros: tuple[DType, ...] = (DType.INT8, *FLOATS) if kind == _INTX else (DType.INT8,)
         packed = 1
@@ -174,11 +164,11 @@ class _Weight:
         )
         if not fitting or scale is None:
             found = (one for one in (codes, scale, zero) if one is not None)
-            raise CheckpointError(
-                f"the tensors of '{raw.name}' do not fit together as an {kind}", path=raw.path,
-                found=", ".join(f"{one.dtype} {list(one.shape)}" for one in found),
-                expected=f"codes, scales and zero points of {list(shape)} in blocks of {shown(list(block))}",
-            )  # fmt: skip
+            raise raw.damaged(
+                f"the tensors of '{raw.name}' do not fit together as an {kind}",
+                ", ".join(f"{one.dtype} {list(one.shape)}" for one in found),
+                f"codes, scales and zero points of {list(shape)} in blocks of {shown(list(block))}",
+            )
         return cls(raw, kind, bits, scale.dtype, rows, columns, size, high == 1)
 
     def scheme(self) -> QuantScheme | None:
@@ -187,14 +177,13 @@ class _Weight:
         Raises:
             UnsupportedError: see `points`.
         """
-        group_size = None if self.group_size == self.columns else self.group_size
         if self.kind == _INT4:
-            return stated_scheme_of(self._pairs(), self.bits, self.group_size, self.middle)
+            return scheme_of(self.raw, _SCALE, _ZERO, self.bits, self.group_size, self.middle)
         zero = self.groups(_ZERO, None)
         symmetric = not zero.any()
         if not symmetric:
             self.points(zero, zero)
-        return QuantScheme(self.bits, group_size, symmetric)
+        return QuantScheme(self.bits, None if self.group_size == self.columns else self.group_size, symmetric)
 
     def codes(self, part: TensorSlice | None) -> Tensor:
         """Unsigned ones [R, C] uint8.
@@ -211,7 +200,7 @@ class _Weight:
             return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2) ^ self.middle
         codes = self.raw.read(_CODES, part).view(torch.uint8) + self.middle  # modulo 256
         if self.bits == 4 and codes.numel() and int(codes.max()) > 15:
-            raise CheckpointError(f"tensor '{self.raw.name}.{_CODES}' holds codes beyond int4", path=self.raw.path)
+            raise self.raw.damaged(f"tensor '{self.raw.name}.{_CODES}' holds codes beyond int4")
         return codes
 
     def groups(self, leaf: str, rows: TensorSlice | None) -> Tensor:
@@ -245,15 +234,7 @@ class _Weight:
             wide = zero.double() + self.middle
             if bool(((wide == wide.round()) & (wide >= 0) & (wide < 1 << self.bits)).all()):
                 return wide.to(torch.uint8)
-        raise UnsupportedError(f"zero points of '{self.raw.name}' are not codes", path=self.raw.path)
-
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Scales and offsets as they are stored, some groups at a time."""
-        from quantkit.tensors.qtensor import row_chunks
-
-        for start, stop in row_chunks(self.columns // self.group_size, self.rows, _CHUNK):
-            part = TensorSlice(0, ((start, stop),))
-            yield self.raw.read(_SCALE, part), self.raw.read(_ZERO, part)
+        raise self.raw.unsupported(f"zero points of '{self.raw.name}' are not codes")
 
 
 class TorchAo(QuantMethod):
@@ -262,7 +243,7 @@ class TorchAo(QuantMethod):
     name = "torchao"
     layouts = (TORCHAO,)
 
-    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
+    def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Plain]:
         return {module: Plain() for module in modules if f"{module}.{_CODES}" in stored}
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
@@ -278,14 +259,6 @@ def _described(raw: RawModule) -> Settings:
     name = f"{raw.name}.weight"
     text = raw.metadata(_CODES, name)
     if text is None:
-        raise CheckpointError(
-            f"the header does not describe '{raw.name}.{_CODES}'", path=raw.path,
-            expected=f"torchao's metadata under '{name}'",
-        )  # fmt: skip
+        problem = f"the header does not describe '{raw.name}.{_CODES}'"
+        raise raw.damaged(problem, expected=f"torchao's metadata under '{name}'")
     return Settings(parsed(text, raw.path), raw.path, name)
-
-
-def _target(data: Settings) -> str:
-    """The type with the range of the codes."""
-    target = data.inside("target_dtype")
-    return target.string("_data")

@@ -3,15 +3,19 @@ integer multiple of its scale, they are codes with zero points; otherwise they a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from typing import TYPE_CHECKING
 
+from quantkit.formats.codecs.codec import RawModule
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.tensors.dtypes import DType
+
+_CHUNK = 1 << 17  # scales at a time
 
 
 def zero_points(scale: Tensor, offset: Tensor, bits: int, origin: int = 0) -> Tensor | None:
@@ -32,19 +36,24 @@ def zero_points(scale: Tensor, offset: Tensor, bits: int, origin: int = 0) -> Te
     return zero.to(torch.uint8) if bool(whole.all()) else None
 
 
-def stated_scheme_of(
-    pairs: Iterable[tuple[Tensor, Tensor]], bits: int, group_size: int, origin: int = 0
+def scheme_of(
+    raw: RawModule, scales: str, offsets: str, bits: int, group_size: int, origin: int = 0
 ) -> QuantScheme | None:  # fmt: skip
     """The scheme of codes with such groups; None if some offset is not an integer multiple of its scale.
 
     Codes of 8 bits with equal groups in each row are int8 per row, which such formats store in groups.
 
     Args:
-        pairs: scales and offsets [..., G], some rows at a time.
+        scales, offsets: the suffixes of tensors [..., G].
         bits, origin: see `zero_points`.
     """
+    from quantkit.tensors.qtensor import row_chunks
+
+    stored = raw.find(scales)
+    assert stored is not None, "its shape was checked"
     symmetric, by_row = True, bits == 8
-    for scale, offset in pairs:
+    for rows in row_chunks(stored.shape[0], math.prod(stored.shape[1:]), _CHUNK):
+        scale, offset = (raw.read(suffix, TensorSlice(0, (rows,))) for suffix in (scales, offsets))
         zero = zero_points(scale, offset, bits, origin)
         if zero is None:
             return None
