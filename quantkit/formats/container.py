@@ -58,13 +58,10 @@ class StoredCheckpoint(Checkpoint, Protocol):
 
 
 class Encoder(Protocol):
-    """Turns the values of a fixed list of tensors, in order, into bytes that are appended to files.
+    """Turns the values of the tensors of `planned`, in order, into bytes that are appended to files.
 
     It only appends, in one fixed order, so an interrupted output can be resumed before any tensor, unless parts of a
     tensor on disk are held.
-
-    Attributes:
-        planned: the tensors to encode.
     """
 
     planned: Sequence[TensorSpec]
@@ -124,13 +121,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Written:
-    """The first tensors of an unfinished output, which an interrupted run has written.
-
-    Attributes:
-        encoder: of the output.
-        folder: of its files.
-        count: how many tensors are durably on disk.
-    """
+    """The first tensors of an unfinished output: `count` of them are durably on disk."""
 
     encoder: Encoder
     folder: Path
@@ -296,10 +287,7 @@ def _not_written(title: str) -> RequestError:
 
 
 def refuse_tensors_only(container: Container, tensors_only: bool, path: Path) -> None:
-    """
-    Raises:
-        RequestError: if `tensors_only` is set for a kind of checkpoint whose tensors are all known.
-    """
+    """Raise `RequestError` if `tensors_only` is set for a kind of checkpoint whose tensors are all known."""
     if tensors_only:
         problem = f"`tensors_only=True` is for Hugging Face folders; all tensors of {container.title} are known"
         raise RequestError(problem, path=path)

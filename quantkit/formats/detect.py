@@ -60,11 +60,7 @@ def open_checkpoint(
 
 
 def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
-    """Two checkpoints to compare: if one is opened by its tensors only, so is the other.
-
-    Raises:
-        CheckpointError, UnsupportedError: as `open_checkpoint` does.
-    """
+    """Two checkpoints to compare: if one is opened by its tensors only, so is the other; see `open_checkpoint`."""
     if made_of_tensors(a) or made_of_tensors(b):
         with contextlib.suppress(RequestError):  # all tensors of Meta's folders are known
             return open_checkpoint(a, tensors_only=True), open_checkpoint(b, tensors_only=True)

@@ -59,11 +59,7 @@ def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
 
 
 def require_rows(tokenizer: Tokenizer, rows: int, path: Path | None = None) -> None:
-    """Check that an embedding has a row for every token.
-
-    Raises:
-        CheckpointError: if it has not.
-    """
+    """Raise `CheckpointError` if an embedding has fewer rows than a tokenizer has tokens."""
     if tokenizer.vocab_size > rows:
         raise CheckpointError(
             "the tokenizer knows more tokens than the embedding has rows", path=path,
@@ -77,7 +73,7 @@ def side_names(source: Checkpoint) -> tuple[str, ...]:
     code and settings of a quantization."""
     if source.config.runnable:
         return TOKENIZER_FILES + OTHER_FILES
-    files = sorted(path for path in source.path.iterdir() if path.is_file() and not path.name.startswith("."))
+    files = (path for path in sorted(source.path.iterdir()) if path.is_file() and not path.name.startswith("."))
     return tuple(
         path.name
         for path in files
@@ -134,8 +130,6 @@ def with_templates(
     file would hide the others.
 
     Args:
-        files: name to content, or to a file to copy.
-        templates: by name.
         in_settings: whether a single template is written to tokenizer_config.json too.
 
     Raises:
@@ -150,20 +144,15 @@ def with_templates(
     if alone is None or in_settings:
         before = found.get(TOKENIZER_SETTINGS, b"{}")
         settings = read_json(before) if isinstance(before, Path) else json.loads(before)
-        value = (
-            alone if alone is not None else [{"name": name, "template": source} for name, source in templates.items()]
-        )
+        several = [{"name": name, "template": source} for name, source in templates.items()]
+        value = several if alone is None else alone
         if settings.get("chat_template") != value:
             found[TOKENIZER_SETTINGS] = json_bytes({**settings, "chat_template": value})
     return found
 
 
 def tokenizer_files(folder: Path) -> list[SourceFile]:
-    """The tokenizer's files and chat templates of a folder, opened.
-
-    Raises:
-        CheckpointError: if one cannot be.
-    """
+    """The tokenizer's files and chat templates of a folder, opened; see `SourceFile` for errors."""
     paths = dict.fromkeys([*(folder / name for name in present(folder, TOKENIZER_FILES)), *template_paths(folder)])
     return [SourceFile(path) for path in paths]
 

@@ -38,11 +38,7 @@ def build(
     job: str, source_format: str, source_hashes: Mapping[str, str], file_hashes: Mapping[str, str],
     details: Mapping[str, Any], hub: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the manifest holds.
-
-    Args:
-        hub: the source's name on a hub, and its commit, if it comes from one.
-    """
+    """What the manifest holds; `hub` is the source's name on a hub, and its commit, if it comes from one."""
     source = {"format": source_format, **({} if hub is None else {"hub": dict(hub)}), "sha256": dict(source_hashes)}
     head = {"format_version": FORMAT_VERSION, "quantkit_version": __version__, "job": job, "source": source}
     return {**head, **details, "files": dict(file_hashes)}
@@ -76,10 +72,6 @@ class SourceHashes:
     """The sha256 of source files, computed in the background while they are converted."""
 
     def __init__(self, files: Iterable[SourceFile], folder: Path) -> None:
-        """
-        Args:
-            folder: in which they lie.
-        """
         self._files = list(files)
         self._folder = folder
         self._hashes: dict[str, str] = {}
@@ -88,10 +80,7 @@ class SourceHashes:
         self._thread.start()
 
     def result(self, progress: Progress = silent) -> dict[str, str]:
-        """Wait for the hashes.
-
-        Args:
-            progress: called while it waits.
+        """Wait for the hashes, by names relative to the folder.
 
         Raises:
             CheckpointError: if a file could not be read, is damaged, or changed since it was opened.
@@ -106,11 +95,7 @@ class SourceHashes:
         return self._hashes
 
     def require_sound(self) -> None:
-        """Check that nothing is wrong so far.
-
-        Raises:
-            CheckpointError: if a file could not be read or is damaged.
-        """
+        """Raise `CheckpointError` if a file so far could not be read or is damaged."""
         if self._failure is not None:
             raise self._failure
 

@@ -63,10 +63,7 @@ def targets() -> dict[str, Target]:
 
 
 def target(name: str) -> Target:
-    """
-    Raises:
-        RequestError: for a name that is not in `targets`.
-    """
+    """One of `targets` by its name; any other raises `RequestError`."""
     known = targets()
     if name not in known and name in {*CONTAINERS, *METHODS}:
         raise RequestError(f"{name} is read, not written", expected=", ".join(known))

@@ -73,17 +73,13 @@ def unread(
 
 
 class RawModule:
-    """The stored tensors of one module, by suffix: what their names have after the module's.
-
-    Attributes:
-        name: of the module.
-        path: of the folder, for errors.
-    """
+    """The stored tensors of one module, by suffix: what their names have after the module's."""
 
     def __init__(self, name: str, files: Mapping[str, Home], path: Path, notes: list[str] | None = None) -> None:
         """
         Args:
             files: the file of each tensor, by its whole name; others may be among them.
+            path: of the folder, for errors.
             notes: notes on the folder, to which a codec may add.
         """
         self.name = name
@@ -123,32 +119,17 @@ class RawModule:
         return file.metadata.get(key) if isinstance(file, TensorFile) else None
 
     def read(self, suffix: str, part: TensorSlice | None = None) -> Tensor:
-        """A tensor, or a part of it.
-
-        Raises:
-            CheckpointError: see `TensorFile.read`.
-        """
+        """A tensor, or a part of it; see `TensorFile.read`."""
         name = f"{self.name}.{suffix}"
         return self._files[name].read(name, part)
 
     def read_bytes(self, suffix: str, part: TensorSlice | None = None) -> bytes:
-        """The elements of a tensor, or of a part of it, as contiguous bytes; without torch if they are stored so.
-
-        Raises:
-            CheckpointError: see `TensorFile.read`.
-        """
+        """The elements of a tensor, or of a part of it, in order; see `TensorFile.read_bytes`."""
         name = f"{self.name}.{suffix}"
         return self._files[name].read_bytes(name, part)
 
     def require(self, expected: StoredTensor, scheme: object) -> None:
-        """Check that a tensor exists and has the type and shape of a scheme, before it is read.
-
-        Args:
-            expected: with its whole name.
-
-        Raises:
-            CheckpointError: if it is not.
-        """
+        """Raise `CheckpointError` if a tensor, by its whole name, does not exist in the type and shape of a scheme."""
         found = self._files[expected.name].tensors[expected.name] if expected.name in self._files else None
         if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
             raise self.damaged(
@@ -218,8 +199,7 @@ class Codec(ReadCodec, HoldsCodes, Protocol):
 
 
 class GroupedCodec:
-    """Decodes any part of a weight from rows, or from groups of columns that are stored together; by default, weights
-    of all shapes can be stored."""
+    """Decodes any part of a weight from rows, or from groups of columns that are stored together."""
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         return None
@@ -332,11 +312,7 @@ class QuantMethod(CodeFormat):
         return Claims()
 
     def resolve(self, settings: Settings) -> tuple[str, Settings]:
-        """The name of the method that reads the settings, and the settings in its terms.
-
-        Raises:
-            UnsupportedError, CheckpointError: see `read_settings`.
-        """
+        """The name of the method that reads the settings, and the settings in its terms; see `read_settings`."""
         return self.name, settings
 
     def read_settings(

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from quantkit.architectures.names import is_embedding
@@ -60,11 +59,12 @@ class CompressedTensors(QuantMethod):
     runtimes: tuple[Runtime, ...] = ("vllm", "transformers")
 
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
-        groups, ignored = _groups(settings)
-        stated = {group.name: _claim(group.settings, settings) for group in groups}
-        targets = dict.fromkeys(name for group in groups for name in group.settings.strings("targets"))
-        found, conflicts, modules = dict[str, Claim](), {}, list(modules)
-        for module, names in _matches(modules, groups, ignored, spellings):
+        groups, modules = _groups(settings), list(modules)
+        matches = _matches(settings, groups, modules, spellings)
+        stated = {name: _claim(group, settings) for name, group in groups.items()}
+        targets = dict.fromkeys(name for group in groups.values() for name in group.strings("targets"))
+        found, conflicts = dict[str, Claim](), {}
+        for module, names in matches:
             if (claim := stated[names[0]]) is not None:
                 found[module] = claim
                 if any(stated[name] != claim for name in names):
@@ -83,10 +83,11 @@ class CompressedTensors(QuantMethod):
         """
         if settings.values.get("transform_config"):
             raise unread(settings, "transforms are not supported")
-        groups, ignored = _groups(settings)
-        codecs = {group.name: _codec(group.settings, settings) for group in groups}
+        groups = _groups(settings)
+        matches = _matches(settings, groups, modules, lambda module: [module])
+        codecs = {name: _codec(group, settings) for name, group in groups.items()}
         found: dict[str, Codec] = {}
-        for module, names in _matches(modules, groups, ignored, lambda module: [module]):
+        for module, names in matches:
             codec = codecs[names[0]]
             if any(codecs[name] != codec for name in names):
                 schemes = ((name, "floats" if (one := codecs[name]) is None else one.scheme) for name in names)
@@ -238,44 +239,38 @@ def packed_shapes(
     return found
 
 
-@dataclass(frozen=True)
-class _Group:
-    """An entry of ``config_groups``: some modules, which have one scheme."""
-
-    name: str
-    targets: Targets
-    settings: Settings
-
-
-def _groups(settings: Settings) -> tuple[list[_Group], Targets]:
-    """The groups, and the modules that are ignored."""
-    deadline, named = Deadline(settings.path), settings.inside("config_groups")
+def _groups(settings: Settings) -> dict[str, Settings]:
+    """The groups by name."""
+    named = settings.inside("config_groups")
     if len(named.values) > _MAX_GROUPS:
         raise CheckpointError(
             f"{settings.name} has too many groups", path=settings.path, found=len(named.values),
             expected=f"at most {_MAX_GROUPS}",
         )  # fmt: skip
-    inner = {name: named.inside(name) for name in named.values}
-    groups = [_Group(name, Targets(own.strings("targets"), deadline), own) for name, own in inner.items()]
-    return groups, Targets(settings.strings("ignore") if settings.has("ignore") else [], deadline)
+    return {name: named.inside(name) for name in named.values}
 
 
 def _matches(
-    modules: Iterable[str], groups: Sequence[_Group], ignored: Targets, spelled: Callable[[str], list[str]]
-) -> Iterator[tuple[str, list[str]]]:  # fmt: skip
+    settings: Settings, groups: Mapping[str, Settings], modules: Iterable[str], spelled: Callable[[str], list[str]]
+) -> list[tuple[str, list[str]]]:
     """The modules that are not ignored, and the names of the groups whose targets match each of them most closely.
 
     Args:
         spelled: the names that a module may have in settings.
     """
+    deadline = Deadline(settings.path)
+    targets = {name: Targets(group.strings("targets"), deadline) for name, group in groups.items()}
+    ignored = Targets(settings.strings("ignore") if settings.has("ignore") else [], deadline)
+    found = []
     for module in modules:
         names = spelled(module)
         if min(map(ignored.closeness, names)) < NO_MATCH:
             continue
-        ranks = [min(map(group.targets.closeness, names)) for group in groups]
-        closest = min(ranks, default=NO_MATCH)
+        ranks = {name: min(map(one.closeness, names)) for name, one in targets.items()}
+        closest = min(ranks.values(), default=NO_MATCH)
         if closest < NO_MATCH:
-            yield module, [group.name for rank, group in zip(ranks, groups, strict=True) if rank == closest]
+            found.append((module, [name for name, rank in ranks.items() if rank == closest]))
+    return found
 
 
 def _claim(group: Settings, settings: Settings) -> Claim | None:

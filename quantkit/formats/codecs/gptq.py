@@ -252,48 +252,44 @@ class AutoRound(QuantMethod):
     name = "auto-round"
 
     def resolve(self, settings: Settings) -> tuple[str, Settings]:
-        found = plain_auto_round(settings)
-        return found.string("quant_method"), found
-
-
-def plain_auto_round(settings: Settings) -> Settings:
-    """AutoRound's settings as those of GPTQ or AWQ.
-
-    Raises:
-        UnsupportedError: for its other packings, values that are no integers, activations of few bits, rotated
-            weights, and several schemes in AWQ.
-        CheckpointError: if the settings lack a key, or a value is of the wrong type.
-    """
-    packing = settings.string("packing_format")
-    if packing not in _PACKINGS:
-        raise unread(settings, "this packing of AutoRound is not read", shown(packing), ", ".join(_PACKINGS), _AS_GPTQ)
-    _require_weights_only(settings)
-    if settings.values.get("rotation_config"):
-        raise unread(settings, "rotated weights of AutoRound are not read")
-    method, layout = _PACKINGS[packing]
-    said = {key: settings.values.get(key) for key in ("bits", "group_size", "sym")}
-    names, patterns = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
-    extra = settings.inside("extra_config") if settings.has("extra_config") else Settings({}, settings.path)
-    for key in extra.values:
-        one = extra.inside(key)
-        if one.has("bits") and one.integer("bits", 1, 32) >= _FLOAT_BITS:
-            own, sign = {}, "-"
+        """
+        Raises:
+            UnsupportedError: for its other packings, values that are not integers, activations of few bits, rotated
+                weights, and several schemes in AWQ.
+            CheckpointError: if the settings lack a key, or a value is of the wrong type.
+        """
+        packing = settings.string("packing_format")
+        if packing not in _PACKINGS:
+            raise unread(
+                settings, "this packing of AutoRound is not read", shown(packing), ", ".join(_PACKINGS), _AS_GPTQ
+            )
+        _require_weights_only(settings)
+        if settings.values.get("rotation_config"):
+            raise unread(settings, "rotated weights of AutoRound are not read")
+        method, layout = _PACKINGS[packing]
+        said = {key: settings.values.get(key) for key in ("bits", "group_size", "sym")}
+        names, patterns = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
+        extra = settings.inside("extra_config") if settings.has("extra_config") else Settings({}, settings.path)
+        for key in extra.values:
+            one = extra.inside(key)
+            if one.has("bits") and one.integer("bits", 1, 32) >= _FLOAT_BITS:
+                own, sign = {}, "-"
+            else:
+                _require_weights_only(one)
+                own, sign = {name: one.values[name] for name in said if one.has(name)}, "+"
+                if method == "awq" and any(own[name] != said[name] for name in own):
+                    problem, found = "AWQ of several schemes is not read", f"{shown(key)}: {shown(own)}"
+                    raise unread(settings, problem, found, "one scheme", _AS_GPTQ)
+            if _PATTERN.search(key):
+                patterns[f"{sign}:.*(?:{key})"] = own
+            else:
+                names[f"{sign}:{re.escape(key)}$"] = own
+        said |= {"quant_method": method, "lm_head": "lm_head" in extra.values}
+        if method == "awq":
+            said |= {"version": layout, "zero_point": not settings.flag("sym", True)}
         else:
-            _require_weights_only(one)
-            own, sign = {name: one.values[name] for name in said if one.has(name)}, "+"
-            if method == "awq" and any(own[name] != said[name] for name in own):
-                problem, found = "AWQ of several schemes is not read", f"{shown(key)}: {shown(own)}"
-                raise unread(settings, problem, found, "one scheme", _AS_GPTQ)
-        if _PATTERN.search(key):
-            patterns[f"{sign}:.*(?:{key})"] = own
-        else:
-            names[f"{sign}:{re.escape(key)}$"] = own
-    said |= {"quant_method": method, "lm_head": "lm_head" in extra.values}
-    if method == "awq":
-        said |= {"version": layout, "zero_point": not settings.flag("sym", True)}
-    else:
-        said |= {"checkpoint_format": layout, "dynamic": names | patterns}
-    return Settings(said, settings.path, settings.name)
+            said |= {"checkpoint_format": layout, "dynamic": names | patterns}
+        return method, Settings(said, settings.path, settings.name)
 
 
 def _require_weights_only(settings: Settings) -> None:

@@ -26,10 +26,6 @@ MAX_BITS = 16
 MAX_COLUMNS = 2**24
 
 
-def _unknown_shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
-    return {}
-
-
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The tensors of one module in a format, by their suffixes: what their names have after the module's.
@@ -70,15 +66,10 @@ class Layout:
     joint: str = "."
     floats: tuple[str, ...] = ()
     integers: tuple[str, ...] = ()
-    shapes: Callable[[int, int, int, int | None, Shape | None], Shapes] = _unknown_shapes
+    shapes: Callable[[int, int, int, int | None, Shape | None], Shapes] = lambda *sizes: {}
     unpacked: bool = False
     problem: Callable[[RawModule, Shape], str | None] = lambda raw, shape: None
     is_evident: Callable[[Mapping[str, StoredTensor]], bool] = lambda tensors: True
-
-    @property
-    def needed(self) -> list[tuple[str, ...]]:
-        """The tensors that every module must have: for each the suffixes that it may have."""
-        return [names for names in ((self.codes,), self.scales, *self.also) if names]
 
     @functools.cached_property
     def suffixes(self) -> set[str]:
@@ -227,10 +218,9 @@ class Description:
     def scheme(self) -> str:
         """Its signature for messages."""
         bits, groups = self.signature[1:3]
-        parts = [self.title]
-        parts += [f"{bits} bits"] if bits else []
-        parts += [f"{groups} scale{'s' if groups != 1 else ''} a row"] if groups else []
-        return ", ".join(parts)
+        of_bits = f", {bits} bits" if bits else ""
+        of_groups = f", {groups} scale{'s' if groups != 1 else ''} a row" if groups else ""
+        return self.title + of_bits + of_groups
 
     @property
     def foreign(self) -> list[str]:
@@ -249,8 +239,9 @@ class Description:
         if self.layout is None:
             return ["weight" if claim is None or claim.layout is None else claim.layout.codes]
         asymmetric = claim is not None and claim.symmetric is False
-        needed = [*self.layout.needed, *((name,) for name in self.layout.if_asymmetric if asymmetric)]
-        return [names[0] for names in needed if not any(name in self.tensors for name in names)]
+        needed = [(self.layout.codes,), self.layout.scales, *self.layout.also]
+        needed += [(name,) for name in self.layout.if_asymmetric if asymmetric]
+        return [names[0] for names in needed if names and not any(name in self.tensors for name in names)]
 
     def wrong_types(self, layouts: Iterable[Layout]) -> Iterator[tuple[str, str]]:
         """The suffixes of tensors that hold integers instead of floats, or the reverse, and what they should hold.

@@ -1,7 +1,9 @@
-"""MLX's affine codes: what mlx-lm reads and writes.
+"""MLX's affine codes, which mlx-lm reads and writes, and groups with an offset in floats in other formats.
 
 Per module: ``weight`` uint32 [O, I * bits / 32], least significant bits first, ``scales`` and ``biases`` [O, I / G] in
 one float type; ``w = scale * code + bias``. All experts of a layer are one module [E, O, ...].
+Where every offset is an integer multiple of its scale, they are codes with zero points; otherwise they are read as
+floats.
 Source: mlx's documentation of ``mlx.core.quantize``; mlx-lm's ``load_model`` for the settings.
 """
 
@@ -26,7 +28,6 @@ from quantkit.formats.codecs.codec import (
     unread,
 )
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, Shape, Shapes, words
-from quantkit.formats.codecs.whole_steps import affine, scheme_of, zero_points
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _CODES, _SCALES, _BIASES = "weight", "scales", "biases"
 _LEAVES = (_CODES, _SCALES, _BIASES)
 _AFFINE = "affine"
+_CHUNK = 1 << 17  # scales at a time
 _KEYS = {"group_size", "bits", "mode", "quant_method", "linear_class", "quantize_activations"}
 """Of the settings that are not names of modules."""
 _GROUP_SIZES = (128, 64, 32)  # that MLX supports
@@ -320,3 +322,66 @@ def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
         groups = stream.flatten(1)[:, : count * bits].view(stop - start, count, bits)
         codes[start:stop] = (groups * weights).sum(-1, dtype=torch.uint8)
     return codes
+
+
+def zero_points(scale: Tensor, offset: Tensor, bits: int, origin: int = 0) -> Tensor | None:
+    """The zero points, uint8 in the shape of the scales; None if a group has none.
+
+    A group whose scale and offset are zero gets the middle code.
+
+    Args:
+        scale, offset: of each group, in one float type.
+        origin: the code whose weight is the offset.
+    """
+    import torch
+
+    steps, offset = scale.double(), offset.double()
+    zero = torch.where(steps == 0, 1 << (bits - 1), origin - (offset / steps).round())
+    whole = (zero >= 0) & (zero < 1 << bits) & (steps * (origin - zero) == offset) & steps.isfinite()
+    whole |= (steps == 0) & (offset == 0)
+    return zero.to(torch.uint8) if bool(whole.all()) else None
+
+
+def scheme_of(
+    raw: RawModule, scales: str, offsets: str, bits: int, group_size: int, origin: int = 0
+) -> QuantScheme | None:  # fmt: skip
+    """The scheme of codes with such groups; None if some offset is not an integer multiple of its scale.
+
+    Codes of 8 bits with equal groups in each row are int8 per row, which such formats store in groups.
+
+    Args:
+        scales, offsets: the suffixes of tensors [..., G].
+        bits, origin: see `zero_points`.
+    """
+    from quantkit.tensors.qtensor import row_chunks
+
+    stored = raw.find(scales)
+    assert stored is not None, "its shape was checked"
+    symmetric, by_row = True, bits == 8
+    for rows in row_chunks(stored.shape[0], math.prod(stored.shape[1:]), _CHUNK):
+        scale, offset = (raw.read(suffix, TensorSlice(0, (rows,))) for suffix in (scales, offsets))
+        zero = zero_points(scale, offset, bits, origin)
+        if zero is None:
+            return None
+        symmetric = symmetric and bool((zero == 1 << (bits - 1)).all())
+        by_row = by_row and all(bool((one == one[..., :1]).all()) for one in (scale, zero))
+    return QuantScheme(bits, None if by_row else group_size, symmetric)
+
+
+def affine(codes: Tensor, scale: Tensor, offset: Tensor, dtype: DType, origin: int = 0) -> Tensor:
+    """The weights [R, C] of such groups, in float32 and then rounded once.
+
+    Args:
+        codes: [R, C] uint8.
+        scale, offset: [R, G].
+        dtype: of the weights.
+        origin: see `zero_points`.
+    """
+    from quantkit.tensors.qtensor import row_chunks
+
+    out = dtype.empty(codes.shape)
+    for start, stop in row_chunks(*codes.shape):
+        steps, base = (groups[start:stop].float().unsqueeze(-1) for groups in (scale, offset))
+        values = codes[start:stop].reshape(stop - start, scale.shape[1], -1).float().sub_(origin)
+        out[start:stop] = values.mul_(steps).add_(base).flatten(1)
+    return out

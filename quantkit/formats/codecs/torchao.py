@@ -27,7 +27,7 @@ from quantkit.formats.codecs.codec import (
     Weight,
 )
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Layout, Shape
-from quantkit.formats.codecs.whole_steps import affine, scheme_of, zero_points
+from quantkit.formats.codecs.mlx import affine, scheme_of, zero_points
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme

@@ -13,7 +13,7 @@ import torch
 import quantkit
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import schemes
-from quantkit.formats.codecs import gptq
+from quantkit.formats.codecs.gptq import AutoRound
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import METHODS
 from quantkit.json_values import Settings
@@ -61,7 +61,7 @@ def test_modules_of_other_schemes_are_named_or_match() -> None:
         r".*mlp\.up.*": {"bits": 8, "group_size": -1, "data_type": "int"}, "model.layers.1.mlp.up_proj": {"bits": 4},
         "model.layers.0.mlp.gate_proj": {"bits": 16, "data_type": "fp"}, "lm_head": {"bits": 8, "act_bits": 16},
     }  # fmt: skip
-    plain = gptq.plain_auto_round(_stated({**_GPTQ, "extra_config": extra}))
+    _, plain = AutoRound().resolve(_stated({**_GPTQ, "extra_config": extra}))
     modules = ["lm_head", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.gate_proj"]
     found = METHODS["gptq"].read_settings(plain, modules, ())
     expected = {modules[0]: QuantScheme(8, 32), modules[1]: QuantScheme(8, None), modules[2]: QuantScheme(4, 32)}
@@ -84,5 +84,5 @@ def test_modules_of_other_schemes_are_named_or_match() -> None:
 def test_what_is_not_read_is_named(settings: dict[str, Any], reported: str) -> None:
     with pytest.raises(UnsupportedError, match=reported):
         METHODS["awq" if settings["packing_format"].endswith("awq") else "gptq"].read_settings(
-            gptq.plain_auto_round(_stated(settings)), ["model.layers.0.mlp.up_proj"], ()
+            AutoRound().resolve(_stated(settings))[1], ["model.layers.0.mlp.up_proj"], ()
         )
