@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.source import damaged_file
 from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes
 from quantkit.formats.codecs.codec import DAMAGED_FILE
 from quantkit.formats.codecs.layout import Layout
@@ -74,21 +75,20 @@ class FourBitWeight(DequantizedTensor):
             UnsupportedError: for other types, or a transposed weight.
         """
         self.kind = self.stored_as = kind
-        self._name, self._homes = weight.name, homes
+        self._name, self._homes, self.path = weight.name, homes, homes[weight.name].path
         state = self._state(stored[weight.name + _STATES[kind]])
-        super().__init__(weight.name, dtype, self._shape(state), homes[weight.name])
-        self._block = self._even(state, "blocksize")
+        tensor, self._block = StoredTensor(weight.name, dtype, self._shape(state)), self._even(state, "blocksize")
         self._nested_block, self._offset = 0, 0.0
-        blocks, absmax = -(-math.prod(self.tensor.shape) // self._block), stored.get(weight.name + _ABSMAX)
+        blocks, absmax = -(-math.prod(tensor.shape) // self._block), stored.get(weight.name + _ABSMAX)
         expected = {_ABSMAX: (FLOATS, blocks), _MAP: ((DType.FLOAT32,), len(_VALUES[kind]))}
         if absmax is not None and absmax.dtype == DType.UINT8:
             self._nested_block, self._offset = self._even(state, "nested_blocksize"), self._nested_offset(state)
             expected[_ABSMAX] = ((DType.UINT8,), blocks)
             expected[_NESTED_ABSMAX] = ((DType.FLOAT32,), -(-blocks // self._nested_block))
             expected[_NESTED_MAP] = ((DType.FLOAT32,), _NESTED_CODES)
-        self._codes = self._bytes(weight)
+        self._codes = self._bytes(weight, (math.prod(tensor.shape) + 1) // 2)
         found = [self._found(stored, suffix, *expected[suffix]) for suffix in expected]
-        self.parts = (weight, *found, stored[weight.name + _STATES[kind]])
+        super().__init__(tensor, (weight, *found, stored[weight.name + _STATES[kind]]), homes)
         values = struct.unpack(f"<{len(_VALUES[kind])}f", homes[weight.name + _MAP].read_bytes(weight.name + _MAP))
         if not all(abs(one - own) <= _CLOSE for one, own in zip(values, _VALUES[kind], strict=True)):
             # bitsandbytes ignores the map
@@ -97,19 +97,15 @@ class FourBitWeight(DequantizedTensor):
     def floats(self, part: TensorSlice | None) -> Tensor:
         from quantkit.tensors.qtensor import row_chunks
 
-        (rows, columns), taken = self.tensor.shape, slice(None)
-        ranges: tuple[tuple[int, int], ...] = ((0, rows),)
-        if part is not None and part.axis == 0:
-            ranges = part.ranges
-        elif part is not None:
-            taken = slice(*part.ranges[0])
+        count, columns = self.tensor.shape
+        rows = part if part is not None and part.axis == 0 else TensorSlice(0, ((0, count),))
+        left, right = part.ranges[0] if part is not None and part.axis == 1 else (0, columns)
         absmax, values = self._absmax(), self._part(_MAP)
-        count, width = sum(stop - start for start, stop in ranges), len(range(columns)[taken])
-        out, filled = self.tensor.dtype.empty((count, width)), 0
-        for first, last in ranges:
+        out, filled = self.tensor.dtype.empty((rows.size, right - left)), 0
+        for first, last in rows.ranges:
             for start, stop in row_chunks(last - first, columns):
                 chunk = self._rows(first + start, first + stop, values, absmax)
-                out[filled : filled + len(chunk)] = chunk[:, taken]
+                out[filled : filled + len(chunk)] = chunk[:, left:right]
                 filled += len(chunk)
         return out
 
@@ -178,9 +174,8 @@ class FourBitWeight(DequantizedTensor):
             )  # fmt: skip
         return state.number("nested_offset", -_LARGEST_OFFSET, _LARGEST_OFFSET)
 
-    def _bytes(self, weight: StoredTensor) -> View:
+    def _bytes(self, weight: StoredTensor, expected: int) -> View:
         """The place of the codes as bytes, whatever type they are stored in."""
-        expected = (math.prod(self.tensor.shape) + 1) // 2
         view = self._homes[weight.name].view(weight.name)
         if len(weight.shape) == 2 and weight.shape[1] != 1:
             raise UnsupportedError(
@@ -204,10 +199,7 @@ class FourBitWeight(DequantizedTensor):
         return tensor
 
     def _refuse(self, problem: str, found: object, expected: object = None) -> NoReturn:
-        raise CheckpointError(
-            f"tensor '{self._name}', in {self.kind}, {problem}", path=self._homes[self._name].path, found=found,
-            expected=expected, hint="download it again",
-        )  # fmt: skip
+        raise damaged_file(f"tensor '{self._name}', in {self.kind}, {problem}", self.path, found, expected)
 
 
 class EightBitWeight(DequantizedTensor):
@@ -223,14 +215,13 @@ class EightBitWeight(DequantizedTensor):
         Args:
             scale: the largest magnitude of each row.
             form: a number that states the layout.
-            homes: the files of tensors.
-            dtype: of the floats.
 
         Raises:
             CheckpointError: if the scales do not fit the weight.
             UnsupportedError: if it is not stored row by row.
         """
-        super().__init__(weight.name, dtype, weight.shape, homes[weight.name])
+        parts = (weight, scale) if form is None else (weight, scale, form)
+        super().__init__(StoredTensor(weight.name, dtype, weight.shape), parts, homes)
         if len(weight.shape) != 2 or 0 in weight.shape or scale.dtype not in FLOATS or scale.shape != weight.shape[:1]:
             raise CheckpointError(
                 f"the scales of '{weight.name}' do not fit it", path=self.path,
@@ -242,15 +233,13 @@ class EightBitWeight(DequantizedTensor):
                 f"tensor '{weight.name}' is stored in a layout for one kind of GPU", path=self.path,
                 found=f"{_FORMAT} {list(said)}", expected="0, row by row", hint="save it with a current bitsandbytes",
             )  # fmt: skip
-        self.parts = (weight, scale) if form is None else (weight, scale, form)
-        self._homes = homes
 
     def floats(self, part: TensorSlice | None) -> Tensor:
         from quantkit.tensors.qtensor import row_chunks
 
         weight, scale = self.parts[:2]
-        codes = self._homes[weight.name].read(weight.name, part)
-        factors = self._homes[scale.name].read(scale.name, part if part is not None and part.axis == 0 else None)
+        codes = self._read(weight, part)
+        factors = self._read(scale, part if part is not None and part.axis == 0 else None)
         out = self.tensor.dtype.empty(codes.shape)
         for start, stop in row_chunks(*codes.shape):
             floats = codes[start:stop].float().mul_(factors[start:stop].float().unsqueeze(1))

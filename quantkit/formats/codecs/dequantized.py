@@ -70,17 +70,17 @@ def dequantized(
     tensors, found = dict(stored), dict[str, Home](homes)
     if settings is None or not (method in _NAMES or method == _ALSO):
         return tensors, found, []
-    blocks = [Settings(weights, settings.path, settings.name) for _, weights in _groups(settings.values)]
-    stated = (block_size(settings, "weight_block_size"), *(block_size(one, "block_structure") for one in blocks))
+    stated = [block_size(settings, "weight_block_size")]
+    for _, weights in _groups(settings.values):
+        stated.append(block_size(Settings(weights, settings.path, settings.name), "block_structure"))
     block, left_out = next((one for one in stated if one is not None), None), 0
-    by_columns = method == "fbgemm_fp8"
     kinds: Counter[str] = Counter()
     for name, tensor in stored.items():
         weight: DequantizedTensor | None
         if method == bitsandbytes.METHOD:
             weight = bitsandbytes.found_weight(name, stored, homes, dtype)
         else:
-            weight = _weight(name, tensor, stored, homes, block, dtype, by_columns=by_columns)
+            weight = _weight(name, tensor, stored, homes, block, dtype, by_columns=method == "fbgemm_fp8")
         leaf = name.rpartition(".")[2]
         coded = leaf == "weight_packed" or (leaf == "weight" and tensor.dtype == DType.INT8)
         if weight is None and not coded:  # by compressed-tensors
@@ -123,12 +123,12 @@ def _weight(
     if tensor.dtype in small_floats.TYPES and len(tensor.shape) > 1 and 0 not in tensor.shape:
         for suffix in small_floats.SUFFIXES:
             if scale := stored.get(name + suffix):
-                both, stacked = (homes[name], homes[scale.name]), len(tensor.shape) > 2
-                return Float8Weight(tensor, scale, both, block, dtype, by_columns=by_columns and stacked)
+                by_columns = by_columns and len(tensor.shape) > 2
+                return Float8Weight(tensor, scale, homes, block, dtype, by_columns=by_columns)
     if tensor.dtype == DType.UINT8 and name.endswith(small_floats.BLOCKS):
         scale = stored.get(name.removesuffix(small_floats.BLOCKS) + small_floats.EXPONENTS)
         if scale is not None and scale.dtype == DType.UINT8:
-            return Mxfp4Weight(tensor, scale, (homes[name], homes[scale.name]), dtype)
+            return Mxfp4Weight(tensor, scale, homes, dtype)
     return None
 
 

@@ -14,7 +14,7 @@ Sources: OCP Microscaling Formats 1.0, transformers' mxfp4.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,12 +63,15 @@ class DequantizedTensor:
 
     kind: str
     stored_as: str | None = None
-    parts: tuple[StoredTensor, ...]
 
-    def __init__(self, name: str, dtype: DType, shape: tuple[int, ...], file: TensorFile) -> None:
-        self.source, self.path = file.source, file.path
-        self.tensor = StoredTensor(name, dtype, shape)
-        self.tensors = {name: self.tensor}
+    def __init__(self, tensor: StoredTensor, parts: Sequence[StoredTensor], homes: Mapping[str, TensorFile]) -> None:
+        """
+        Args:
+            homes: the files of the parts, by name; others may be among them.
+        """
+        self.tensor, self.parts, self._homes = tensor, parts, homes
+        self.tensors = {tensor.name: tensor}
+        self.source, self.path = homes[parts[0].name].source, homes[parts[0].name].path
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +81,9 @@ class DequantizedTensor:
     def floats(self, part: TensorSlice | None) -> Tensor:
         """The floats, or a part of them."""
         raise NotImplementedError
+
+    def _read(self, stored: StoredTensor, part: TensorSlice | None = None) -> Tensor:
+        return self._homes[stored.name].read(stored.name, part)
 
     def read(self, name: str, part: TensorSlice | None = None) -> Tensor:
         return self.floats(part)
@@ -99,12 +105,11 @@ class Float8Weight(DequantizedTensor):
     kind = "FP8"
 
     def __init__(
-        self, weight: StoredTensor, scale: StoredTensor, homes: tuple[TensorFile, TensorFile],
+        self, weight: StoredTensor, scale: StoredTensor, homes: Mapping[str, TensorFile],
         block: tuple[int, int] | None, dtype: DType, *, by_columns: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
-            homes: the files that hold the weight and the scales.
             block: rows and columns of a block, if the config states them.
             dtype: of the floats.
             by_columns: whether scales are for columns [E, 1, O] or [E, O, 1], as those of fbgemm's experts.
@@ -112,10 +117,8 @@ class Float8Weight(DequantizedTensor):
         Raises:
             UnsupportedError: if the shape or type of the scales does not fit the weight.
         """
-        super().__init__(weight.name, dtype, weight.shape, homes[0])
-        self.parts = (weight, scale)
-        self._homes = homes
-        self._grid, self._block = _grid(weight, scale, block, homes[1].path, by_columns=by_columns)
+        super().__init__(StoredTensor(weight.name, dtype, weight.shape), (weight, scale), homes)
+        self._grid, self._block = _grid(weight, scale, block, homes[scale.name].path, by_columns=by_columns)
 
     def floats(self, part: TensorSlice | None) -> Tensor:
         import torch
@@ -123,8 +126,7 @@ class Float8Weight(DequantizedTensor):
         from quantkit.tensors.qtensor import row_chunks
 
         weight, scale = self.parts
-        codes = self._homes[0].read(weight.name, part)
-        stored = self._homes[1].read(scale.name)
+        codes, stored = self._read(weight, part), self._read(scale)
         scales = (_powers(stored) if scale.dtype == DType.UINT8 else stored.float()).reshape(self._grid)
         if len(weight.shape) > 2 and part is not None and part.axis == 0:
             scales = part.of(scales)
@@ -189,32 +191,22 @@ class Mxfp4Weight(DequantizedTensor):
     kind = "MXFP4"
 
     def __init__(
-        self, blocks: StoredTensor, scales: StoredTensor, homes: tuple[TensorFile, TensorFile], dtype: DType
+        self, blocks: StoredTensor, scales: StoredTensor, homes: Mapping[str, TensorFile], dtype: DType
     ) -> None:
-        """
-        Args:
-            homes: the files that hold the codes and the scales.
-            dtype: of the floats.
-
-        Raises:
-            UnsupportedError: if they do not fit together.
-        """
+        """Raises `UnsupportedError` if codes and scales do not fit together."""
         if len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES or scales.shape != blocks.shape[:-1]:
             raise UnsupportedError(
-                f"the scales of '{blocks.name}' do not fit it", path=homes[0].path, found=f"{list(scales.shape)}",
+                f"the scales of '{blocks.name}' do not fit it", path=homes[blocks.name].path, found=list(scales.shape),
                 expected=f"[experts, rows, groups] of {list(blocks.shape)}, each group of {_BYTES} bytes",
             )  # fmt: skip
         experts, rows, groups, _ = blocks.shape
         shape = (experts, groups * 2 * _BYTES, rows)
-        super().__init__(blocks.name.removesuffix(BLOCKS), dtype, shape, homes[0])
-        self.parts = (blocks, scales)
-        self._homes = homes
+        super().__init__(StoredTensor(blocks.name.removesuffix(BLOCKS), dtype, shape), (blocks, scales), homes)
 
     def floats(self, part: TensorSlice | None) -> Tensor:
         """Only the experts of the part are read."""
         of_experts = part if part is not None and part.axis == 0 else None
-        pairs = zip(self._homes, self.parts, strict=True)
-        blocks, scales = (home.read(stored.name, of_experts) for home, stored in pairs)
+        blocks, scales = (self._read(stored, of_experts) for stored in self.parts)
         out = self.tensor.dtype.empty((len(blocks), *self.tensor.shape[1:]))
         for expert, target in enumerate(out):
             target.copy_(dequantize(blocks[expert], scales[expert], self.tensor.dtype).t())
