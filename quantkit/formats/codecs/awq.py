@@ -128,7 +128,7 @@ class AwqLinear(GroupedCodec):
 
 
 class Awq(QuantMethod):
-    """``quant_method: awq``: one group size for all modules that are quantized."""
+    """``quant_method: awq``: one group size for all modules that are quantized; 4 bits in the GEMM layout are read."""
 
     name = "awq"
     layouts = (AWQ,)
@@ -143,11 +143,6 @@ class Awq(QuantMethod):
     def read_settings(
         self, settings: Settings, modules: Iterable[str], stored: Collection[str]
     ) -> dict[str, AwqLinear]:
-        """
-        Raises:
-            UnsupportedError: for other bits than 4, and other layouts than GEMM.
-            CheckpointError: if the settings lack a key, or a value is of the wrong type.
-        """
         for key in ("version", "format", "checkpoint_format"):
             if settings.has(key) and settings.string(key).lower() != "gemm":
                 raise unread(settings, "this layout of AWQ is not read", shown(settings.values[key]), "gemm")
@@ -165,11 +160,7 @@ class Awq(QuantMethod):
 
     def write_settings(self, schemes: Schemes, modules: Iterable[str], *, every: bool = True) -> dict[str, Any]:
         """Linears without a scheme are listed under ``modules_to_not_convert``, which readers take for parts of names,
-        and for gptqmodel, which does not look there, under ``dynamic``.
-
-        Raises:
-            UnsupportedError: for several group sizes, or where such a name is a part of a quantized one.
-        """
+        and for gptqmodel, which does not look there, under ``dynamic``."""
         sizes = sorted({scheme.group_size or -1 for scheme in schemes.values()})
         if len(sizes) > 1:
             found = " and ".join(map(str, sizes))
@@ -182,14 +173,9 @@ class Awq(QuantMethod):
                 )
         dynamic: dict[str, Any] = {f"-:^{re.escape(module)}$": {} for module in floats if module != "lm_head"}
         settings = {
-            "quant_method": self.name,
-            "bits": _BITS,
-            "group_size": sizes[0],
-            "zero_point": True,
-            "version": "gemm",
-            "lm_head": "lm_head" in schemes,
-            "modules_to_not_convert": floats or None,
-        }
+            "quant_method": self.name, "bits": _BITS, "group_size": sizes[0], "zero_point": True, "version": "gemm",
+            "lm_head": "lm_head" in schemes, "modules_to_not_convert": floats or None,
+        }  # fmt: skip
         return settings | ({"dynamic": dynamic} if dynamic else {})
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> AwqLinear | Reason:

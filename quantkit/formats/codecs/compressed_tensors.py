@@ -51,7 +51,8 @@ _TO_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token"
 
 
 class CompressedTensors(QuantMethod):
-    """``quant_method: compressed-tensors``: groups of modules, each of one scheme."""
+    """``quant_method: compressed-tensors``: groups of modules, each of one scheme; integer weights of 4 or 8 bits, in
+    groups, per channel or per tensor, without transforms, are read as codes."""
 
     name = "compressed-tensors"
     layouts: tuple[Layout, ...] = (FP4, PACKED_CODES, INT8, FLOAT8)
@@ -74,13 +75,7 @@ class CompressedTensors(QuantMethod):
         return Claims(found, True, tuple(unmatched), conflicts)
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
-        """
-        Raises:
-            UnsupportedError: for another format, transforms, and other than integer weights of 4 or 8 bits, grouped,
-                per channel or per tensor.
-            CheckpointError: if the settings lack a key, a value is of the wrong type, a pattern is invalid or
-                takes too long, or two groups that match a module equally closely have different schemes.
-        """
+        """Two groups that match a module equally closely must have the same scheme."""
         if settings.values.get("transform_config"):
             raise unread(settings, "transforms are not supported")
         groups = _groups(settings)
@@ -115,11 +110,7 @@ class CompressedTensors(QuantMethod):
         return f"compressed-tensors' own decompressor{vllm}; transformers refuses packed zero points (seen in 5.23)"
 
     def unread_embedding(self, *, tied: bool) -> str:
-        """A note on the readers that do not load a quantized embedding, as tried.
-
-        Args:
-            tied: whether it is the head too.
-        """
+        """A note on the readers that do not load a quantized embedding, as tried; if `tied`, it is the head too."""
         if tied:
             return (
                 "no other reader of compressed-tensors loads a quantized embedding that is the head too (seen in"

@@ -84,12 +84,6 @@ class CompressedLinear(GroupedCodec):
     code_type: ClassVar[DType]
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        """
-        Raises:
-            CheckpointError: if a tensor is missing, zero points contradict the scheme, or groups do not fit this
-                weight.
-            UnsupportedError: if groups do not divide a row.
-        """
         found, scale, scheme = raw.find(self.layout.codes), raw.find(SCALE), self.scheme
         if found is None or scale is None:
             raise raw.damaged(f"the config quantizes '{raw.name}', but its codes or scales are missing")
@@ -159,11 +153,7 @@ class CompressedLinear(GroupedCodec):
         return (found if part is None else part.of(found)).contiguous()
 
     def unsigned(self, raw: RawModule, signed: Tensor) -> Tensor:
-        """Unsigned codes or zero points from signed ones.
-
-        Raises:
-            CheckpointError: if one lies outside the scheme.
-        """
+        """Unsigned codes or zero points from signed ones; any outside the scheme raises `CheckpointError`."""
         import torch
 
         if self.scheme.bits == 8:
@@ -175,11 +165,7 @@ class CompressedLinear(GroupedCodec):
         return (signed + half).view(torch.uint8)
 
     def _in_order(self, raw: RawModule, columns: int) -> bool:
-        """Whether groups are of adjacent columns.
-
-        Raises:
-            CheckpointError: if there is no group for a column, although the config or a tensor says so.
-        """
+        """Whether groups are of adjacent columns, by a tensor if there is one."""
         index, groups = raw.find(_GROUPS), self.scheme.groups(columns)
         if index is None and self.by_index:
             raise raw.damaged(

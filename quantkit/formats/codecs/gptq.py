@@ -43,7 +43,8 @@ _PATTERN = re.compile(r"\.\*|[][^$|()?+\\]")  # what only patterns of modules ha
 
 
 class Gptq(QuantMethod):
-    """``quant_method: gptq``: one scheme for all modules, and patterns of others."""
+    """``quant_method: gptq``: one scheme for all modules, and patterns of others; 4 and 8 bits in GPTQ's own layout,
+    without adapters, are read."""
 
     name = "gptq"
     layouts = (GPTQ,)
@@ -56,12 +57,6 @@ class Gptq(QuantMethod):
         return claims_by_rows(settings, GPTQ, settings.values.get("sym", True) is not False, modules, coded)
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
-        """
-        Raises:
-            UnsupportedError: for other bits than 4 and 8, other layouts than GPTQ's own, and adapters.
-            CheckpointError: if the settings lack a key, a value is of the wrong type, or a pattern is invalid or takes
-                too long.
-        """
         version = _stated_version(settings)
         base = _linear(Claim(GPTQ, symmetric=settings.flag("sym", True)), settings, ("bits", "group_size"))
         overrides = [(targets, claim and _linear(claim, own)) for targets, claim, own in _overrides(settings, base)]
@@ -77,11 +72,7 @@ class Gptq(QuantMethod):
 
     def write_settings(self, schemes: Schemes, modules: Iterable[str], *, every: bool = True) -> dict[str, Any]:
         """The most common bits and group size apply to the folder; other modules, and linears without a scheme, are
-        listed under ``dynamic``.
-
-        Raises:
-            UnsupportedError: for symmetric schemes along with asymmetric ones: a folder has one version of zero points.
-        """
+        listed under ``dynamic``. A folder has one version of zero points, so schemes are all symmetric, or none."""
         (common, _), *others = Counter(schemes.values()).most_common()
         if other := next((scheme for scheme, _ in others if scheme.symmetric != common.symmetric), None):
             raise UnsupportedError(
@@ -95,16 +86,11 @@ class Gptq(QuantMethod):
             elif scheme is not None and scheme != common:
                 dynamic[f"+:^{name}$"] = {"bits": scheme.bits, "group_size": scheme.group_size or -1}
         settings = {
-            "quant_method": self.name,
-            "bits": common.bits,
-            "group_size": common.group_size or -1,
-            "sym": common.symmetric,
-            "desc_act": False,
-            "checkpoint_format": "gptq" if common.symmetric else "gptq_v2",
-            "pack_dtype": "int32",
-            "lm_head": "lm_head" in schemes,
-            "meta": {"quantizer": [f"{WRITER}:{__version__}"]},
-        }
+            "quant_method": self.name, "bits": common.bits, "group_size": common.group_size or -1,
+            "sym": common.symmetric, "desc_act": False,
+            "checkpoint_format": "gptq" if common.symmetric else "gptq_v2", "pack_dtype": "int32",
+            "lm_head": "lm_head" in schemes, "meta": {"quantizer": [f"{WRITER}:{__version__}"]},
+        }  # fmt: skip
         return settings | ({"dynamic": dynamic} if dynamic else {})
 
     def side_files(self, settings: Mapping[str, Any]) -> dict[str, bytes]:
@@ -156,11 +142,7 @@ def quantized_modules(modules: Iterable[str], stored: Collection[str], settings:
 def claims_by_rows(
     settings: Settings, layout: Layout, symmetric: bool, modules: Iterable[str], coded: Collection[str]
 ) -> Claims:  # fmt: skip
-    """What settings of GPTQ or AWQ state: one scheme for all linears except the head, with exceptions.
-
-    Args:
-        modules, coded: see `QuantMethod.claims`.
-    """
+    """`QuantMethod.claims` of GPTQ or AWQ: one scheme for all linears except the head, with exceptions."""
     by_index = bool(settings.values.get("desc_act")) and not settings.values.get("static_groups")
     bits_key, size_key = (old if settings.has(old) else new for old, new in _OLD_KEYS)
     bits, size = (None if key in settings.values else usual for key, usual in ((bits_key, 4), (size_key, 128)))
@@ -184,11 +166,7 @@ def writers(settings: Mapping[str, Any]) -> set[str]:
 
 
 def _stated_version(settings: Settings) -> int | None:
-    """The version of zero points that settings state; None if they do not.
-
-    Raises:
-        UnsupportedError: for another layout.
-    """
+    """The version of zero points that settings state; None if they do not."""
     problem = "this layout of GPTQ is not read"
     for key in ("checkpoint_format", "format"):
         if settings.has(key):
@@ -203,14 +181,7 @@ def _stated_version(settings: Settings) -> int | None:
 
 
 def _linear(claim: Claim, settings: Settings, required: Collection[str] = ()) -> Claim:
-    """What settings, or an override in them, state of modules, if quantkit reads it.
-
-    Args:
-        claim: what they leave out.
-
-    Raises:
-        UnsupportedError, CheckpointError: see `Gptq.read_settings`.
-    """
+    """What settings, or an override in them, state of modules, if quantkit reads it; `claim` is the default."""
     for key in required:
         settings.need(key)
     if settings.has("bits") and (bits := settings.integer("bits", 1, 32)) not in (4, 8):
@@ -247,17 +218,12 @@ def _overrides(settings: Settings, base: Claim) -> list[tuple[Targets, Claim | N
 
 
 class AutoRound(QuantMethod):
-    """``quant_method: auto-round``: read as GPTQ or AWQ."""
+    """``quant_method: auto-round``: read as GPTQ or AWQ; other packings, values that are not integers, activations of
+    few bits, rotated weights, and several schemes in AWQ are not read."""
 
     name = "auto-round"
 
     def resolve(self, settings: Settings) -> tuple[str, Settings]:
-        """
-        Raises:
-            UnsupportedError: for its other packings, values that are not integers, activations of few bits, rotated
-                weights, and several schemes in AWQ.
-            CheckpointError: if the settings lack a key, or a value is of the wrong type.
-        """
         packing = settings.string("packing_format")
         if packing not in _PACKINGS:
             raise unread(

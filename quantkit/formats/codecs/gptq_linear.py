@@ -152,11 +152,7 @@ class GptqLinear(GroupedCodec):
         return GPTQ.stored(spec.name.removesuffix(".weight"), spec.shape, self.bits, self.group_size, dtypes)
 
     def _in_order(self, raw: RawModule, packed: Packed) -> bool:
-        """Whether groups are of adjacent inputs.
-
-        Raises:
-            CheckpointError: if an input has no group.
-        """
+        """Whether groups are of adjacent inputs."""
         if raw.find(G_IDX) is None:
             return True
         found = raw.read_bytes(G_IDX)
@@ -233,11 +229,7 @@ def packs_outputs(tensors: Mapping[str, StoredTensor]) -> bool:
 
 
 def require_tensors(raw: RawModule, expected: TensorSpec) -> None:
-    """Check that a weight is a matrix, and that its codes, scales and zero points exist.
-
-    Raises:
-        CheckpointError, UnsupportedError: if not.
-    """
+    """Raise an error if a weight is not a matrix, or if its codes, scales or zero points are missing."""
     if len(expected.shape) != 2 or 0 in expected.shape:
         raise raw.unsupported(f"'{raw.name}' is no matrix, and has codes", list(expected.shape))
     if missing := [suffix for suffix in SUFFIXES if raw.find(suffix) is None]:
@@ -246,11 +238,7 @@ def require_tensors(raw: RawModule, expected: TensorSpec) -> None:
 
 
 def scales_dtype(raw: RawModule) -> DType:
-    """The float type of a module's scales.
-
-    Raises:
-        UnsupportedError: if it is none.
-    """
+    """The float type of a module's scales; any other raises `UnsupportedError`."""
     found = raw.find(SCALES)
     assert found is not None
     if found.dtype not in FLOATS:

@@ -88,14 +88,7 @@ def _stored_fields(raw: RawModule, packed: Packed) -> Tensor:
 
 
 def _require_whole(raw: RawModule, packed: Packed) -> bool:
-    """Check that zero points of version 1 were packed without loss.
-
-    Returns:
-        Whether one borrows from the next output's, if words were subtracted from as a whole.
-
-    Raises:
-        UnsupportedError: if every -1 that was packed fills all fields above it.
-    """
+    """Whether a zero point borrows from the next output's; see `Version.require_whole`."""
     import torch
 
     full = _stored_fields(raw, packed) == 2**packed.bits - 1
@@ -146,25 +139,14 @@ class Version:
         self._halfway: set[str] | None = None
 
     def of(self, raw: RawModule) -> int:
-        """1 or 2.
-
-        Args:
-            raw: any module of the folder.
-
-        Raises:
-            CheckpointError: if modules have different ones.
-        """
+        """1 or 2, from any module of the folder; different ones raise `CheckpointError`."""
         if self._found is None:
             self._found = self._decided(raw)
         return self._found
 
     def symmetric(self, raw: RawModule) -> bool:
         """Whether a module's zero points are those of a symmetric scheme, if the settings say so or all modules are
-        symmetric.
-
-        Raises:
-            CheckpointError: see `of`.
-        """
+        symmetric."""
         version = self.of(raw)
         if self._halfway is None:
             halves = {name: 2 ** (self._modules[name].bits - 1) - (version == 1) for name in self._constants}
@@ -222,11 +204,7 @@ class Version:
         return inferred
 
     def _of_constants(self, raw: RawModule, names: Collection[str]) -> int | None:
-        """The version of symmetric modules; None if not all are symmetric.
-
-        Raises:
-            CheckpointError: if they have different ones.
-        """
+        """The version of symmetric modules; None if not all are symmetric."""
         versions: dict[int | None, str] = {}
         for name in names:
             half, value = 2 ** (self._modules[name].bits - 1), self._constants[name]
@@ -244,11 +222,8 @@ def _disagree(raw: RawModule, name: str) -> CheckpointError:
 
 
 def _of_codes(raw: RawModule, modules: Mapping[str, Packed]) -> int | None:
-    """The version that the codes of some modules show together; None if it is too uncertain.
-
-    Raises:
-        CheckpointError: if most modules show one, and not all the same.
-    """
+    """The version that the codes of some modules show together; None if it is too uncertain. If most modules show one,
+    and not all the same, it raises `CheckpointError`."""
     sampled = list(modules)[:: math.ceil(len(modules) / _MODULES) or 1]
     offsets = [_offsets(raw.other(name), modules[name]) for name in sampled]
     own = {name: one for name, offset in zip(sampled, offsets, strict=True) if (one := _nearest(offset)) is not None}

@@ -88,10 +88,6 @@ class Affine(GroupedCodec):
         return TensorSpec(expected.name, expected.shape, expected.dtype, stored_as=stored_as)
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
-        """
-        Raises:
-            UnsupportedError: if no group size of MLX divides the groups.
-        """
         assert spec.scheme is not None, "floats have no codec"
         module = spec.name.removesuffix(_CODES)
         *rows, columns = spec.shape
@@ -165,14 +161,7 @@ class Affine(GroupedCodec):
         return [pack_int32(value.codes, scheme.bits).view(torch.uint32), *groups]
 
     def _layout(self, raw: RawModule, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Bits and group size of a module, from its tensors.
-
-        Args:
-            shape: of the weight.
-
-        Raises:
-            CheckpointError: if one is missing, or they do not fit together, or contradict the settings.
-        """
+        """Bits and group size of a module with a weight of a shape, from its tensors, which are checked."""
         found = {leaf: raw.find(leaf) for leaf in _LEAVES}
         if missing := [leaf for leaf, tensor in found.items() if tensor is None]:
             expected = " and ".join(_LEAVES[1:]) + " along with the codes of MLX"
@@ -228,12 +217,6 @@ class Mlx(QuantMethod):
         return Claims(found, certain=True, unmatched=tuple(missing))
 
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Affine]:
-        """
-        Raises:
-            UnsupportedError: for other modes than affine, and for codes of modules that are not known.
-            CheckpointError: if the settings lack a key, a value is of the wrong type, or they name a module otherwise
-                than it is.
-        """
         _require_affine(settings)
         settings.integer("bits", 1, 32)
         settings.integer("group_size", 1, MAX_COLUMNS)
@@ -265,11 +248,7 @@ class Mlx(QuantMethod):
         return found
 
     def write_settings(self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True) -> dict[str, Any]:
-        """The layout of most modules comes first; other modules are listed by name.
-
-        Raises:
-            UnsupportedError: if no group size of MLX divides a module's groups.
-        """
+        """The layout of most modules comes first; other modules are listed by name."""
         layouts = {}
         for module, scheme in schemes.items():
             group_size = _written_group_size(scheme, modules[module])

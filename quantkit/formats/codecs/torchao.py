@@ -93,24 +93,16 @@ class Plain(GroupedCodec):
 
 @dataclass(frozen=True)
 class _Weight:
-    """A weight as the header describes it; its tensors were checked.
-
-    Attributes:
-        kind: the class of tensor.
-        bits: of its codes, 4 or 8.
-        dtype: of its scales.
-        group_size: inputs that share a scale.
-        by_row: whether each row has separate scales.
-    """
+    """A weight as the header describes it; its tensors were checked."""
 
     raw: RawModule
-    kind: str
+    kind: str  # the class of tensor
     bits: int
-    dtype: DType
+    dtype: DType  # of its scales
     rows: int
     columns: int
     group_size: int
-    by_row: bool
+    by_row: bool  # whether each row has separate scales
 
     @property
     def middle(self) -> int:
@@ -126,7 +118,12 @@ class _Weight:
             UnsupportedError: for another class, and for scales of activations.
             CheckpointError: if the header has no description, or the tensors contradict it.
         """
-        described = _described(raw)
+        name = f"{raw.name}.weight"
+        text = raw.metadata(_CODES, name)
+        if text is None:
+            problem = f"the header does not describe '{raw.name}.{_CODES}'"
+            raise raw.damaged(problem, expected=f"torchao's metadata under '{name}'")
+        described = Settings(parsed(text, raw.path), raw.path, name)
         kind = described.string("_type")
         if kind not in (_INT8, _INTX, _INT4):
             problem = f"'{raw.name}' is a tensor of torchao that is not read"
@@ -140,9 +137,8 @@ class _Weight:
         whole = len(block) == 2 and all(one.is_integer() for one in block)
         high, size = (int(block[0]), int(block[1])) if whole else (0, 0)
         codes, scale, zero = raw.find(_CODES), raw.find(_SCALE), raw.find(_ZERO)
-        bits = (
-            4 if kind == _INT4 or (kind == _INTX and data.inside("target_dtype").string("_data") == DType.INT4) else 8
-        )
+        of_int4 = kind == _INTX and data.inside("target_dtype").string("_data") == DType.INT4
+        bits = 4 if kind == _INT4 or of_int4 else 8
         groups = (rows if high == 1 else 1, columns // size if size else 0)
         zeros: tuple[DType, ...] = (DType.INT8, *FLOATS) if kind == _INTX else (DType.INT8,)
         packed = 1
@@ -172,11 +168,7 @@ class _Weight:
         return cls(raw, kind, bits, scale.dtype, rows, columns, size, high == 1)
 
     def scheme(self) -> QuantScheme | None:
-        """The scheme of its codes; None if offsets are not multiples of scales.
-
-        Raises:
-            UnsupportedError: see `points`.
-        """
+        """The scheme of its codes; None if offsets are not multiples of scales."""
         if self.kind == _INT4:
             return scheme_of(self.raw, _SCALE, _ZERO, self.bits, self.group_size, self.middle)
         zero = self.groups(_ZERO, None)
@@ -186,11 +178,7 @@ class _Weight:
         return QuantScheme(self.bits, None if self.group_size == self.columns else self.group_size, symmetric)
 
     def codes(self, part: TensorSlice | None) -> Tensor:
-        """Unsigned ones [R, C] uint8.
-
-        Raises:
-            CheckpointError: for codes beyond the bits.
-        """
+        """Unsigned ones [R, C] uint8; codes beyond the bits raise `CheckpointError`."""
         import torch
 
         if self.kind == _INT4:
@@ -219,11 +207,7 @@ class _Weight:
         return self.raw.read(leaf).expand(self.rows if rows is None else rows.size, -1)
 
     def points(self, scale: Tensor, zero: Tensor) -> Tensor:
-        """Zero points as codes, uint8.
-
-        Raises:
-            UnsupportedError: for values that are not codes.
-        """
+        """Zero points as codes, uint8; values that are not codes raise `UnsupportedError`."""
         import torch
 
         if self.kind == _INT4:
@@ -248,17 +232,3 @@ class TorchAo(QuantMethod):
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         return "transformers with torchao"
-
-
-def _described(raw: RawModule) -> Settings:
-    """The description of a weight in the header of its file.
-
-    Raises:
-        CheckpointError: if it is missing, or no JSON.
-    """
-    name = f"{raw.name}.weight"
-    text = raw.metadata(_CODES, name)
-    if text is None:
-        problem = f"the header does not describe '{raw.name}.{_CODES}'"
-        raise raw.damaged(problem, expected=f"torchao's metadata under '{name}'")
-    return Settings(parsed(text, raw.path), raw.path, name)
