@@ -123,9 +123,8 @@ def require_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, tupl
         )  # fmt: skip
     for name, shape in expected.items():
         if found[name].shape != shape:
-            raise CheckpointError(
-                f"tensor '{name}' has the wrong shape", path=path, found=list(found[name].shape), expected=list(shape)
-            )
+            problem, shapes = f"tensor '{name}' has the wrong shape", (list(found[name].shape), list(shape))
+            raise CheckpointError(problem, path=path, found=shapes[0], expected=shapes[1])
         if found[name].dtype not in FLOATS:
             raise UnsupportedError(
                 f"tensor '{name}' is not stored as floats", path=path, found=found[name].dtype,
@@ -148,9 +147,8 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
             problem = f"the source is quantized already ({scheme})"
             raise UnsupportedError(problem, path=path, found=f"'{name}'", hint=FLOAT_MODEL)
     more = f" and {len(listed) - 1} more" if len(listed) > 1 else ""
-    raise CheckpointError(
-        f"unexpected tensor '{listed[0]}'{more}", path=path, expected="only tensors of the architecture"
-    )
+    problem = f"unexpected tensor '{listed[0]}'{more}"
+    raise CheckpointError(problem, path=path, expected="only tensors of the architecture")
 
 
 def lora_adapter(path: Path, found: str) -> UnsupportedError:
@@ -192,11 +190,8 @@ def require_unquantized(found: Mapping[str, TensorSpec], path: Path, *, method: 
 
 
 def _scheme_of_pair(name: str, spec: TensorSpec, found: Mapping[str, TensorSpec], floats: bool) -> str | None:
-    """The scheme of scales, recognized by the name of the tensor that they scale; None if a tensor is none.
-
-    Args:
-        floats: whether a tensor of floats may have such scales too.
-    """
+    """The scheme of scales, recognized by the name of the tensor that they scale, which may hold floats too if `floats`
+    is set; None for other tensors."""
     if name.endswith("_scale_inv"):
         return "FP8"
     if name.endswith("_scale") and (codes := found.get(name.removesuffix("_scale"))) is not None:

@@ -98,9 +98,10 @@ def open_unfinished(
     try:
         checkpoint = container.open(folder, kind, tensors_only=tensors_only, floats_as=floats_as)
     except CheckpointError as error:
-        if _DOWNLOAD not in (error.hint or "") or not manifest_path(folder).is_file():
+        hint = error.hint or ""
+        if _DOWNLOAD not in hint or not manifest_path(folder).is_file():
             raise
-        hint = (error.hint or "").replace(_DOWNLOAD, "copy it or make it again")  # it is not from a hub
+        hint = hint.replace(_DOWNLOAD, "copy it or make it again")  # it is not from a hub
         raise CheckpointError(
             error.problem, path=error.path, found=error.found, expected=error.expected, hint=hint
         ) from error

@@ -63,8 +63,7 @@ def require_rows(tokenizer: Tokenizer, rows: int, path: Path | None = None) -> N
     if tokenizer.vocab_size > rows:
         raise CheckpointError(
             "the tokenizer knows more tokens than the embedding has rows", path=path,
-            found=f"{tokenizer.vocab_size} tokens", expected=f"at most {rows}",
-            hint="the tokenizer is another model's",
+            found=f"{tokenizer.vocab_size} tokens", expected=f"at most {rows}", hint="the tokenizer is another model's",
         )  # fmt: skip
 
 

@@ -150,9 +150,8 @@ class KvCache:
                     continue
                 raise NonFiniteError(f"{what} is NaN or Inf", path=file.path)
             if entry.kind == "scale" and not (value > 0).all():
-                raise CheckpointError(
-                    f"{what} is not positive", path=file.path, found=f"{value.min().item():g}", hint=_AGAIN
-                )
+                smallest = f"{value.min().item():g}"
+                raise CheckpointError(f"{what} is not positive", path=file.path, found=smallest, hint=_AGAIN)
         if needs_zero_points(self.scheme) and (lacking := without_zero_points(self.tensors, self.layers)):
             layer, part = lacking[0]
             raise CheckpointError(
@@ -239,8 +238,6 @@ def take_kv_cache(
     Args:
         stored, files: the folder's tensors, and where they lie; those of the cache are removed.
         settings: of the folder's quantization.
-        config: of the model.
-        path: of the folder.
 
     Returns:
         What the folder says of its cache; None if it says nothing.
@@ -266,10 +263,8 @@ def _require_understood(
     owners: dict[Place, str] = {}
     for name, entry in found.items():
         if entry.layer >= layers:
-            raise CheckpointError(
-                f"tensor '{name}' is of a layer that the config does not count", path=path,
-                found=f"layer {entry.layer}", expected=f"layers 0 to {layers - 1}",
-            )  # fmt: skip
+            problem, last = f"tensor '{name}' is of a layer that the config does not count", layers - 1
+            raise CheckpointError(problem, path=path, found=f"layer {entry.layer}", expected=f"layers 0 to {last}")
         tensor, kind = stored[name], entry.kind.replace("_", " ")
         if tensor.dtype not in TYPES[entry.kind] or 0 in tensor.shape:
             what = f"a {kind} of the KV cache, is no {'float' if kind == 'scale' else 'number'}"
@@ -279,10 +274,8 @@ def _require_understood(
             )  # fmt: skip
         for place in entry.places:
             if (other := owners.setdefault(place, name)) != name:
-                raise CheckpointError(
-                    f"the KV cache of layer {entry.layer} has two {kind}s of its {place[1]}", path=path,
-                    found=f"'{other}' and '{name}'", expected="one of them",
-                )  # fmt: skip
+                problem = f"the KV cache of layer {entry.layer} has two {kind}s of its {place[1]}"
+                raise CheckpointError(problem, path=path, found=f"'{other}' and '{name}'", expected="one of them")
 
 
 def one_sided(first: KvCache | None, second: KvCache | None, paths: Collection[Path]) -> str | None:
@@ -313,10 +306,9 @@ def stated_scheme(settings: Settings | None) -> Scheme | None:
         return {"num_bits": 8, "type": "float", "dynamic": value == "dynamic"}
     wrong = value if value is not None else None if isinstance(named, str) else named
     if wrong is not None:
-        raise CheckpointError(
-            "the scheme of the KV cache is not known", path=settings.path, found=shown(wrong),
-            expected=f"an object under {KV_CACHE_SCHEME}, or {' or '.join(_BY_NAME)}",
-        )  # fmt: skip
+        expected = f"an object under {KV_CACHE_SCHEME}, or {' or '.join(_BY_NAME)}"
+        problem = "the scheme of the KV cache is not known"
+        raise CheckpointError(problem, path=settings.path, found=shown(wrong), expected=expected)
     if named == "FP8":
         return {"num_bits": 8, "type": "float", "dynamic": False}
     return {"type": named} if named else None

@@ -124,7 +124,7 @@ class AwqLinear(GroupedCodec):
 
     def _tensors(self, spec: TensorSpec, scales: DType) -> list[StoredTensor]:
         dtypes = {QWEIGHT: DType.INT32, QZEROS: DType.INT32, SCALES: scales}
-        return AWQ.stored(spec.name.removesuffix(".weight"), spec.shape, _BITS, self.scheme.group_size, dtypes)
+        return AWQ.stored(spec, _BITS, self.scheme.group_size, dtypes)
 
 
 class Awq(QuantMethod):
@@ -168,9 +168,8 @@ class Awq(QuantMethod):
         floats = [module for module in modules if module not in schemes]
         for module in floats:
             if other := next((one for one in schemes if module in one), None):
-                raise UnsupportedError(
-                    f"AWQ's readers take '{other}' for floats, since '{module}', which is, is a part of its name"
-                )
+                why = f"since '{module}', which is, is a part of its name"
+                raise UnsupportedError(f"AWQ's readers take '{other}' for floats, {why}")
         dynamic: dict[str, Any] = {f"-:^{re.escape(module)}$": {} for module in floats if module != "lm_head"}
         settings = {
             "quant_method": self.name, "bits": _BITS, "group_size": sizes[0], "zero_point": True, "version": "gemm",

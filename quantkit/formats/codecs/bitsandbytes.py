@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import damaged_file
 from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, sizes
-from quantkit.formats.codecs.codec import DAMAGED_FILE
+from quantkit.formats.codecs.codec import DAMAGED_FILE, unread
 from quantkit.formats.codecs.layout import Layout
 from quantkit.formats.codecs.small_floats import DequantizedTensor
 from quantkit.json_values import Settings, parsed, shown
@@ -67,8 +67,7 @@ class FourBitWeight(DequantizedTensor):
         """
         Args:
             kind: ``NF4`` or ``FP4``.
-            stored, homes: the tensors of the folder, and their files.
-            dtype: of the floats.
+            stored: the tensors of the folder.
 
         Raises:
             CheckpointError: if its state is damaged, or tensors are missing or of other sizes than it says.
@@ -151,9 +150,8 @@ class FourBitWeight(DequantizedTensor):
         return state
 
     def _shape(self, state: Settings) -> tuple[int, ...]:
-        value = state.need("shape")
         try:
-            shape = sizes(value)
+            shape = sizes(state.need("shape"))
         except ValueError:
             state.wrong_type("shape", "a list of integers")
         if len(shape) != 2 or 0 in shape:
@@ -168,20 +166,16 @@ class FourBitWeight(DequantizedTensor):
 
     def _nested_offset(self, state: Settings) -> float:
         if (dtype := state.string("nested_dtype")) != DType.FLOAT32:
-            raise UnsupportedError(
-                f"tensor '{self._name}' has factors of a type that is not read", path=state.path, found=shown(dtype),
-                expected="float32",
-            )  # fmt: skip
+            problem = f"tensor '{self._name}' has factors of a type that is not read"
+            raise unread(state, problem, shown(dtype), "float32")
         return state.number("nested_offset", -_LARGEST_OFFSET, _LARGEST_OFFSET)
 
     def _bytes(self, weight: StoredTensor, expected: int) -> View:
         """The place of the codes as bytes, whatever type they are stored in."""
         view = self._homes[weight.name].view(weight.name)
         if len(weight.shape) == 2 and weight.shape[1] != 1:
-            raise UnsupportedError(
-                f"tensor '{weight.name}' is stored in a layout that is not read", path=self.path,
-                found=list(weight.shape), expected="one column",
-            )  # fmt: skip
+            problem = f"tensor '{weight.name}' is stored in a layout that is not read"
+            raise UnsupportedError(problem, path=self.path, found=list(weight.shape), expected="one column")
         if weight.nbytes != expected or view.stride != contiguous_strides(view.shape):
             self._refuse("does not hold the codes of its shape", f"{weight.nbytes} bytes", f"{expected}")
         return View(DType.UINT8, view.start, (expected,), (1,))
@@ -191,11 +185,9 @@ class FourBitWeight(DequantizedTensor):
     ) -> StoredTensor:  # fmt: skip
         tensor = stored.get(self._name + suffix)
         if tensor is None or tensor.dtype not in dtypes or math.prod(tensor.shape) != count:
-            self._refuse(
-                f"has a '{suffix[1:]}' that does not fit its state",
-                "none" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}",
-                f"{' or '.join(dtypes)} [{count}]",
-            )
+            described = "none" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            problem = f"has a '{suffix[1:]}' that does not fit its state"
+            self._refuse(problem, described, f"{' or '.join(dtypes)} [{count}]")
         return tensor
 
     def _refuse(self, problem: str, found: object, expected: object = None) -> NoReturn:
@@ -250,11 +242,7 @@ class EightBitWeight(DequantizedTensor):
 def found_weight(
     name: str, stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile], dtype: DType
 ) -> FourBitWeight | EightBitWeight | None:  # fmt: skip
-    """The weight whose codes a tensor has; None for floats, and for scales and states.
-
-    Args:
-        stored, homes: the tensors of a folder, and their files.
-        dtype: of the floats.
+    """The weight whose codes a tensor of a folder has; None for floats, and for scales and states.
 
     Raises:
         CheckpointError, UnsupportedError: as the weights' classes do; also for codes without scales.

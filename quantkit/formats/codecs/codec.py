@@ -60,9 +60,8 @@ def exact_scale(scale: Tensor, dtype: DType) -> Tensor | Reason:
     lost = ~((found.float() == scale.float()) | (found.isnan() & scale.isnan()))
     if not lost.any():
         return found
-    return Reason(
-        f"a scale is not representable in {dtype}", f"{scale[lost][0].item():.9g}", f"{dtype} scales", (dtype,)
-    )
+    first = f"{scale[lost][0].item():.9g}"
+    return Reason(f"a scale is not representable in {dtype}", first, f"{dtype} scales", (dtype,))
 
 
 def unread(

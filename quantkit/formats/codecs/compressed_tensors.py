@@ -192,17 +192,14 @@ def _group(form: str, scheme: QuantScheme, targets: list[str], activations: Mapp
     return {
         "targets": targets,
         "weights": {
-            "num_bits": scheme.bits,
-            "type": "int",
-            "symmetric": scheme.symmetric,
-            "strategy": "channel" if scheme.group_size is None else "group",
-            "group_size": scheme.group_size,
+            "num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric,
+            "strategy": "channel" if scheme.group_size is None else "group", "group_size": scheme.group_size,
             "dynamic": False,
         },
         "input_activations": activations,
         "output_activations": None,
         "format": form,
-    }
+    }  # fmt: skip
 
 
 def packed_shapes(
@@ -234,10 +231,8 @@ def _groups(settings: Settings) -> dict[str, Settings]:
     """The groups by name."""
     named = settings.inside("config_groups")
     if len(named.values) > _MAX_GROUPS:
-        raise CheckpointError(
-            f"{settings.name} has too many groups", path=settings.path, found=len(named.values),
-            expected=f"at most {_MAX_GROUPS}",
-        )  # fmt: skip
+        problem, expected = f"{settings.name} has too many groups", f"at most {_MAX_GROUPS}"
+        raise CheckpointError(problem, path=settings.path, found=len(named.values), expected=expected)
     return {name: named.inside(name) for name in named.values}
 
 

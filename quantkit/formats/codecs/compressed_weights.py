@@ -105,8 +105,7 @@ class CompressedLinear(GroupedCodec):
         dtypes = {self.layout.codes: self.code_type, SCALE: spec.dtype}
         dtypes |= {SHAPE: DType.INT64} if self.layout is PACKED_CODES else {}
         dtypes |= {} if self.scheme.symmetric else {_ZERO: self.code_type}
-        module, scheme = spec.name.removesuffix(".weight"), self.scheme
-        return self.layout.stored(module, spec.shape, scheme.bits, scheme.group_size, dtypes)
+        return self.layout.stored(spec, self.scheme.bits, self.scheme.group_size, dtypes)
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         """In one of the forms that are read."""

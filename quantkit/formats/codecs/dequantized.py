@@ -57,7 +57,6 @@ def dequantized(
     Args:
         stored, homes: the tensors as they are stored, and their files.
         settings: of the folder's quantization; None if its config names none.
-        dtype: of the floats.
 
     Returns:
         The tensors, where they are read from, and notes for the user.

@@ -68,16 +68,15 @@ class Gptq(QuantMethod):
                 found[module] = claim
         stated = {module: Stated(one.bits or 0, one.group_size, bool(one.symmetric)) for module, one in found.items()}
         decided = Version(version, stated, writers(settings.values))
-        return {name: GptqLinear(one.bits, one.group_size, one.symmetric, decided) for name, one in stated.items()}
+        return {name: GptqLinear(*one, decided) for name, one in stated.items()}
 
     def write_settings(self, schemes: Schemes, modules: Iterable[str], *, every: bool = True) -> dict[str, Any]:
         """The most common bits and group size apply to the folder; other modules, and linears without a scheme, are
         listed under ``dynamic``. A folder has one version of zero points, so schemes are all symmetric, or none."""
         (common, _), *others = Counter(schemes.values()).most_common()
         if other := next((scheme for scheme, _ in others if scheme.symmetric != common.symmetric), None):
-            raise UnsupportedError(
-                "GPTQ has symmetric schemes or asymmetric ones in a folder, not both", found=f"{common} and {other}"
-            )
+            problem = "GPTQ has symmetric schemes or asymmetric ones in a folder, not both"
+            raise UnsupportedError(problem, found=f"{common} and {other}")
         dynamic: dict[str, dict[str, int]] = {}
         for module in modules:
             scheme, name = schemes.get(module), re.escape(module)
@@ -123,19 +122,17 @@ def quantized_modules(modules: Iterable[str], stored: Collection[str], settings:
         UnsupportedError: if their inputs are rotated at run time.
         CheckpointError: if none is quantized.
     """
-    if settings.values.get("rotation"):
-        raise unread(
-            settings, "models whose activations are rotated at run time are not read",
-            f"rotation {shown(settings.values['rotation'])}", hint="quantize the float model without rotation",
-        )  # fmt: skip
+    if rotation := settings.values.get("rotation"):
+        problem = "models whose activations are rotated at run time are not read"
+        hint = "quantize the float model without rotation"
+        raise unread(settings, problem, f"rotation {shown(rotation)}", hint=hint)
     if not stored:
         return list(modules)
     found = [module for module in modules if any(f"{module}.{suffix}" in stored for suffix in SUFFIXES)]
     if not found and not any(name.endswith(f".{QWEIGHT}") for name in stored):
-        raise CheckpointError(
-            f"{settings.name} names {shown(settings.values.get('quant_method'))}, and no tensor is quantized",
-            path=settings.path, hint=f"if these are floats, take {settings.name} out of the config",
-        )  # fmt: skip
+        problem = f"{settings.name} names {shown(settings.values.get('quant_method'))}, and no tensor is quantized"
+        hint = f"if these are floats, take {settings.name} out of the config"
+        raise CheckpointError(problem, path=settings.path, hint=hint)
     return found
 
 
@@ -201,10 +198,8 @@ def _overrides(settings: Settings, base: Claim) -> list[tuple[Targets, Claim | N
         return []
     dynamic, deadline = settings.inside("dynamic"), Deadline(settings.path)
     if len(dynamic.values) > _MAX_PATTERNS:
-        raise CheckpointError(
-            f"{dynamic.name} has too many patterns", path=settings.path, found=len(dynamic.values),
-            expected=f"at most {_MAX_PATTERNS}",
-        )  # fmt: skip
+        problem, expected = f"{dynamic.name} has too many patterns", f"at most {_MAX_PATTERNS}"
+        raise CheckpointError(problem, path=settings.path, found=len(dynamic.values), expected=expected)
     found = list[tuple[Targets, Claim | None, Settings]]()
     for key, value in dynamic.values.items():
         targets = Targets([f"re:{key.removeprefix('+:').removeprefix('-:')}"], deadline)

@@ -149,7 +149,7 @@ class GptqLinear(GroupedCodec):
     def _tensors(self, spec: TensorSpec, scales: DType, *, indexed: bool) -> list[StoredTensor]:
         dtypes = {QWEIGHT: DType.INT32, QZEROS: DType.INT32, SCALES: scales}
         dtypes |= {G_IDX: DType.INT32} if indexed else {}
-        return GPTQ.stored(spec.name.removesuffix(".weight"), spec.shape, self.bits, self.group_size, dtypes)
+        return GPTQ.stored(spec, self.bits, self.group_size, dtypes)
 
     def _in_order(self, raw: RawModule, packed: Packed) -> bool:
         """Whether groups are of adjacent inputs."""

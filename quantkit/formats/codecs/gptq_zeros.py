@@ -14,7 +14,7 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.codecs.codec import RawModule
@@ -111,8 +111,7 @@ def _require_whole(raw: RawModule, packed: Packed) -> bool:
     return bool(followed.any())
 
 
-@dataclass(frozen=True)
-class Stated:
+class Stated(NamedTuple):
     """What settings state of a module; a group size of None is for whole rows."""
 
     bits: int
@@ -188,10 +187,8 @@ class Version:
         if self._stated is None:
             found = inferred or self._of_constants(raw, list(there)) or 1
             if found != 1:
-                raw.note(
-                    "its settings do not say of which of GPTQ's versions zero points are; they are of version "
-                    f"{found}, and are read so"
-                )
+                unknown = "its settings do not say of which of GPTQ's versions zero points are"
+                raw.note(f"{unknown}; they are of version {found}, and are read so")
             return found
         if inferred in (None, self._stated):
             return self._stated
@@ -243,11 +240,8 @@ def _together(offsets: Sequence[_Offset]) -> _Offset:
 
 
 def _nearest(offsets: Sequence[_Offset]) -> int | None:
-    """The version for which codes are near zero points, if they are not for the other; None if it is too uncertain.
-
-    Args:
-        offsets: the mean offset of codes from zero points with version 1, and with version 2.
-    """
+    """The version for which codes are near zero points, if they are not for the other; None if it is too uncertain, by
+    the mean offset of codes from zero points with version 1, and with version 2."""
     (near, error), (far, other_error) = sorted(offsets, key=lambda offset: abs(offset[0]))
     sure = abs(near) + _ERRORS * error < 0.5 < abs(far) - _ERRORS * other_error
     return (1 if offsets[0] == (near, error) else 2) if sure else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.spec import TensorSpec
 
 if TYPE_CHECKING:
     from quantkit.formats.codecs.codec import RawModule
@@ -85,15 +86,11 @@ class Layout:
         return self.excluded not in tensors and (not self.code_types or codes.dtype in self.code_types)
 
     def stored(
-        self, module: str, shape: Shape, bits: int, group_size: int | None, dtypes: Mapping[str, DType]
-    ) -> list[StoredTensor]:  # fmt: skip
-        """The tensors of a weight [O, I] as they are written.
-
-        Args:
-            dtypes: of the tensors, by suffix; they are listed in this order.
-        """
-        rows, columns = shape
-        shapes = self.shapes(rows, columns, bits, group_size, None)
+        self, spec: TensorSpec, bits: int, group_size: int | None, dtypes: Mapping[str, DType]
+    ) -> list[StoredTensor]:
+        """The tensors of a weight [O, I] as they are written, in the order of their suffixes in `dtypes`."""
+        rows, columns = spec.shape
+        module, shapes = spec.name.removesuffix(".weight"), self.shapes(rows, columns, bits, group_size, None)
         return [StoredTensor(f"{module}.{suffix}", dtype, shapes[suffix][0]) for suffix, dtype in dtypes.items()]
 
 
@@ -127,11 +124,8 @@ class Claim:
 
 
 def block_size(settings: Settings, key: str) -> tuple[int, int] | None:
-    """The rows and columns that share a scale, as settings state them; None if they do not.
-
-    Raises:
-        CheckpointError: if the value is not a list of two positive integers.
-    """
+    """The rows and columns that share a scale, as settings state them; None if they do not. Anything but a list of two
+    positive integers raises `CheckpointError`."""
     if not settings.has(key):
         return None
     sizes = settings.values[key] if isinstance(settings.values[key], list) else []
@@ -244,11 +238,8 @@ class Description:
         return [names[0] for names in needed if names and not any(name in self.tensors for name in names)]
 
     def wrong_types(self, layouts: Iterable[Layout]) -> Iterator[tuple[str, str]]:
-        """The suffixes of tensors that hold integers instead of floats, or the reverse, and what they should hold.
-
-        Args:
-            layouts: all that are known: the tensors of another one may be among those of a module.
-        """
+        """The suffixes of tensors that hold integers instead of floats, or the reverse, and what they should hold, in
+        any of the layouts that are known."""
         if self.layout is None or not self.layout.floats:
             return
         integers = {suffix for layout in layouts for suffix in layout.integers}

@@ -151,11 +151,9 @@ class Affine(GroupedCodec):
         lost = ~scale.isfinite() | ((scale == 0) & (zero != scheme.levels // 2))  # which an offset cannot express
         if (wrong := rounded | lost).any():
             step, point = (one.expand(scale.shape)[wrong][0].item() for one in (scale, zero))
-            return Reason(
-                f"{DType.of(scale.dtype)} does not hold the offset of a group", found=f"-{point} steps of {step:g}",
-                expected="an offset that is exact in the type of the scales",
-                scale_types=() if lost.any() else _EXACT_OFFSETS[DType.of(scale.dtype)],
-            )  # fmt: skip
+            dtype, expected = DType.of(scale.dtype), "an offset that is exact in the type of the scales"
+            problem, found = f"{dtype} does not hold the offset of a group", f"-{point} steps of {step:g}"
+            return Reason(problem, found, expected, () if lost.any() else _EXACT_OFFSETS[dtype])
         repeats = columns // group_size // scale.shape[1]
         groups = [one.repeat_interleave(repeats, 1) if repeats > 1 else one.contiguous() for one in (scale, offset)]
         return [pack_int32(value.codes, scheme.bits).view(torch.uint32), *groups]

@@ -111,7 +111,6 @@ class Float8Weight(DequantizedTensor):
         """
         Args:
             block: rows and columns of a block, if the config states them.
-            dtype: of the floats.
             by_columns: whether scales are for columns [E, 1, O] or [E, O, 1], as those of fbgemm's experts.
 
         Raises:

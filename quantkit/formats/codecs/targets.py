@@ -35,20 +35,15 @@ class Deadline:
         self._end = time.monotonic() + PATTERN_SECONDS
 
     def left(self) -> float:
-        """
-        Raises:
-            CheckpointError: if no time is left.
-        """
+        """The seconds that are left; raises `CheckpointError` if there are none."""
         left = self._end - time.monotonic()
         if left <= 0:
             self.missed()
         return left
 
     def missed(self) -> None:
-        raise CheckpointError(
-            "the patterns of quantization_config take too long to match", path=self.path,
-            expected=f"at most {PATTERN_SECONDS:g} s",
-        )  # fmt: skip
+        problem = "the patterns of quantization_config take too long to match"
+        raise CheckpointError(problem, path=self.path, expected=f"at most {PATTERN_SECONDS:g} s")
 
 
 class Targets:
@@ -56,21 +51,14 @@ class Targets:
     other modules."""
 
     def __init__(self, targets: Sequence[str], deadline: Deadline) -> None:
-        """
-        Raises:
-            CheckpointError: for a pattern that is invalid in Python, or too long.
-        """
+        """Raises `CheckpointError` for a pattern that is invalid in Python, or too long."""
         self._deadline = deadline
         self._names = {target for target in targets if not target.startswith(_PATTERN)}
         spelled = dict.fromkeys(target for target in targets if target.startswith(_PATTERN))
         self._patterns = [_compiled(target.removeprefix(_PATTERN), deadline) for target in spelled]
 
     def closeness(self, module: str) -> int:
-        """`BY_NAME`, `BY_PATTERN`, `BY_CLASS` or `NO_MATCH`.
-
-        Raises:
-            CheckpointError: after the deadline.
-        """
+        """`BY_NAME`, `BY_PATTERN`, `BY_CLASS` or `NO_MATCH`; raises `CheckpointError` after the deadline."""
         if module in self._names:
             return BY_NAME
         for pattern in self._patterns:
@@ -88,19 +76,17 @@ def _compiled(pattern: str, deadline: Deadline) -> Any:
     for counts in _COUNTS.findall(pattern):
         repeated *= max(1, *(int(count[:9] or 1) for count in counts))
     if len(pattern) > _MAX_PATTERN or repeated > _MAX_REPETITIONS:
-        raise CheckpointError(
-            "a pattern of quantization_config is too large", path=deadline.path, found=shown(pattern),
-            expected=f"at most {_MAX_PATTERN} letters and {_MAX_REPETITIONS} repetitions",
-        )  # fmt: skip
+        expected = f"at most {_MAX_PATTERN} letters and {_MAX_REPETITIONS} repetitions"
+        problem = "a pattern of quantization_config is too large"
+        raise CheckpointError(problem, path=deadline.path, found=shown(pattern), expected=expected)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             re.compile(pattern)  # the dialect of configs; `regex` supports more
         return regex.compile(pattern)
     except (re.error, regex.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(
-            f"a pattern of quantization_config is invalid: {error}", path=deadline.path, found=shown(pattern)
-        ) from error
+        problem = f"a pattern of quantization_config is invalid: {error}"
+        raise CheckpointError(problem, path=deadline.path, found=shown(pattern)) from error
 
 
 def not_skipped(modules: Iterable[str], settings: Settings) -> list[str]:
@@ -116,10 +102,6 @@ def is_head(module: str) -> bool:
 
 def spellings(module: str) -> list[str]:
     """A module's name as configs may spell it: with and without the prefix before the layers."""
-    found = [module]
-    for before, after in (("model.", ""), ("language_model.model.", "model.language_model."), ("", "model.")):
-        if module.startswith(before):
-            found.append(after + module.removeprefix(before))
-    if module.startswith("model.language_model."):
-        found.append("language_model.model." + module.removeprefix("model.language_model."))
-    return found
+    nested, inner = "language_model.model.", "model.language_model."
+    prefixes = (("", ""), ("model.", ""), (nested, inner), ("", "model."), (inner, nested))
+    return [after + module.removeprefix(before) for before, after in prefixes if module.startswith(before)]
