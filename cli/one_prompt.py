@@ -21,15 +21,14 @@ if TYPE_CHECKING:
     from quantkit.distributed.group import ProcessGroup
     from quantkit.model.decoder import Decoder
     from quantkit.runtime.engine import Engine
-    from quantkit.runtime.generate import Runner
-    from quantkit.runtime.stream import Pace
+    from quantkit.runtime.generate import Pace, Runner
     from quantkit.text.tokenizer import Tokenizer
 
 
 def show(args: GenerateArgs, group: ProcessGroup) -> None:
     """Print the prompt and its continuation, on rank 0."""
     from quantkit.jobs.load import load
-    from quantkit.runtime.stream import Pace
+    from quantkit.runtime.generate import Pace
 
     prompt = group.broadcast_from_rank0(_prompt(args) if group.is_rank0 else "")
     placement: dict[str, Any] = {
@@ -56,7 +55,7 @@ def show(args: GenerateArgs, group: ProcessGroup) -> None:
 def show_on_devices(args: GenerateArgs) -> None:
     """The same through XLA; with several hosts, the first one prints."""
     from quantkit.jobs.load import load_xla
-    from quantkit.runtime.stream import Pace
+    from quantkit.runtime.generate import Pace
 
     prompt = _prompt(args)
     with ProgressDisplay() as progress:
@@ -82,7 +81,7 @@ def _single(
     args: GenerateArgs, tokens: Iterable[int], tokenizer: Tokenizer, prompt: str, ids: list[int], pace: Pace
 ) -> Iterator[str]:
     """A prompt with its continuation."""
-    from quantkit.runtime.stream import text_pieces
+    from quantkit.runtime.generate import text_pieces
 
     return _lines(prompt, text_pieces(tokenizer, ids, pace.timed(tokens), args.stop))
 

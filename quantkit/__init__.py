@@ -75,13 +75,13 @@ if TYPE_CHECKING:
     from quantkit.quality.verify import VerifyReport as VerifyReport
     from quantkit.quality.verify import verify as verify
     from quantkit.runtime.chat_session import ChatSession as ChatSession
-    from quantkit.runtime.completion import Completion as Completion
-    from quantkit.runtime.completion import Logprobs as Logprobs
     from quantkit.runtime.generate import generate as generate
+    from quantkit.runtime.generate import stream as stream
     from quantkit.runtime.generate_batch import generate_batch as generate_batch
     from quantkit.runtime.generation_config import sampling_defaults as sampling_defaults
+    from quantkit.runtime.request import Completion as Completion
+    from quantkit.runtime.request import Logprobs as Logprobs
     from quantkit.runtime.sampling_params import SamplingParams as SamplingParams
-    from quantkit.runtime.stream import stream as stream
     from quantkit.tensors.recipe import Override as Override
     from quantkit.tensors.recipe import Recipe as Recipe
     from quantkit.tensors.scheme import QuantScheme as QuantScheme
@@ -105,11 +105,11 @@ _JOBS = {
     "open_checkpoint": "quantkit.formats.detect",
     "quantize": "quantkit.jobs.quantize",
     "sampling_defaults": "quantkit.runtime.generation_config",
-    "stream": "quantkit.runtime.stream",
+    "stream": "quantkit.runtime.generate",
     "verify": "quantkit.quality.verify",
 }
 _TYPES = {
-    "Completion": "quantkit.runtime.completion",
+    "Completion": "quantkit.runtime.request",
     "ConvertResult": "quantkit.jobs.result",
     "Diagnosis": "quantkit.doctor.report",
     "Estimate": "quantkit.jobs.estimate",
@@ -118,7 +118,7 @@ _TYPES = {
     "Gate": "quantkit.quality.gate",
     "GeneratedFile": "quantkit.jobs.generate_file",
     "Inspection": "quantkit.jobs.inspect",
-    "Logprobs": "quantkit.runtime.completion",
+    "Logprobs": "quantkit.runtime.request",
     "Override": "quantkit.tensors.recipe",
     "QuantScheme": "quantkit.tensors.scheme",
     "QuantizeResult": "quantkit.jobs.result",

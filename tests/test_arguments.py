@@ -235,7 +235,7 @@ def test_numbers_of_other_libraries_are_numbers(jobs: dict[str, Job]) -> None:
 )
 def test_what_has_no_order_or_holds_truth_values_is_no_prompt(prompt: Any, jobs: dict[str, Job]) -> None:
     for job, name in (("generate", "ids"), ("stream", "prompt"), ("speculate", "ids")):
-        with pytest.raises(RequestError, match="the prompt is no list of token ids"):
+        with pytest.raises(RequestError, match="the prompt is not a list of token ids"):
             jobs[job](**{name: prompt})
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quantkit.jobs.prompts_file import Prompt
-from quantkit.runtime.completion import Completion
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import Runner
 from quantkit.runtime.generate_batch import completions
+from quantkit.runtime.request import Completion
 from quantkit.text.tokenizer import Tokenizer
 
 Line = Mapping[str, Any]

@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,14 +24,13 @@ DECODE_SETTING = "QUANTKIT_DECODE"
 ones is captured as one CUDA graph, of the compiled step or of torch's operators as they are. ``steps`` captures nothing
 of our own. On a CPU nothing is captured, and a step runs that way only if this variable says so."""
 
-DecodeKind = Literal["compiled", "eager", "steps"]
 _KINDS = ("compiled", "eager", "steps")
 _WARM_UPS = 3  # runs of a step before it is captured: the first compiles, and tunes what it compiles
 
 _log = logging.getLogger(__name__)
 
 
-def decode_kind(device: torch.device, compiled: bool) -> DecodeKind:
+def decode_kind(device: torch.device, compiled: bool) -> str:
     """How an engine decodes greedily, given whether its steps are compiled.
 
     Raises:
@@ -45,35 +43,46 @@ def decode_kind(device: torch.device, compiled: bool) -> DecodeKind:
         return "steps"
     if setting is None:
         return "compiled" if device.type == "cuda" else "steps"
-    return cast(DecodeKind, setting)
+    return setting
 
 
-class PendingTokens(Protocol):
-    """Tokens on their way to the host."""
+class PendingTokens:
+    """Tokens [N] on their way to the host, which waits for them only in `read`."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tokens.device.type != "cuda":
+            self._tokens = tokens.clone()
+            return
+        with torch.cuda.device(tokens.device):
+            self._tokens, self._event = host_copy(tokens), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
 
     @property
     def arrived(self) -> bool:
         """Whether they can be read without waiting."""
-        ...
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> list[int]:
         """The tokens; -1 in place of each whose logits were NaN or Inf."""
-        ...
+        if self._event is not None:
+            self._event.synchronize()
+        return cast(list[int], self._tokens.tolist())
 
 
-class Recorder(Protocol):
-    """Captures steps, and copies their tokens to the host."""
+class EagerRecorder:
+    """Captures nothing and runs a step again: for a CPU."""
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """A function that runs a step again on the same tensors. It may run the step several times first."""
-        ...
+        return step
 
     def fetch(self, tokens: Tensor) -> PendingTokens:
-        """Begin to copy tokens [N] to the host, and with them what was copied before; the host does not wait."""
-        ...
+        """Begin to copy tokens [N] to the host, and with them what was copied before."""
+        return PendingTokens(tokens)
 
 
-class GraphRecorder:
+class GraphRecorder(EagerRecorder):
     """Captures CUDA graphs. All share one memory pool and one stream: they run one after the other, and the results of
     a step lie outside the pool."""
 
@@ -100,52 +109,6 @@ class GraphRecorder:
             finally:
                 current.wait_stream(stream)  # steps after this one use the same counters as the kernels
         return graph.replay
-
-    def fetch(self, tokens: Tensor) -> PendingTokens:
-        with torch.cuda.device(self._device):
-            return PinnedTokens(tokens)
-
-
-class PinnedTokens:
-    """The `PendingTokens` of a GPU."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self._tokens = host_copy(tokens)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
-
-    @property
-    def arrived(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def read(self) -> list[int]:
-        self._event.synchronize()
-        return cast(list[int], self._tokens.tolist())
-
-
-class EagerRecorder:
-    """Captures nothing and runs a step again: for a CPU."""
-
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        return step
-
-    def fetch(self, tokens: Tensor) -> PendingTokens:
-        return HostTokens(tokens.tolist())
-
-
-@dataclass(frozen=True)
-class HostTokens:
-    """The `PendingTokens` of a CPU."""
-
-    tokens: list[int]
-    arrived = True
-
-    def read(self) -> list[int]:
-        return self.tokens
-
-
-GreedyStep = Callable[[Decoder, Tensor, Tensor, Tensor, KVCache, bool], None]
-"""`greedy_step`, compiled or not."""
 
 
 def greedy_step(model: Decoder, rows: Tensor, last: Tensor, drawn: Tensor, cache: KVCache, one_slot: bool) -> None:
@@ -178,15 +141,6 @@ def only_finite(tokens: Tensor, logits: Tensor) -> Tensor:
     return tokens.masked_fill((low.isfinite() & high.isfinite()).logical_not(), -1)
 
 
-@dataclass(frozen=True)
-class _Captured:
-    """A step for one number of rows: its tensors, and the function that runs it."""
-
-    rows: Tensor
-    drawn: Tensor
-    replay: Callable[[], None]
-
-
 class CapturedDecode:
     """Decodes sequences in slots of a cache greedily, by a step captured once for each number of rows.
 
@@ -194,15 +148,19 @@ class CapturedDecode:
     other sequences or positions follow.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, last: Tensor, step: GreedyStep, recorder: Recorder) -> None:
+    def __init__(
+        self, model: Decoder, cache: KVCache, last: Tensor, step: Callable[..., None], recorder: EagerRecorder
+    ) -> None:
         """
         Args:
             cache: nothing is ever read from its last position.
             last: the last token of each slot, and one unused element, [slots + 1].
+            step: `greedy_step`, compiled or not.
         """
         self._model, self._cache, self._last = model, cache, last
         self._step, self._recorder = step, recorder
-        self._captured: dict[int, _Captured] = {}
+        # For each number of rows the tensors of the step, see `greedy_step`, and the function that runs it.
+        self._captured: dict[int, tuple[Tensor, Tensor, Callable[[], None]]] = {}
         self._next: tuple[list[int], list[int]] | None = None  # slots and positions that the device continues from
         self._idle = len(last) - 1
 
@@ -213,16 +171,16 @@ class CapturedDecode:
             slots, positions: of the tokens to continue from [N].
             rows: how many of these are sequences; the rest is padding.
         """
-        captured = self._captured[len(slots)]
+        state, drawn, replay = self._captured[len(slots)]
         current = list(slots), list(positions)
         expected, self._next = self._next, None  # unknown until the step is complete
         if current != expected:
             places = [*current[0][:rows], *[self._idle] * (len(slots) - rows)]
-            captured.rows.copy_(numbers([*current[0], *current[1], *places], captured.rows.device).view(3, -1))
-        captured.replay()
+            state.copy_(numbers([*current[0], *current[1], *places], state.device).view(3, -1))
+        replay()
         end = self._cache.length - 1
         self._next = current[0], [min(position + 1, end) for position in current[1]]
-        return self._recorder.fetch(captured.drawn[:rows])
+        return self._recorder.fetch(drawn[:rows])
 
     @torch.inference_mode()
     def prepare(self, count: int) -> bool:
@@ -257,5 +215,5 @@ class CapturedDecode:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             _log.warning("decoding steps cannot be captured here (%s); they run one by one", reason)
             return False
-        self._captured[count] = _Captured(rows, drawn, replay)
+        self._captured[count] = rows, drawn, replay
         return True

@@ -9,15 +9,14 @@ from contextlib import contextmanager
 from typing import Any, Unpack
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_integer, as_string, require_tokenizer, wrong_type
+from quantkit.arguments import as_string, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
-from quantkit.runtime.completion import FinishReason
 from quantkit.runtime.detokenizer import Detokenizer
-from quantkit.runtime.engine import Engine
+from quantkit.runtime.engine import Engine, checked_decoder
 from quantkit.runtime.generation import Generation
-from quantkit.runtime.request import checked_count, checked_request, checked_stop, require_model
+from quantkit.runtime.request import MIN_ROOM, FinishReason, as_positive, checked_count, checked_request, checked_stop
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.runtime.scheduler import Scheduler
 from quantkit.text.chat import Chat
@@ -28,7 +27,6 @@ _log = logging.getLogger(__name__)
 CONTEXT = 8192
 """Tokens of a conversation where nobody says how many, and the model can as many: the cache for them is not small."""
 _SHARE = 4  # a quarter of the context is kept for answers
-_WORTH_HAVING = 16
 
 
 def conversation_length(config: ModelConfig, context: int | None) -> int:
@@ -42,9 +40,7 @@ def conversation_length(config: ModelConfig, context: int | None) -> int:
     """
     if context is None:
         return min(config.max_context, CONTEXT)
-    length = as_integer("context", context)
-    if length < 1:
-        raise RequestError("`context` must be at least 1", found=length)
+    length = as_positive("context", context)
     if length > config.max_positions:
         raise RequestError("`context` exceeds the model's", found=length, expected=f"at most {config.max_positions}")
     return length
@@ -89,11 +85,10 @@ class ChatSession:
             RequestError: for arguments that make no sense.
             CheckpointError: if the tokenizer is another model's, with more tokens than this one knows.
         """
-        require_model("model", model, (Decoder, Engine))
+        decoder = checked_decoder(model)
         require_tokenizer(tokenizer)
         if not hasattr(chat, "encode") or not hasattr(chat, "end_ids"):
             raise wrong_type("chat", chat, "what quantkit.chat_format(path, tokenizer) gives")
-        decoder = model.model if isinstance(model, Engine) else model
         require_rows(tokenizer, decoder.config.vocab_size)
         checked_request(decoder.config, [0], 1, sampling)
         self._max_new_tokens = None if max_new_tokens is None else checked_count(max_new_tokens)
@@ -194,7 +189,7 @@ class ChatSession:
     def _answered(
         self, question: dict[str, Any], interrupted: Callable[[], bool] | None
     ) -> Generator[str, None, None]:  # fmt: skip
-        """What `ask` gives."""
+        """The pieces of the answer to a question."""
         dropped, ids = self._fitted(question)
         length = self._engine.length - len(ids)
         config = self._engine.model.config
@@ -263,7 +258,7 @@ class ChatSession:
             while len(ids) + share > length and dropped < len(self.messages):
                 dropped += 2
                 ids = self._encoded(dropped, question)
-        if len(ids) + min(_WORTH_HAVING, self._max_new_tokens or _WORTH_HAVING) > length:
+        if len(ids) + min(MIN_ROOM, self._max_new_tokens or MIN_ROOM) > length:
             raise RequestError(
                 "the message is too long for the context", found=f"{len(ids)} tokens with the system prompt",
                 expected=f"fewer than {length}, so that there is room for an answer",
@@ -276,10 +271,8 @@ class ChatSession:
         return self._chat.encode([*system, *self.messages[dropped:], question])
 
     def _report_dropped(self, dropped: int) -> None:
-        """Say once that something was forgotten."""
+        """Log once that messages were dropped."""
         if dropped and not self._dropped_reported and self._engine.model.group.is_rank0:
             self._dropped_reported = True
-            _log.info(
-                "the context of %d tokens is full: from now on the oldest questions and answers are forgotten",
-                self._engine.length,
-            )
+            text = "the context of %d tokens is full: from now on the oldest questions and answers are forgotten"
+            _log.info(text, self._engine.length)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from quantkit.arguments import as_integer, require_flags
+from quantkit.arguments import require_flags
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 from quantkit.kernels.build import cache_folder
@@ -24,12 +24,11 @@ from quantkit.runtime.captured import (
     EagerRecorder,
     GraphRecorder,
     PendingTokens,
-    Recorder,
     decode_kind,
     greedy_step,
     only_finite,
 )
-from quantkit.runtime.request import require_model
+from quantkit.runtime.request import as_positive, require_model
 from quantkit.runtime.slots import SlotTable
 from quantkit.tensors.dtypes import FloatName
 
@@ -71,7 +70,7 @@ class Engine:
                 cache that does not fit in memory.
         """
         require_model("model", model, Decoder)
-        length, slots = _positive("length", length), _positive("slots", slots)
+        length, slots = as_positive("length", length), as_positive("slots", slots)
         if compiled is not None:
             require_flags(compiled=compiled)
         context = model.config.max_positions
@@ -102,7 +101,7 @@ class Engine:
                 torch._dynamo.mark_static_address(tensor, guard=False)
         self.last = torch.zeros(slots + 1, dtype=torch.long, device=model.device)
         """The last token drawn in each slot, and one unused element."""
-        self._recorder: Recorder = GraphRecorder(model.device) if on_gpu else EagerRecorder()
+        self._recorder = GraphRecorder(model.device) if on_gpu else EagerRecorder()
         self._captured: CapturedDecode | None = None
         if kind != "steps":
             step = _compile(greedy_step, model.device.type) if kind == "compiled" else greedy_step
@@ -133,9 +132,8 @@ class Engine:
             RequestError: if a slot has fewer positions.
         """
         if length > self.length:
-            raise RequestError(
-                "prompt and new tokens exceed the engine", found=length, expected=f"at most {self.length}"
-            )
+            expected = f"at most {self.length}"
+            raise RequestError("prompt and new tokens exceed the engine", found=length, expected=expected)
 
     @torch.inference_mode()
     def step(
@@ -286,11 +284,10 @@ class Engine:
             raise RequestError("there is no such slot", found=max(slots), expected=f"0 to {self.slots - 1}")
 
 
-def _positive(name: str, value: object) -> int:
-    found = as_integer(name, value)
-    if found < 1:
-        raise RequestError(f"`{name}` must be at least 1", found=found)
-    return found
+def checked_decoder(model: Decoder | Engine) -> Decoder:
+    """The model that is given, or that an engine runs; raises `RequestError` for anything else."""
+    require_model("model", model, (Decoder, Engine))
+    return model.model if isinstance(model, Engine) else model
 
 
 def _cached_type(dtype: CacheName | torch.dtype | None) -> torch.dtype | None:

@@ -5,38 +5,37 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Protocol, Unpack, runtime_checkable
 
 import torch
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_integer, is_several, require_flags, require_tokenizer, wrong_type
+from quantkit.arguments import is_several, require_flags, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
 from quantkit.progress import Progress, deduplicated
-from quantkit.runtime.completion import Completion
 from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.generate import Runner
+from quantkit.runtime.generate import Runner, text_pieces
 from quantkit.runtime.generation import Continuation
 from quantkit.runtime.request import (
     BATCH_SIZE,
     MAX_NEW_TOKENS,
+    Completion,
     Request,
     TokenIds,
-    checked_length,
+    as_positive,
     checked_request,
     checked_stop,
     prompt_ids,
     require_model,
     shortened,
     text_ids,
+    with_prompt,
 )
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.runtime.scheduler import Scheduler
-from quantkit.runtime.stream import text_pieces
 from quantkit.text.tokenizer import Tokenizer
 
 
@@ -50,21 +49,11 @@ class BatchModel(Protocol):
 
 
 def generate_batch(
-    model: Decoder | Engine | BatchModel,
-    prompts: Iterable[str | TokenIds],
-    *,
-    tokenizer: Tokenizer | None = None,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    stop: str | Sequence[str] = (),
-    n: int = 1,
-    logprobs: int | None = None,
-    echo: bool = False,
-    truncate: bool = False,
-    specials: bool = False,
-    batch_size: int = BATCH_SIZE,
-    progress: Progress | None = None,
-    **sampling: Unpack[SamplingOptions],
-) -> list[Completion]:
+    model: Decoder | Engine | BatchModel, prompts: Iterable[str | TokenIds], *, tokenizer: Tokenizer | None = None,
+    max_new_tokens: int = MAX_NEW_TOKENS, stop: str | Sequence[str] = (), n: int = 1, logprobs: int | None = None,
+    echo: bool = False, truncate: bool = False, specials: bool = False, batch_size: int = BATCH_SIZE,
+    progress: Progress | None = None, **sampling: Unpack[SamplingOptions],
+) -> list[Completion]:  # fmt: skip
     """Continue prompts, several at a time; each as if it were alone.
 
     Args:
@@ -110,8 +99,8 @@ def generate_batch(
     if tokenizer is not None:
         require_tokenizer(tokenizer)
         require_rows(tokenizer, config.vocab_size)
-    stops, report, slots = checked_stop(stop, tokenizer), deduplicated(progress), _checked_batch_size(batch_size)
-    asked = checked_request(config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo)
+    stops, report, slots = checked_stop(stop, tokenizer), deduplicated(progress), as_positive("batch_size", batch_size)
+    shared = checked_request(config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo)
     if isinstance(prompts, str) or not is_several(prompts):
         raise wrong_type("prompts", prompts, "several prompts in a list")
     requests = []
@@ -119,15 +108,14 @@ def generate_batch(
         with _about_prompt(number):
             ids = _ids(prompt, tokenizer, specials)
             if truncate and ids:
-                ids = shortened(ids, max_tokens, asked.max_new_tokens, config.bos_token_id)
-            length = checked_length(config, ids, asked.max_new_tokens)
+                ids = shortened(ids, max_tokens, shared.max_new_tokens, config.bos_token_id)
+            requests.append(with_prompt(config, shared, ids))
             if engine is not None:
-                engine.require_length(length)
-        requests.append(replace(asked, prompt=ids))
+                engine.require_length(requests[-1].length)
     if not requests:
         return []
     runner = model if isinstance(model, Engine) else engine_for(model, requests, slots)
-    found, total = list[Completion](), len(requests) * asked.samples
+    found, total = list[Completion](), len(requests) * shared.samples
     report("generate", 0, total, "completions")
     for one in completions(runner, requests, tokenizer, [stops] * len(requests)):
         found.append(one)
@@ -139,15 +127,15 @@ def engine_for(
     model: Decoder | BatchModel, requests: Sequence[Request], batch_size: int, *,
     cache_dtype: torch.dtype | None = None, compiled: bool | None = None,
 ) -> Engine | Runner[Any]:  # fmt: skip
-    """An engine that holds the longest of requests, and as many as run together; or what a model has instead.
+    """An engine for the longest of the requests and as many as run together; or the model's runner.
 
     Args:
         cache_dtype, compiled: see `Engine`.
 
     Raises:
-        RequestError: for no such number, or a cache that does not fit in memory.
+        RequestError: if the cache does not fit in memory, or `batch_size` is below 1.
     """
-    slots = min(_checked_batch_size(batch_size), sum(one.samples for one in requests))
+    slots = min(as_positive("batch_size", batch_size), sum(one.samples for one in requests))
     if isinstance(model, Decoder):
         longest = max(one.length for one in requests)
         return Engine(model, longest, slots=slots, cache_dtype=cache_dtype, compiled=compiled)
@@ -155,12 +143,9 @@ def engine_for(
 
 
 def completions(
-    engine: Engine | Runner[Any],
-    requests: Sequence[Request],
-    tokenizer: Tokenizer | None,
-    stops: Sequence[Sequence[str]],
-    counted: Callable[[int], None] | None = None,
-) -> Generator[Completion, None, None]:
+    engine: Engine | Runner[Any], requests: Sequence[Request], tokenizer: Tokenizer | None,
+    stops: Sequence[Sequence[str]], counted: Callable[[int], None] | None = None,
+) -> Generator[Completion, None, None]:  # fmt: skip
     """Completions of requests, each as soon as it ends.
 
     Args:
@@ -192,20 +177,17 @@ def completions(
 class _Reader:
     """Turns the tokens of a continuation into text, as they come."""
 
-    def __init__(
-        self, number: int, generation: Continuation, tokenizer: Tokenizer | None, stop: Sequence[str]
-    ) -> None:  # fmt: skip
+    def __init__(self, number: int, generation: Continuation, tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
         self._number, self._of = number, generation
         self._text = None if tokenizer is None else Detokenizer(tokenizer, generation.request.prompt, stop)
         self._prompt = ""
         if tokenizer is not None and generation.request.echo:
             self._prompt = "".join(text_pieces(tokenizer, (), generation.request.prompt))
         self._pieces: list[str] = []
-        self.tokens = 0
-        """New ones that are read."""
+        self.tokens = 0  # new ones that were read
 
     def read(self) -> bool:
-        """Read the tokens that are new; whether a stop string has come."""
+        """Read the tokens that are new; whether a stop string was found."""
         if self._text is None:
             self.tokens = len(self._of.tokens)
             return False
@@ -217,7 +199,7 @@ class _Reader:
         return self._text.stopped is not None
 
     def completion(self) -> Completion:
-        """What has come, once it has ended."""
+        """The completion, once the continuation has ended."""
         request, reason = self._of.request, self._of.finish_reason
         assert reason is not None
         tokens, logprobs = self._of.tokens[: self.tokens], self._of.logprobs
@@ -230,13 +212,6 @@ class _Reader:
             None if self._text is None else self._prompt + "".join(self._pieces),
             reason if stopped is None else "stop", stopped, len(request.prompt), logprobs,
         )  # fmt: skip
-
-
-def _checked_batch_size(batch_size: object) -> int:
-    size = as_integer("batch_size", batch_size)
-    if size < 1:
-        raise RequestError("batch_size must be at least 1", found=size)
-    return size
 
 
 def _ids(prompt: str | TokenIds, tokenizer: Tokenizer | None, specials: bool) -> list[int]:

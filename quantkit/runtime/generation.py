@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.model.decoder import Decoder
-from quantkit.runtime.completion import FinishReason, Logprobs
-from quantkit.runtime.request import Request
+from quantkit.runtime.request import FinishReason, Logprobs, Request
 from quantkit.runtime.sampling import Sampler, TokenLogprobs, token_logprobs
 from quantkit.tensors.finite import finite_logits
 

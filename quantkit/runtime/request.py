@@ -1,10 +1,10 @@
-"""Requests to a model, checked before anything is computed, and without torch."""
+"""Requests to a model, checked before anything is computed, and their completions; without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import as_integer, as_strings, require_instance, token_rows
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from quantkit.text.tokenizer import Tokenizer
 
 MAX_NEW_TOKENS = 100
-"""Where nobody says how many."""
+"""The default."""
 
 BATCH_SIZE = 8
-"""Prompts that run together, where nobody says how many."""
+"""Prompts that run together by default."""
 
 TokenIds: TypeAlias = "Sequence[int] | Tensor"
 """A prompt as a model takes it: a list of ids, or a tensor of integers, [T] or [1, T]."""
 
-MAX_LOGPROBS = 100
-"""The maximum of `logprobs`."""
-
-MAX_SAMPLES = 4096
-"""The maximum number of samples of a prompt."""
+MAX_LOGPROBS = 100  # of the likeliest tokens
+MAX_SAMPLES = 4096  # of a prompt
 
 BEAM_SEARCH = {"num_beams", "beams", "beam_size", "beam_width", "best_of", "use_beam_search"}
-"""What others call its options."""
+"""The names of its options in other libraries."""
 
-_WORTH_HAVING = 16
-"""The minimum of new tokens: a prompt that leaves fewer than this, and fewer than requested, is too long."""
+MIN_ROOM = 16
+"""New tokens: a prompt that leaves room for fewer than this, and fewer than requested, is too long."""
+
+FinishReason = Literal["stop", "length"]
+"""An end token or stop string, or the maximum number of new tokens."""
 
 _SHOW_HOW = "tokenizer.encode(text) gives them, and quantkit.stream(model, tokenizer, text) takes the text itself"
 
@@ -75,12 +75,65 @@ class Request:
         return self.echo and self.logprobs is not None
 
 
-def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> None:
-    """Check for one that can be run.
+@dataclass
+class Logprobs:
+    """Natural logarithms of probabilities, as the model gives them before any sampling option.
 
-    Raises:
-        RequestError: for a path, the pair that `quantkit.load` gives, or anything else.
+    Attributes:
+        tokens: of each token; None for the first of a prompt, which follows nothing.
+        top: the likeliest tokens in the place of each, by id, the likeliest first.
     """
+
+    tokens: list[float | None] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
+
+    def add(self, tokens: Sequence[float | None], top: Sequence[dict[int, float]]) -> None:
+        self.tokens += tokens
+        self.top += top
+
+    def cut(self, count: int) -> Logprobs:
+        """The log-probabilities of the first `count` tokens."""
+        return Logprobs(self.tokens[:count], self.top[:count])
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One continuation of a prompt.
+
+    Attributes:
+        prompt: the number of the prompt, from 0.
+        sample: the number of the continuation among those of the prompt, from 0.
+        token_ids: new tokens, without an end token; after the prompt's, where that is echoed.
+        text: the same as text, without what a stop string cut off; None without a tokenizer.
+        finish_reason: ``stop`` for an end token or a stop string, ``length`` for the maximum number of new tokens.
+        stop: the stop string that was found.
+        prompt_tokens: of the prompt.
+        logprobs: of `token_ids`, if requested.
+    """
+
+    prompt: int
+    sample: int
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    stop: str | None
+    prompt_tokens: int
+    logprobs: Logprobs | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values; log-probabilities only if requested."""
+        found: dict[str, Any] = {
+            "prompt": self.prompt, "sample": self.sample, "text": self.text, "finish_reason": self.finish_reason,
+            "stop": self.stop, "prompt_tokens": self.prompt_tokens, "token_ids": self.token_ids,
+        }  # fmt: skip
+        if self.logprobs is not None:
+            top = [[[token, value] for token, value in one.items()] for one in self.logprobs.top]
+            found["logprobs"] = {"tokens": self.logprobs.tokens, "top": top}
+        return found
+
+
+def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> None:
+    """Require a model that can be run: not a path, nor the pair that `quantkit.load` returns."""
     require_instance(name, model, kinds, "a model; model, tokenizer = quantkit.load(path) gives one")
 
 
@@ -96,7 +149,7 @@ def prompt_ids(prompt: TokenIds) -> list[int]:
         rows = token_rows(prompt)
     except TypeError as error:
         raise RequestError(
-            "the prompt is no list of token ids", found=type(prompt).__name__,
+            "the prompt is not a list of token ids", found=type(prompt).__name__,
             expected="integers in a list, or a tensor [T] or [1, T]", hint=_SHOW_HOW,
         ) from error  # fmt: skip
     if len(rows) > 1:
@@ -104,12 +157,16 @@ def prompt_ids(prompt: TokenIds) -> list[int]:
     return rows[0]
 
 
-def checked_count(max_new_tokens: object) -> int:
-    """The maximum number of new tokens, checked.
+def as_positive(name: str, value: object) -> int:
+    """An integer of at least 1."""
+    found = as_integer(name, value)
+    if found < 1:
+        raise RequestError(f"`{name}` must be at least 1", found=shown(found))
+    return found
 
-    Raises:
-        RequestError: if that is no number, or none.
-    """
+
+def checked_count(max_new_tokens: object) -> int:
+    """The maximum number of new tokens, at least 1."""
     count = as_integer("max_new_tokens", max_new_tokens)
     if count < 1:
         raise RequestError("nothing to generate", found=f"{count} new tokens", expected="at least 1")
@@ -120,7 +177,8 @@ def checked_stop(stop: object, tokenizer: Tokenizer | None) -> list[str]:
     """Stop strings, one or several.
 
     Raises:
-        RequestError: if they are no texts, one is empty or no Unicode, or there is no tokenizer to find them with.
+        RequestError: if they are not strings, one is empty or invalid Unicode, or there is no tokenizer to find them
+            with.
     """
     found = stop_strings(stop)
     if found and tokenizer is None:
@@ -129,7 +187,7 @@ def checked_stop(stop: object, tokenizer: Tokenizer | None) -> list[str]:
 
 
 def stop_strings(stop: object) -> list[str]:
-    """As `checked_stop`, where a tokenizer is still to come."""
+    """As `checked_stop`, before there is a tokenizer."""
     found = as_strings("stop", stop)
     if "" in found:
         raise RequestError("a stop string is empty")
@@ -165,12 +223,7 @@ def checked_request(
     config: ModelConfig, ids: list[int], max_new_tokens: object, sampling: SamplingOptions, *, samples: object = 1,
     logprobs: object = None, echo: bool = False,
 ) -> Request:  # fmt: skip
-    """A request that a model can take.
-
-    Raises:
-        RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context together with the
-            new tokens; for numbers out of range or options that do not go together.
-    """
+    """A request that a model can take; raises what `checked_options` and `with_prompt` raise."""
     request = checked_options(max_new_tokens, sampling, samples=samples, logprobs=logprobs, echo=echo)
     return with_prompt(config, request, ids)
 
@@ -179,7 +232,7 @@ def checked_options(
     max_new_tokens: object, sampling: SamplingOptions, *, samples: object = 1, logprobs: object = None,
     echo: bool = False,
 ) -> Request:  # fmt: skip
-    """A request whose prompt is still to come, checked as far as that goes without a model.
+    """A request without its prompt, checked as far as possible without a model.
 
     Raises:
         RequestError: for numbers out of range or options that do not go together.
@@ -190,18 +243,15 @@ def checked_options(
     if unknown:
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
     params = SamplingParams(**sampling)
-    count, top = as_integer("n", samples), None if logprobs is None else as_integer("logprobs", logprobs)
-    if count < 1:
-        raise RequestError("n must be at least 1", found=shown(count))
+    count, top = as_positive("n", samples), None if logprobs is None else as_integer("logprobs", logprobs)
     if count > MAX_SAMPLES:
         raise RequestError("n is out of range", found=shown(count), expected=f"1 to {MAX_SAMPLES}")
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
         raise RequestError("logprobs is out of range", found=top, expected=f"0 to {MAX_LOGPROBS}")
     new = as_integer("max_new_tokens", max_new_tokens)
     if new == 0 and echo != (top is not None):
-        raise RequestError(
-            "nothing to generate", found="0 new tokens", hint="prompts are scored with both `echo` and `logprobs`"
-        )
+        hint = "prompts are scored with both `echo` and `logprobs`"
+        raise RequestError("nothing to generate", found="0 new tokens", hint=hint)
     if new != 0 or not echo:
         new = checked_count(new)
     elif count > 1:
@@ -216,8 +266,7 @@ def with_prompt(config: ModelConfig, request: Request, ids: list[int], max_token
         max_tokens: see `checked_length`.
 
     Raises:
-        RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context together with the
-            new tokens; or if a bias is of unknown tokens.
+        RequestError: as `checked_length`, or if a bias is of unknown tokens.
     """
     request.sampling.require_vocabulary(config.vocab_size)
     checked_length(config, ids, request.max_new_tokens, max_tokens)
@@ -230,11 +279,7 @@ def no_beam_search(name: str) -> RequestError:
 
 
 def no_prompt_logprobs(name: str) -> RequestError:
-    """The error for log-probabilities of prompts where XLA runs the model.
-
-    Args:
-        name: of the argument to leave out.
-    """
+    """The error for log-probabilities of prompts where XLA runs the model; `name` is the argument to leave out."""
     return RequestError("log-probabilities of prompts are not given through XLA", hint=f"leave out `{name}`")
 
 
@@ -245,19 +290,18 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int,
         max_tokens: the maximum length; None is the model's.
 
     Raises:
-        RequestError: if the prompt is empty, holds unknown ids, or does not fit the model's context
-            together with the new tokens.
+        RequestError: if the prompt is empty, holds unknown ids, or exceeds the model's context together with the new
+            tokens.
     """
     if not ids:
         raise RequestError("the prompt is empty")
     if not all(0 <= i < config.vocab_size for i in ids):
-        raise RequestError(
-            "the prompt holds token ids outside the vocabulary", expected=f"0 to {config.vocab_size - 1}"
-        )
+        known = f"0 to {config.vocab_size - 1}"
+        raise RequestError("the prompt holds token ids outside the vocabulary", expected=known)
     length = len(ids) + max_new_tokens
     max_tokens = config.max_positions if max_tokens is None else max_tokens
     if length > max_tokens:
-        room, wanted = max_tokens - len(ids), min(max_new_tokens, _WORTH_HAVING)
+        room, wanted = max_tokens - len(ids), min(max_new_tokens, MIN_ROOM)
         switch = max_tokens < config.max_positions and max_tokens == config.rope_switch
         exceeded = "the length at which rotary positions switch" if switch else "the model's context"
         raise RequestError(

@@ -11,10 +11,9 @@ from torch import Tensor
 from quantkit.errors import RequestError
 from quantkit.model.device import numbers
 from quantkit.runtime.captured import PendingTokens
-from quantkit.runtime.completion import FinishReason
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Generation, Siblings
-from quantkit.runtime.request import Request
+from quantkit.runtime.request import FinishReason, Request
 from quantkit.runtime.sampling import TokenLogprobs
 from quantkit.runtime.slots import SlotTable
 from quantkit.tensors.finite import finite_logits, nonfinite_logits

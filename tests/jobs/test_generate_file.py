@@ -290,7 +290,7 @@ def test_spellings_of_special_tokens_are_text_unless_a_line_says_otherwise(demo_
         (b'{"prompt": "a", "temperature": "hot"}', "in:1: 'temperature' is of the wrong type (found 'hot'"),
         (b'{"prompt": "a", "temperature": -1}', "in:1: temperature must be finite and not negative (found -1.0)"),
         (b'{"prompt": "a", "stop": [""]}', "in:1: a stop string is empty"),
-        (b'{"prompt": "a", "n": 0}', "in:1: n must be at least 1"),
+        (b'{"prompt": "a", "n": 0}', "in:1: 'n' must be at least 1"),
         (b'{"prompt": "a", "n": 4097}', "in:1: n is out of range (found 4097, expected 1 to 4096)"),
         (b'{"prompt": "a", "n": 1%s}' % (b"0" * 90), "in:1: n is out of range (found a huge number, expected"),
         (b'{"prompt": "a", "echo": 1}', "in:1: 'echo' is of the wrong type"),

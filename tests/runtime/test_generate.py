@@ -24,9 +24,9 @@ from quantkit.cli.main import quantkit as root
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
+from quantkit.runtime.generate import Pace
 from quantkit.runtime.request import MAX_NEW_TOKENS
 from quantkit.runtime.scheduler import READ_LAG
-from quantkit.runtime.stream import Pace
 from quantkit.text.tokenizer import Tokenizer
 
 PROMPT = "My fellow citizens"
@@ -102,15 +102,15 @@ def test_token_ids_are_taken_from_whatever_holds_them(holder: str, loaded: tuple
     [
         (PROMPT, ("the prompt is a string", "tokenizer.encode(text)", "quantkit.stream(model, tokenizer, text)")),
         (b"bytes", ("the prompt is a string",)),
-        ([1.0, 2.0], ("no list of token ids", "found list", "quantkit.stream")),
-        (torch.tensor([1.0, 2.0]), ("no list of token ids", "found Tensor")),
-        (["a", "b"], ("no list of token ids",)),
-        (7, ("no list of token ids", "found int")),
-        (torch.tensor(7), ("no list of token ids",)),
-        ({"input_ids": [1]}, ("no list of token ids", "found dict")),
-        (None, ("no list of token ids", "found NoneType")),
+        ([1.0, 2.0], ("not a list of token ids", "found list", "quantkit.stream")),
+        (torch.tensor([1.0, 2.0]), ("not a list of token ids", "found Tensor")),
+        (["a", "b"], ("not a list of token ids",)),
+        (7, ("not a list of token ids", "found int")),
+        (torch.tensor(7), ("not a list of token ids",)),
+        ({"input_ids": [1]}, ("not a list of token ids", "found dict")),
+        (None, ("not a list of token ids", "found NoneType")),
         (torch.ones(2, 3, dtype=torch.long), ("one prompt at a time", "found 2 prompts")),
-        (torch.ones(1, 2, 3, dtype=torch.long), ("no list of token ids",)),
+        (torch.ones(1, 2, 3, dtype=torch.long), ("not a list of token ids",)),
         ([], ("the prompt is empty",)),
         ([[]], ("the prompt is empty",)),
     ],
@@ -310,12 +310,12 @@ def test_of_several_processes_the_first_reads_the_prompt(demo_model: Path, answe
 
 _WAITING = """
 import sys
-import quantkit.runtime.stream
+import quantkit.runtime.generate
 def pieces(tokenizer, prompt, tokens, stop=()):
     yield " one"
     sys.stdin.readline()
     yield " two"
-quantkit.runtime.stream.text_pieces = pieces
+quantkit.runtime.generate.text_pieces = pieces
 from quantkit.cli.main import main
 main(sys.argv[1:])
 """

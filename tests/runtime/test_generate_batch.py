@@ -16,8 +16,8 @@ from vocabularies import train
 import quantkit
 from quantkit.errors import RequestError
 from quantkit.model.decoder import Decoder
-from quantkit.runtime.completion import Completion
 from quantkit.runtime.engine import Engine
+from quantkit.runtime.request import Completion
 from quantkit.text.export import export_json
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -257,8 +257,8 @@ def test_too_long_a_prompt_is_reported_by_its_number_or_cut(model: Decoder, toke
         ({"prompts": {"input_ids": [[1, 2]]}}, ("`prompts` is of the wrong type",)),
         ({"prompts": None}, ("`prompts` is of the wrong type",)),
         ({"prompts": 7}, ("`prompts` is of the wrong type",)),
-        ({"prompts": [1, 2]}, ("prompt 0: is no list of token ids", "found int")),
-        ({"prompts": [[1], None]}, ("prompt 1: is no list of token ids", "found NoneType")),
+        ({"prompts": [1, 2]}, ("prompt 0: is not a list of token ids", "found int")),
+        ({"prompts": [[1], None]}, ("prompt 1: is not a list of token ids", "found NoneType")),
         ({"prompts": [[1], []]}, ("prompt 1: is empty",)),
         ({"prompts": ["a", ""]}, ("prompt 1: is empty",)),
         ({"prompts": ["a", "\ud800"]}, ("prompt 1: the text is not valid Unicode",)),
@@ -275,7 +275,7 @@ def test_too_long_a_prompt_is_reported_by_its_number_or_cut(model: Decoder, toke
         ({"max_new_tokens": 0, "logprobs": 1}, ("nothing to generate", "with both `echo` and `logprobs`")),
         ({"max_new_tokens": "9"}, ("`max_new_tokens` is of the wrong type",)),
         ({"max_new_tokens": 10**6}, ("exceed the model's context", "lower `max_new_tokens`")),
-        ({"n": 0}, ("n must be at least 1",)),
+        ({"n": 0}, ("`n` must be at least 1",)),
         ({"n": 1.5}, ("`n` is of the wrong type",)),
         ({"logprobs": True}, ("`logprobs` is of the wrong type",)),
         ({"logprobs": -1}, ("logprobs is out of range", "0 to 100")),
@@ -283,7 +283,7 @@ def test_too_long_a_prompt_is_reported_by_its_number_or_cut(model: Decoder, toke
         ({"echo": "no"}, ("`echo` is of the wrong type",)),
         ({"truncate": 1}, ("`truncate` is of the wrong type",)),
         ({"specials": None}, ("`specials` is of the wrong type",)),
-        ({"batch_size": 0}, ("batch_size must be at least 1",)),
+        ({"batch_size": 0}, ("`batch_size` must be at least 1",)),
         ({"batch_size": "8"}, ("`batch_size` is of the wrong type",)),
         ({"progress": 7}, ("`progress` is of the wrong type",)),
         ({"temperature": -1}, ("temperature must",)),

@@ -12,10 +12,9 @@ from torch import Tensor
 from quantkit.model.decoder import Decoder
 from quantkit.runtime import engine as engine_module
 from quantkit.runtime.captured import EagerRecorder
-from quantkit.runtime.completion import Completion
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate_batch import completions
-from quantkit.runtime.request import Request
+from quantkit.runtime.request import Completion, Request
 
 
 def together(engine: Engine, requests: list[Request]) -> list[Completion]:

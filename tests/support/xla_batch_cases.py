@@ -21,9 +21,8 @@ from xla_cases import error
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.runtime.completion import Completion
 from quantkit.runtime.generate_batch import completions, engine_for, generate_batch
-from quantkit.runtime.request import Request
+from quantkit.runtime.request import Completion, Request
 from quantkit.runtime.sampling import probabilities
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.xla.engine import CachedBatch, XlaModel, model_on_devices

@@ -16,7 +16,7 @@ from vocabularies import TURNS, train, train_gemma, write_gemma_json, write_tikt
 import quantkit
 from quantkit.data.files import excerpt
 from quantkit.errors import CheckpointError
-from quantkit.runtime.stream import text_pieces
+from quantkit.runtime.generate import text_pieces
 from quantkit.text.export import export_json
 from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer
 
