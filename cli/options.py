@@ -18,7 +18,7 @@ from quantkit.errors import RequestError
 from quantkit.formats.registry import targets
 from quantkit.jobs.option_fields import OptionInfo, declared
 from quantkit.json_values import shown
-from quantkit.kernels.registry import BACKENDS
+from quantkit.kernels import BACKENDS
 from quantkit.runtime.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES

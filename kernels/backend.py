@@ -1,4 +1,7 @@
-"""The interface of kernel backends."""
+"""The interface of kernel backends: products, and whatever else a backend provides, such as whole decoder blocks.
+
+B batch, T new tokens, D hidden size, H heads, K KV heads, Dh head size, E experts.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.kernels.block import BlockKernel, StackedLinear
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 EVEN, EVEN_COLUMNS = 127, 32
 """See `Rounding`."""
+
+OAI_ALPHA = 1.702
+"""gpt-oss's factor on a gate before its sigmoid; compiled kernels support no other."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,149 @@ class Rounding:
     activations: float
     weights: float
     result: float = 0.5
+
+
+@dataclass(frozen=True)
+class PreparedLinear:
+    """A linear, or linears that share an input, fused.
+
+    Attributes:
+        prepared: the result of its backend's `prepare`.
+        bias: [O] in the model's dtype, or None.
+    """
+
+    prepared: dict[str, Tensor]
+    scheme: QuantScheme
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class StackedLinear:
+    """A linear of every expert of a layer.
+
+    Attributes:
+        prepared: the results of the backend's `prepare`, stacked [E, ...].
+        rows: outputs of one.
+        bias: [E, O] in float32, or None.
+    """
+
+    prepared: dict[str, Tensor]
+    scheme: QuantScheme
+    rows: int
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """The experts that tokens are routed to.
+
+    Attributes:
+        router, router_bias: [E, D] in the model's dtype, and [E] in float32 or None.
+        gate_up, down: of every expert.
+        shared_gate: float32 [1, D], of the shared experts, or None.
+        per_token: experts of a token.
+        normalized: whether the weights of a token's experts are scaled to sum to 1.
+    """
+
+    router: Tensor
+    router_bias: Tensor | None
+    gate_up: StackedLinear
+    down: StackedLinear
+    shared_gate: Tensor | None
+    per_token: int
+    normalized: bool
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """The weights of a decoder block; None for those that it lacks. Norms are float32, with their offset.
+
+    Attributes:
+        input_norm, mlp_norm: before attention and the feed-forward; the others with "output" after them.
+        qkv, gate_up: linears that share an input, as one.
+        q_norm, k_norm: of queries and keys, of each head [Dh] or the whole width.
+        sinks: float32 [H].
+        gate_up, down: of the feed-forward, or of the shared experts.
+    """
+
+    input_norm: Tensor | None
+    qkv: PreparedLinear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    sinks: Tensor | None
+    out: PreparedLinear
+    attention_output_norm: Tensor | None
+    mlp_norm: Tensor | None
+    gate_up: PreparedLinear | None
+    down: PreparedLinear | None
+    mlp_output_norm: Tensor | None
+    experts: RoutedExperts | None
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """What a decoder block does; fields as of `ModelConfig` and `LayerConfig`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    rotary: bool
+    attention_scale: float | None
+    attention_softcap: float | None
+    clip_qkv: float | None
+    activation: str
+    activation_limit: float | None
+    activation_alpha: float
+    norm_eps: float
+    residual_multiplier: float
+
+
+@dataclass(frozen=True)
+class BlockStep:
+    """A step, as blocks receive it.
+
+    Attributes:
+        positions: rising in each sequence, [T] or [B, T].
+        slots: of the sequences in the cache, [B]; None is 0, 1, 2, ...
+        query_scale: factors of queries, float32 [T] or [B, T], or None.
+        first: the tokens see nothing in the cache yet.
+        angles: of each layer cosine and sine, float32 [T, Dh] or [B, T, Dh].
+        cached: of each layer keys and values [slots, K, S, Dh], or None without a cache.
+    """
+
+    positions: Tensor
+    slots: Tensor | None
+    query_scale: Tensor | None
+    first: bool
+    angles: Sequence[tuple[Tensor, Tensor]]
+    cached: Sequence[tuple[CachedRows, CachedRows]] | None
+
+
+RunBlocks = Callable[[Tensor, BlockStep], Tensor]
+"""Maps hidden states [B, T, D] to those after all blocks; it may reuse their memory."""
+
+
+@dataclass(frozen=True)
+class BlockKernel:
+    """A kernel for whole decoder blocks.
+
+    Attributes:
+        prepare: converts the blocks of a model, once, at load, for hidden states of a dtype; returns None if it does
+            not support one of them.
+        features: what it supports besides RMS norms before both branches, rotary grouped-query attention and SwiGLU:
+            names of fields of `ModelConfig`, `LayerConfig` and `RopeConfig` that may differ from their defaults.
+            Models with other features run without it.
+        dtype: of hidden states; None is the model's.
+        max_tokens: largest supported B * T of a step; None is any number.
+        needs_cache: it supports only steps over a cache.
+    """
+
+    prepare: Callable[[Sequence[tuple[BlockWeights, BlockSettings]], torch.dtype], RunBlocks | None]
+    features: frozenset[str]
+    dtype: torch.dtype | None = None
+    max_tokens: int | None = None
+    needs_cache: bool = False
 
 
 ScoredAttention = Callable[
@@ -119,3 +268,51 @@ class Backend(Protocol):
     ) -> Tensor:
         """``x @ weight.T + bias``: [..., I] to [..., O] in the dtype of x; O is `rows`."""
         ...
+
+
+class ReferenceBackend:
+    """Dequantizes as `QuantTensor` defines it and multiplies in float32: correct everywhere, and slow. Other backends
+    are tested against it."""
+
+    name = "reference"
+
+    def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
+        return None if dtype.is_floating_point else f"activations are {dtype}"
+
+    def rounding(self, dtype: torch.dtype) -> Rounding:
+        return Rounding(0, 0)
+
+    def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
+        zero = {} if weight.zero is None else {"zero": weight.zero}
+        return {"codes": weight.codes, "scale": weight.scale, **zero}
+
+    def operations(self) -> Operations | None:
+        return None
+
+    def rows(self, prepared: dict[str, Tensor], scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
+        return _weight(prepared, scheme).take(index).dequantize()
+
+    def linear(
+        self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
+    ) -> Tensor:
+        weight = _weight(prepared, scheme).dequantize()
+        return F.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+
+
+def _weight(prepared: dict[str, Tensor], scheme: QuantScheme) -> QuantTensor:
+    return QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str, limit: float | None, alpha: float = OAI_ALPHA) -> Tensor:
+    """The product of an activated gate and `up`, [..., F] each; it may reuse their memory."""
+    if activation == "silu":
+        return F.silu(gate, inplace=not gate.requires_grad).mul_(up)
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh").mul_(up)
+    assert activation == "swiglu_oai", activation
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
+REFERENCE = ReferenceBackend()

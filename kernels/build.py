@@ -16,13 +16,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantkit.errors import RequestError, UnsupportedError
 
@@ -45,42 +44,37 @@ _log = logging.getLogger(__name__)
 
 
 def load_kernels(variant: str) -> Any:
-    """Compile and load one variant; its operators.
+    """Compile one variant of the operators and load it.
 
     Raises:
         RequestError: if there is no such variant.
         UnsupportedError: if there is no compiler, it fails, or the cache can't be written.
     """
-    return _loaded(_load_operators, variant)
+    return _loaded("ops", variant)
 
 
 def load_functions(name: str, variant: str) -> ctypes.CDLL:
-    """Compile and load one variant of the functions of a source that is without torch.
-
-    Args:
-        name: of ``csrc/NAME.cpp``.
-
-    Raises:
-        RequestError, UnsupportedError: see `load_kernels`.
-    """
-    functions: ctypes.CDLL = _loaded(_load_functions, variant, name)
+    """As `load_kernels`, the functions of ``csrc/NAME.cpp``, which do not use torch."""
+    functions: ctypes.CDLL = _loaded(name, variant)
     return functions
 
 
-def _loaded(load: Callable[..., Any], variant: str, *names: str) -> Any:
+def _loaded(source: str, variant: str) -> Any:
     if variant not in VARIANTS:
         raise RequestError("unknown variant of the CPU kernels", found=variant, expected=", ".join(VARIANTS))
-    found = _load_once(load, variant, *names)
+    found = _load_once(source, variant)
     if isinstance(found, UnsupportedError):
         raise found
     return found
 
 
 @functools.cache
-def _load_once(load: Callable[..., Any], *given: str) -> Any:
-    """What was loaded, or the error: a compiler that fails is not called again for every layer."""
+def _load_once(source: str, variant: str) -> Any:
+    """The loaded library or the error: a compiler that fails is not called again for every layer."""
     try:
-        return load(*given)
+        if source == "ops":
+            return _load_operators(variant)
+        return ctypes.CDLL(str(_compiled(source, f"quantkit_{source}_{variant}", variant)))
     except UnsupportedError as error:
         return error
     except OSError as error:
@@ -98,25 +92,16 @@ def _load_operators(variant: str) -> Any:
     return getattr(torch.ops, library)
 
 
-def _load_functions(variant: str, name: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(_compiled(name, f"quantkit_{name}_{variant}", variant)))
-
-
 def cache_folder() -> Path:
     """Where compiled kernels are kept: ``QUANTKIT_CACHE``, or ``quantkit`` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("QUANTKIT_CACHE") or Path(base) / "quantkit")
 
 
-def _cached_attention_shape(queries: Tensor, *_: Any) -> Tensor:
-    batch, heads, tokens, size = queries.shape
-    return queries.new_empty(batch, tokens, heads * size)
-
-
 _SHAPES: dict[str, Callable[..., Any]] = {
     "linear": lambda x, packed, bias, rows: x.new_empty(*x.shape[:-1], rows),
     "rows": lambda packed, index, columns: packed.new_empty(*index.shape, columns, dtype=torch.float32),
-    "cached_attention": _cached_attention_shape,
+    "cached_attention": lambda q, *_: q.new_empty(q.shape[0], q.shape[2], q.shape[1] * q.shape[3]),
     "float_linear": lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]),
     "block": lambda *operands: None,  # updates its first operand
     "experts": lambda rows, *operands: torch.empty_like(rows),
@@ -124,15 +109,8 @@ _SHAPES: dict[str, Callable[..., Any]] = {
 """What operators return, for tracing."""
 
 
-def _compiled(
-    source: str, library: str, variant: str, more: tuple[str, ...] = (), linked: tuple[str, ...] = ()
-) -> Path:  # fmt: skip
-    """The file of a library that is made of ``csrc/SOURCE.cpp``.
-
-    Args:
-        more: additional compiler flags.
-        linked: flags that follow the source.
-    """
+def _compiled(source: str, library: str, variant: str, more: Sequence[str] = (), linked: Sequence[str] = ()) -> Path:
+    """The library compiled from ``csrc/SOURCE.cpp``, with `more` flags and those `linked` after the source."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise UnsupportedError("there is no C++ compiler", hint="install g++ or clang++, or name one in CXX")
@@ -146,7 +124,7 @@ def _compiled(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling
             if not target.exists():
                 _log.info("compiling the CPU kernels, once for this machine and this torch")
                 _build([compiler, *flags], source, linked, sources, target)
@@ -158,9 +136,7 @@ def _compiled(
     return target
 
 
-def _build(
-    command: list[str], source: str, linked: tuple[str, ...], sources: dict[Path, bytes], target: Path
-) -> None:  # fmt: skip
+def _build(command: list[str], source: str, linked: Sequence[str], sources: dict[Path, bytes], target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         for name, text in sources.items():
             Path(folder, name).write_bytes(text)

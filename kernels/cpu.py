@@ -1,14 +1,14 @@
 """The CPU backends: fused C++ kernels over integer activations.
 
-Activations become integers with one scale per token and 32 columns: of 16 bits in the exact
-mode (relative error about 2e-5), of 8 bits in the fast one (about 5e-3).
+Activations become integers with one scale per token and 32 columns: of 16 bits in the exact mode (relative error about
+2e-5), of 8 bits in the fast one (about 5e-3).
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,10 +17,19 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UnsupportedError
-from quantkit.kernels.backend import ExpertKernel, Operations, Rounding
-from quantkit.kernels.block import BlockKernel, StackedLinear
+from quantkit.kernels.backend import (
+    BlockKernel,
+    BlockSettings,
+    BlockStep,
+    BlockWeights,
+    ExpertKernel,
+    Operations,
+    PreparedLinear,
+    Rounding,
+    RunBlocks,
+    StackedLinear,
+)
 from quantkit.kernels.build import VARIANT_SETTING, load_kernels
-from quantkit.kernels.cpu_block import prepare_blocks
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -36,14 +45,9 @@ BLOCK_FEATURES = frozenset({
 
 
 class CpuBackend:
-    """Products of integers, with the weight packed once into rows side by side."""
+    """Products of integers, with the weight packed once into rows side by side; `exact` is with 16-bit activations."""
 
     def __init__(self, name: str, *, exact: bool) -> None:
-        """
-        Args:
-            name: what users choose it by.
-            exact: 16-bit activations, otherwise 8-bit.
-        """
         self.name = name
         self._exact = exact
         self._operators: Any = None  # once `unsupported_reason` has found that they can be had
@@ -54,7 +58,7 @@ class CpuBackend:
         if dtype not in _DTYPES:
             return f"activations are {dtype}"
         if scheme.group_size is not None and scheme.group_size % _COLUMNS:
-            return f"group size is no multiple of {_COLUMNS}"
+            return f"group size is not a multiple of {_COLUMNS}"
         try:
             self._operators = load_kernels(os.environ.get(VARIANT_SETTING, "native"))
         except UnsupportedError as error:
@@ -97,10 +101,6 @@ class CpuBackend:
             )
             return mixed
 
-        def float_linear(x: Tensor, weight: Tensor) -> Tensor:
-            product: Tensor = operators.float_linear(x, weight)
-            return product
-
         def experts(
             rows: Tensor, weights: Tensor, chosen: Tensor, gate_up: StackedLinear, down: StackedLinear,
             activation: str, limit: float | None,
@@ -120,10 +120,56 @@ class CpuBackend:
                 operators.torch_threads(before)
 
         return Operations(
-            cached_attention, float_linear=float_linear,
+            cached_attention, float_linear=operators.float_linear,
             block=BlockKernel(partial(prepare_blocks, operators.block), BLOCK_FEATURES, torch.float32),
             experts=ExpertKernel(operators.stack, experts), single_threaded=single_threaded,
         )  # fmt: skip
+
+
+def prepare_blocks(
+    block: Callable[..., None], layers: Sequence[tuple[BlockWeights, BlockSettings]], dtype: torch.dtype
+) -> RunBlocks:
+    """See `BlockKernel`.
+
+    Args:
+        block: the operator, which updates float32 hidden states [B, T, D] in place.
+    """
+    operands = [(settings.rotary, *_operands(weights, settings)) for weights, settings in layers]
+
+    def run(x: Tensor, step: BlockStep) -> Tensor:
+        for number, (rotary, *operand) in enumerate(operands):
+            cosine, sine = step.angles[number]
+            if not rotary:
+                cosine, sine = torch.ones_like(cosine), torch.zeros_like(sine)
+            keys, values = ((None, None),) * 2 if step.cached is None else step.cached[number]
+            block(x, cosine, sine, step.query_scale, step.positions, step.slots, *keys, *values, step.first, *operand)
+        return x
+
+    return run
+
+
+def _operands(weights: BlockWeights, own: BlockSettings) -> tuple[Any, ...]:
+    """The weights of attention and of the feed-forward, and the settings, in the order of the operator's arguments."""
+    attention = [
+        weights.input_norm, *_packed(weights.qkv), weights.q_norm, weights.k_norm, weights.sinks, *_packed(weights.out),
+        weights.attention_output_norm,
+    ]  # fmt: skip
+    inside, routing = [*_packed(weights.gate_up), *_packed(weights.down)], list[int]()
+    if (experts := weights.experts) is not None:
+        banks = (bank for own in (experts.gate_up, experts.down) for bank in (own.prepared["packed"], own.bias))
+        inside = [experts.router, experts.router_bias, *banks, *inside, experts.shared_gate]
+        routing = [experts.per_token, experts.normalized]
+    return (
+        attention, [weights.mlp_norm, *inside, weights.mlp_output_norm],
+        own.num_heads, own.num_kv_heads, own.window or 0, own.attention_scale, own.attention_softcap, own.clip_qkv,
+        own.activation, own.activation_limit, own.norm_eps, own.residual_multiplier, *routing,
+    )  # fmt: skip
+
+
+def _packed(linear: PreparedLinear | None) -> tuple[Tensor | None, Tensor | None]:
+    if linear is None:
+        return None, None
+    return linear.prepared["packed"], None if linear.bias is None else linear.bias.float()
 
 
 CPU_EXACT, CPU_FAST = CpuBackend("cpu-exact", exact=True), CpuBackend("cpu-fast", exact=False)

@@ -1,4 +1,4 @@
-"""Selects a backend: the first in the registry that supports a case."""
+"""Selects a backend: the first of `quantkit.kernels.BACKENDS` that supports a case."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pkgutil import resolve_name
 
 import torch
 
+from quantkit import kernels
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.kernels import registry
 from quantkit.kernels.backend import Backend, Operations
 from quantkit.kernels.check import self_test
 from quantkit.tensors.scheme import QuantScheme
 
-BACKENDS: tuple[Backend, ...] = tuple(map(resolve_name, registry.BACKENDS.values()))
+BACKENDS: tuple[Backend, ...] = tuple(map(resolve_name, kernels.BACKENDS.values()))
 """Fastest first."""
 
 LAST_RESORT = "reference"

@@ -23,7 +23,6 @@ from torch.library import wrap_triton
 from quantkit.kernels.triton_skinny import last_to_arrive
 from quantkit.kernels.triton_tiles import GpuSpec, gpu_spec
 from quantkit.kernels.triton_words import WIDEN, dot_add, operator
-from quantkit.tensors.cached_rows import CachedRows
 
 _MAX_ROWS = 64  # queries of one program
 _TILE_BYTES = 1 << 14  # of keys that a program holds at a time, and as many of values
@@ -212,11 +211,12 @@ def attend_and_join(
                 )  # fmt: skip
 
 
-@operator("cached_attention")
+@operator("cached_attention", lambda q, *_: q.new_empty(len(q), q.shape[2], q.shape[1] * q.shape[3]), ("arrived",))
 def cached_attention(
     queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
     positions: Tensor, slots: Tensor | None, window: int | None,
     scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    arrived: Tensor | None = None, spans: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Grouped-query attention; each query sees the positions cached in its sequence's slot up to its own.
 
@@ -233,62 +233,14 @@ def cached_attention(
         scale: of products of queries and keys; None is 1 over the root of Dh.
         softcap: what scores are bent to stay below; None for no bound.
         sinks: a score of each head that has no value, [H]; None for none.
+        arrived: from `attention_counters`, for one launch, in which the last program joins the spans; None is two.
+        spans: at most as many parts of the cache; None is as many as suit the GPU.
 
     Returns:
         [B, T, H * Dh] in the queries' dtype.
     """
-    stored = CachedRows(keys, key_scales), CachedRows(values, value_scales)
-    return attended(queries, *stored, positions, slots, window, None, scale, softcap, sinks)
-
-
-@operator("joined_attention", mutates=("arrived",))
-def joined_attention(
-    queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
-    positions: Tensor, slots: Tensor | None, window: int | None, arrived: Tensor,
-    scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """As `cached_attention`, in one launch.
-
-    Args:
-        arrived: from `attention_counters`.
-    """
-    stored = CachedRows(keys, key_scales), CachedRows(values, value_scales)
-    return attended(queries, *stored, positions, slots, window, None, scale, softcap, sinks, arrived)
-
-
-@cached_attention.register_fake
-@joined_attention.register_fake
-def _(queries: Tensor, *_: object) -> Tensor:
     batch, heads, tokens, size = queries.shape
-    return queries.new_empty(batch, tokens, heads * size)
-
-
-def tile_for(rows: int, size: int, dtype: torch.dtype, gpu: GpuSpec) -> Tile:
-    """The tile for queries [rows, size] of a dtype that share keys."""
-    block_d = max(16, triton.next_power_of_2(size))
-    block_n = _TILE_BYTES // (block_d * dtype.itemsize)
-    stages = min(3, max(1, (gpu.shared_memory - _TILE_BYTES) // (2 * _TILE_BYTES)))
-    return Tile(min(_MAX_ROWS, max(16, triton.next_power_of_2(rows))), min(128, max(16, block_n)), block_d, stages)
-
-
-def spans_for(pairs: int, rows: int, length: int, tile: Tile, gpu: GpuSpec) -> int:
-    """How many programs share a cache of `length` positions: as many as fit on the processors."""
-    wanted = triton.cdiv(_WAVES * gpu.processors, pairs * triton.cdiv(rows, tile.block_m))
-    return int(min(wanted, triton.cdiv(length, tile.block_n), _MAX_SPANS))
-
-
-def attended(
-    queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None, window: int | None,
-    spans: int | None = None, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    arrived: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """As `cached_attention`, with the live part in up to `spans` spans; None is as many as suit the GPU.
-
-    Args:
-        arrived: from `attention_counters`, where the program that is last joins the spans; None is another launch.
-    """
-    batch, heads, tokens, size = queries.shape
-    kv_heads, length = keys.rows.shape[1:3]
+    kv_heads, length = keys.shape[1:3]
     pairs, rows, gpu = batch * kv_heads, heads // kv_heads * tokens, gpu_spec(queries.device)
     tile = tile_for(rows, size, queries.dtype, gpu)
     spans = spans or spans_for(pairs, rows, length, tile, gpu)
@@ -308,8 +260,11 @@ def attended(
     }  # fmt: skip
     of_join = {"SINKS": sinks is not None, "BLOCK_S": triton.next_power_of_2(spans)}
     grid = spans, triton.cdiv(rows, tile.block_m), pairs
-    where = positions, positions if slots is None else slots
-    given = queries.contiguous(), *_operands(keys), *_operands(values), *where
+    keys, values = keys.contiguous(), values.contiguous()
+    given = (
+        queries.contiguous(), keys, keys if key_scales is None else key_scales.contiguous(), values,
+        values if value_scales is None else value_scales.contiguous(), positions, positions if slots is None else slots,
+    )  # fmt: skip
     sinks = mixed if sinks is None else sinks
     if arrived is not None:
         wrap_triton(attend_and_join)[grid](
@@ -327,14 +282,22 @@ def attended(
     return out
 
 
+def tile_for(rows: int, size: int, dtype: torch.dtype, gpu: GpuSpec) -> Tile:
+    """The tile for queries [rows, size] of a dtype that share keys."""
+    block_d = max(16, triton.next_power_of_2(size))
+    block_n = _TILE_BYTES // (block_d * dtype.itemsize)
+    stages = min(3, max(1, (gpu.shared_memory - _TILE_BYTES) // (2 * _TILE_BYTES)))
+    return Tile(min(_MAX_ROWS, max(16, triton.next_power_of_2(rows))), min(128, max(16, block_n)), block_d, stages)
+
+
+def spans_for(pairs: int, rows: int, length: int, tile: Tile, gpu: GpuSpec) -> int:
+    """How many programs share a cache of `length` positions: as many as fit on the processors."""
+    wanted = triton.cdiv(_WAVES * gpu.processors, pairs * triton.cdiv(rows, tile.block_m))
+    return int(min(wanted, triton.cdiv(length, tile.block_n), _MAX_SPANS))
+
+
 def attention_counters(tokens: int, heads: int, kv_heads: int, device: torch.device) -> Tensor:
     """How many programs have arrived of those that share queries, for up to `tokens` tokens: int32 zeros, as before
     and after each launch."""
     count = kv_heads * (tokens + heads // kv_heads * tokens // _MAX_ROWS)
     return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-def _operands(stored: CachedRows) -> tuple[Tensor, Tensor]:
-    """Rows, and their scales; the rows again where nothing is read of scales."""
-    rows = stored.rows.contiguous()
-    return rows, rows if stored.scales is None else stored.scales.contiguous()

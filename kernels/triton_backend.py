@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.kernels.backend import ExpertKernel, Operations, Rounding
-from quantkit.kernels.block import BlockKernel, StackedLinear
+from quantkit.kernels.backend import BlockKernel, ExpertKernel, Operations, Rounding, StackedLinear, gated
 from quantkit.kernels.build import cache_folder
-from quantkit.kernels.reference import gated
 from quantkit.kernels.triton_tiles import CACHED_FILE, TOKENS, UNIT, gpu_spec, measured_configs, save_configs
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor

@@ -120,7 +120,7 @@ def config_for(bits: int, places: int, count: int, rows: int, columns: int, wide
     return replace(config, split=1, block_n=512 if gpu is INTERPRETER else config.block_n)
 
 
-@operator("grouped_linear")
+@operator("grouped_linear", lambda x, words, *rest: x.new_empty(*rest[-2].shape, words.shape[1]))
 def grouped_linear(
     x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, chosen: Tensor, group: int | None
 ) -> Tensor:
@@ -157,8 +157,3 @@ def grouped_linear(
             **constants,
         )  # fmt: skip
     return out
-
-
-@grouped_linear.register_fake
-def _(x: Tensor, words: Tensor, scale: Tensor, zero: object, bias: object, chosen: Tensor, group: object) -> Tensor:
-    return x.new_empty(*chosen.shape, words.shape[1])

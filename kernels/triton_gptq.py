@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -50,30 +52,22 @@ def round_columns(
         tl.store(errors + i * rows + row, error, mask=mask)
 
 
-def round_in_turn(
-    start: Tensor, wanted: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None, levels: int,
-    size: int, codes: Tensor, errors: Tensor,
-) -> None:  # fmt: skip
-    """See `ColumnKernels`."""
-    _launch(start, wanted, ratios, ratios, columns, scale, zero, levels, size, codes, errors, descend=False)
-
-
-def improve_in_turn(
-    start: Tensor, inverse: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None, levels: int,
-    size: int, codes: Tensor, errors: Tensor,
-) -> None:  # fmt: skip
-    """See `ColumnKernels`."""
-    _launch(start, start, ratios, inverse, columns, scale, zero, levels, size, codes, errors, descend=True)
-
-
-def _launch(
-    start: Tensor, wanted: Tensor, ratios: Tensor, inverse: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None,
-    levels: int, size: int, codes: Tensor, errors: Tensor, *, descend: bool,
+def _in_turn(
+    start: Tensor, other: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None, levels: int,
+    size: int, codes: Tensor, errors: Tensor, *, descend: bool,
 ) -> None:  # fmt: skip
     count, rows = start.shape
+    wanted, inverse = (start, other) if descend else (other, ratios)
     read = (start, wanted, ratios, inverse, columns, scale, scale if zero is None else zero)
     with torch.cuda.device_of(start):
         round_columns[triton.cdiv(rows, _ROWS),](
             *(one.contiguous() for one in read), codes, errors, rows, count, size, float(levels),
             SYMMETRIC=zero is None, DESCEND=descend, ROWS=_ROWS, num_warps=1, num_stages=1,
         )  # fmt: skip
+
+
+round_in_turn = partial(_in_turn, descend=False)
+"""See `ColumnKernels`."""
+
+improve_in_turn = partial(_in_turn, descend=True)
+"""See `ColumnKernels`."""

@@ -202,7 +202,7 @@ def units_of(words: Tensor, group: int) -> int:
     return words.shape[1] // (16 if group else 32)
 
 
-@operator("weighted_states")
+@operator("weighted_states", lambda x, norm: (torch.empty_like(x), x.new_empty(len(x), 1, dtype=torch.float32)))
 def weighted_states(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states x [M, D] weighted by a norm's weights, in their dtype, and sums of their squares, float32 [M, 1].
 
@@ -215,12 +215,12 @@ def weighted_states(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
     return weighted, squares
 
 
-@weighted_states.register_fake
-def _(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(len(x), 1, dtype=torch.float32)
+def _empty_states(x: Tensor, states: Tensor, words: object, scale: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    squares = states.new_empty(len(x), triton.cdiv(len(scale), SKINNY_ROWS), dtype=torch.float32)
+    return torch.empty_like(states), torch.empty_like(states), squares
 
 
-@operator("added_product", mutates=("arrived",))
+@operator("added_product", _empty_states, mutates=("arrived",))
 def added_product(
     x: Tensor, states: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
     group: int, norm: Tensor, multiplier: float,
@@ -235,8 +235,7 @@ def added_product(
     """
     (m, k), n = x.shape, len(scale)
     config = config_for(x, n, group)
-    out, weighted = torch.empty_like(states), torch.empty_like(states)
-    squares = states.new_empty(m, triton.cdiv(n, SKINNY_ROWS), dtype=torch.float32)
+    out, weighted, squares = _empty_states(x, states, words, scale)
     wrap_triton(add_product)[(triton.cdiv(n, config.block_n), config.split)](
         x, words, scale, scale if zero is None else zero, scale if bias is None else bias, states, norm, out, weighted,
         squares, parts_of(x, n, config), arrived, m, n, k, units_of(words, group), base_bits(x.dtype),
@@ -245,13 +244,7 @@ def added_product(
     return out, weighted, squares
 
 
-@added_product.register_fake
-def _(x: Tensor, states: Tensor, words: object, scale: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    squares = states.new_empty(len(x), triton.cdiv(len(scale), SKINNY_ROWS), dtype=torch.float32)
-    return torch.empty_like(states), torch.empty_like(states), squares
-
-
-@operator("gated_product", mutates=("arrived",))
+@operator("gated_product", lambda x, _, words, scale, *rest: x.new_empty(len(x), len(scale) // 2), mutates=("arrived",))
 def gated_product(
     x: Tensor, squares: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
     group: int, eps: float, growth: float, activation: int, limit: float, alpha: float,
@@ -277,8 +270,3 @@ def gated_product(
         **tile_constants(x, group, zero, config),
     )  # fmt: skip
     return out
-
-
-@gated_product.register_fake
-def _(x: Tensor, squares: object, words: object, scale: Tensor, *_: object) -> Tensor:
-    return x.new_empty(len(x), len(scale) // 2)

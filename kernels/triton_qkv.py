@@ -6,6 +6,8 @@ bias, limits, the head's own norm and rotary positions, and stores a query, or a
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -127,7 +129,12 @@ def project_heads(
                     store_cached(values, value_scales, at, first, second, inside, there, SIZE)
 
 
-@operator("projected_heads", mutates=("keys", "key_scales", "values", "value_scales", "arrived"))
+def _empty_queries(x: Tensor, squares: object, words: object, scale: Tensor, *rest: Any) -> Tensor:
+    batch, keys = rest[-5:-3]
+    return x.new_empty(batch, len(scale) // keys.shape[3] - 2 * keys.shape[1], len(x) // batch, keys.shape[3])
+
+
+@operator("projected_heads", _empty_queries, mutates=("keys", "key_scales", "values", "value_scales", "arrived"))
 def projected_heads(
     x: Tensor, squares: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
     group: int, eps: float, growth: float, norms: Tensor | None, clip: float, cosine: Tensor | None,
@@ -171,14 +178,3 @@ def projected_heads(
         **tile_constants(x, group, zero, config),
     )  # fmt: skip
     return queries
-
-
-@projected_heads.register_fake
-def _(
-    x: Tensor, squares: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, arrived: Tensor,
-    group: int, eps: float, growth: float, norms: Tensor | None, clip: float, cosine: Tensor | None,
-    sine: Tensor | None, query_scale: Tensor | None, positions: Tensor, slots: Tensor | None, batch: int,
-    keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
-) -> Tensor:  # fmt: skip
-    heads = len(scale) // keys.shape[3] - 2 * keys.shape[1]
-    return x.new_empty(batch, heads, len(x) // batch, keys.shape[3])

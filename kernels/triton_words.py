@@ -39,19 +39,25 @@ FLOAT_BYTES = 512 << 20  # bytes of a weight that are converted to floats in mem
 _ROWS = 128  # that are converted at a time, at least
 
 
-def operator(name: str, mutates: tuple[str, ...] = ()) -> Any:
+def operator(name: str, result: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
     """Register an operator whose kernels torch.compile can see; while Triton interprets, one that it cannot.
 
-    Kernels are launched on the GPU of the first tensor that the operator is given, whichever is the current one.
+    Kernels are launched on the GPU of the operator's first tensor, whichever is the current one.
+
+    Args:
+        result: returns empty tensors of the result's shapes and dtypes for the same arguments, for tracing.
     """
 
-    def register(function: Callable[..., Tensor]) -> Any:
+    def register(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
-        def on_its_gpu(x: Tensor, /, *arguments: Any, **options: Any) -> Tensor:
+        def on_its_gpu(x: Tensor, /, *arguments: Any, **options: Any) -> Any:
             with torch.cuda.device_of(x):
                 return function(x, *arguments, **options)
 
-        return (custom_op if INTERPRETED else triton_op)(f"quantkit_triton::{name}", on_its_gpu, mutates_args=mutates)
+        make = custom_op if INTERPRETED else triton_op
+        found = make(f"quantkit_triton::{name}", on_its_gpu, mutates_args=mutates)
+        found.register_fake(result)
+        return found
 
     return register
 

@@ -24,8 +24,8 @@ from quantkit.errors import QuantkitError, RequestError
 from quantkit.formats.detect import WeightKind
 from quantkit.formats.registry import CONTAINERS, TargetName, targets
 from quantkit.jobs.quantize_options import Method
+from quantkit.kernels import BackendName
 from quantkit.kernels.dispatch import BACKENDS
-from quantkit.kernels.registry import BackendName
 from quantkit.tensors.dtypes import FLOAT_NAMES, FloatName, float_name
 from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer
 

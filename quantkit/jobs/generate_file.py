@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from quantkit.distributed.group import ProcessGroup
     from quantkit.formats.detect import WeightKind
-    from quantkit.kernels.registry import BackendName
+    from quantkit.kernels import BackendName
     from quantkit.model.decoder import Decoder
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate import Runner

@@ -16,8 +16,8 @@ from quantkit.distributed.group import count_processes, joined_for_good, lost_as
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.jobs.load import opened
+from quantkit.kernels import BackendName
 from quantkit.kernels.dispatch import require_backend
-from quantkit.kernels.registry import BackendName
 from quantkit.model.device import float_type
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine

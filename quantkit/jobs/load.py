@@ -13,8 +13,8 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
+from quantkit.kernels import BackendName
 from quantkit.kernels.dispatch import require_backend
-from quantkit.kernels.registry import BackendName
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import float_type
 from quantkit.model.load import load_model

@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.kernels.backend import ExpertKernel
-from quantkit.kernels.block import StackedLinear
-from quantkit.kernels.reference import OAI_ALPHA, gated
+from quantkit.kernels.backend import OAI_ALPHA, ExpertKernel, StackedLinear, gated
 from quantkit.memory import malloc_trim
 from quantkit.model.linear import QuantLinear
 

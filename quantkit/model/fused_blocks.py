@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.architectures.config import LayerConfig, ModelConfig
-from quantkit.kernels.block import (
+from quantkit.kernels.backend import (
     BlockKernel,
     BlockSettings,
     BlockStep,

@@ -105,8 +105,7 @@ def test_a_path_after_a_name_is_completed(tmp_path: Path) -> None:
 
 
 def test_the_backends_offered_are_those_there_are(capfd: Capture) -> None:
-    from quantkit.kernels import dispatch
-    from quantkit.kernels.registry import BACKENDS
+    from quantkit.kernels import BACKENDS, dispatch
 
     assert [backend.name for backend in dispatch.BACKENDS] == list(BACKENDS)
     code, _, err = run(capfd, "bench", "x", "--backend", "foo")

@@ -12,11 +12,10 @@ from test_cpu_kernels import HERE
 from torch import Tensor
 
 from quantkit.kernels import check
-from quantkit.kernels.backend import Backend
+from quantkit.kernels.backend import Backend, ReferenceBackend
 from quantkit.kernels.check import self_test, within
 from quantkit.kernels.cpu import CpuBackend
 from quantkit.kernels.dispatch import BACKENDS
-from quantkit.kernels.reference import ReferenceBackend
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 

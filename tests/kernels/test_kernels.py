@@ -12,9 +12,8 @@ from torch import Tensor
 
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.kernels import dispatch
-from quantkit.kernels.backend import Operations
+from quantkit.kernels.backend import Operations, ReferenceBackend
 from quantkit.kernels.dispatch import BACKENDS, select_backend
-from quantkit.kernels.reference import ReferenceBackend
 from quantkit.model.linear import QuantLinear
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme

@@ -21,7 +21,7 @@ from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
 from quantkit.data.files import DEMO_MODEL
 from quantkit.formats.detect import open_checkpoint
 from quantkit.kernels import triton_tiles
-from quantkit.kernels.block import BlockSettings, BlockStep, BlockWeights, PreparedLinear
+from quantkit.kernels.backend import BlockSettings, BlockStep, BlockWeights, PreparedLinear
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import (
     GpuSpec,

@@ -18,7 +18,7 @@ from triton_quick import quicken
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.kernels.backend import Operations
-from quantkit.kernels.triton_attention import attended, spans_for, tile_for
+from quantkit.kernels.triton_attention import cached_attention, spans_for, tile_for
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_tiles import GpuSpec
 from quantkit.kernels.triton_words import INTERPRETED
@@ -46,6 +46,15 @@ CASES = {
     "large heads": (256, 2, 2, [100], 90, 2),
 }
 """Head size, heads, KV heads, positions, window, spans."""
+
+
+def attended(
+    queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None, window: int | None,
+    spans: int, *scores: Any,
+) -> Any:  # fmt: skip
+    """Attention with the live part of the cache in up to `spans` spans."""
+    return cached_attention(queries, *keys, *values, positions, slots, window, *scores, spans=spans)
+
 
 LENGTH = 180
 

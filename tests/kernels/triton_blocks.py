@@ -206,7 +206,7 @@ def test_models_that_they_do_not_serve_run_the_modules(dtype: torch.dtype, featu
     assert fused_blocks(_model("int8", dtype, **features)) is None
 
 
-@pytest.mark.parametrize("name", ["projected_heads", "gated_product", "added_product", "joined_attention"])
+@pytest.mark.parametrize("name", ["projected_heads", "gated_product", "added_product", "cached_attention"])
 def test_kernels_that_are_wrong_are_found_out_at_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model("int8", torch.float16)
     right = getattr(triton_block, name)
@@ -274,7 +274,8 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     torch.library.opcheck(operators.added_product.default, (mixed, x, *weight, norm, 1.0))
     queries = torch.randn(1, 4, 2, 32).to(DEVICE, torch.float16)
     arrived = triton_attention.attention_counters(2, 4, 2, DEVICE)
-    torch.library.opcheck(operators.joined_attention.default, (queries, *cached, positions, None, None, arrived))
+    options = None, None, None, None, None, arrived
+    torch.library.opcheck(operators.cached_attention.default, (queries, *cached, positions, *options))
 
 
 def test_a_model_says_the_same_through_blocks_and_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ import torch
 from schemes import any_scheme
 from torch import Tensor
 
-from quantkit.kernels.backend import Backend, ExpertKernel
-from quantkit.kernels.block import StackedLinear
+from quantkit.kernels.backend import Backend, ExpertKernel, StackedLinear
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 
 
