@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,9 @@ EVEN, EVEN_COLUMNS = 127, 32
 
 OAI_ALPHA = 1.702
 """gpt-oss's factor on a gate before its sigmoid; compiled kernels support no other."""
+
+Prepared = dict[str, Tensor]
+"""A weight in the layout of a backend, see `Backend.prepare`."""
 
 
 @dataclass(frozen=True)
@@ -45,29 +47,19 @@ class Rounding:
 
 @dataclass(frozen=True)
 class PreparedLinear:
-    """A linear, or linears that share an input, fused.
+    """A linear, or linears that share an input, fused; the bias is [O] in the model's dtype."""
 
-    Attributes:
-        prepared: the result of its backend's `prepare`.
-        bias: [O] in the model's dtype, or None.
-    """
-
-    prepared: dict[str, Tensor]
+    prepared: Prepared
     scheme: QuantScheme
     bias: Tensor | None
 
 
 @dataclass(frozen=True)
 class StackedLinear:
-    """A linear of every expert of a layer.
+    """A linear of every expert of a layer: their weights stacked [E, ...], the outputs of one, and the float32 bias
+    [E, O]."""
 
-    Attributes:
-        prepared: the results of the backend's `prepare`, stacked [E, ...].
-        rows: outputs of one.
-        bias: [E, O] in float32, or None.
-    """
-
-    prepared: dict[str, Tensor]
+    prepared: Prepared
     scheme: QuantScheme
     rows: int
     bias: Tensor | None
@@ -79,7 +71,6 @@ class RoutedExperts:
 
     Attributes:
         router, router_bias: [E, D] in the model's dtype, and [E] in float32 or None.
-        gate_up, down: of every expert.
         shared_gate: float32 [1, D], of the shared experts, or None.
         per_token: experts of a token.
         normalized: whether the weights of a token's experts are scaled to sum to 1.
@@ -122,7 +113,7 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """What a decoder block does; fields as of `ModelConfig` and `LayerConfig`."""
+    """The settings of a decoder block; fields as of `ModelConfig` and `LayerConfig`."""
 
     num_heads: int
     num_kv_heads: int
@@ -141,7 +132,7 @@ class BlockSettings:
 
 @dataclass(frozen=True)
 class BlockStep:
-    """A step, as blocks receive it.
+    """The inputs of a step in addition to hidden states.
 
     Attributes:
         positions: rising in each sequence, [T] or [B, T].
@@ -207,7 +198,7 @@ class ExpertKernel:
             dtype of the rows.
     """
 
-    stack: Callable[[Sequence[Tensor]], Tensor]
+    stack: Callable[[list[Tensor]], Tensor]
     run: Callable[[Tensor, Tensor, Tensor, StackedLinear, StackedLinear, str, float | None], Tensor]
 
 
@@ -233,74 +224,43 @@ class Operations:
     single_threaded: Callable[[], AbstractContextManager[None]] | None = None
 
 
-class Backend(Protocol):
+class Backend:
     """One way to multiply activations by a quantized weight.
 
-    `prepare` converts the weight to the backend's layout, once, at load; that layout is never saved.
+    This one, the reference, dequantizes as `QuantTensor` defines it and multiplies in float32: correct everywhere, and
+    slow. The others override all methods and are tested against it.
     """
 
-    name: str
-
-    def __hash__(self) -> int: ...
+    name: str = "reference"
 
     def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why it does not support this case; None if it does."""
-        ...
-
-    def rounding(self, dtype: torch.dtype) -> Rounding:
-        """The allowed error of products of activations of `dtype`; the self-test at load checks it."""
-        ...
-
-    def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
-        """The tensors its `linear` needs, by name."""
-        ...
-
-    def rows(self, prepared: dict[str, Tensor], scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
-        """Rows of the weight by index [N], as float32 [N, I], for an embedding that is tied to the head."""
-        ...
-
-    def operations(self) -> Operations | None:
-        """What else it provides; None if nothing."""
-        ...
-
-    def linear(
-        self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
-    ) -> Tensor:
-        """``x @ weight.T + bias``: [..., I] to [..., O] in the dtype of x; O is `rows`."""
-        ...
-
-
-class ReferenceBackend:
-    """Dequantizes as `QuantTensor` defines it and multiplies in float32: correct everywhere, and slow. Other backends
-    are tested against it."""
-
-    name = "reference"
-
-    def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
         return None if dtype.is_floating_point else f"activations are {dtype}"
 
     def rounding(self, dtype: torch.dtype) -> Rounding:
+        """The allowed error of products of activations of `dtype`; the self-test at load checks it."""
         return Rounding(0, 0)
 
-    def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
+    def prepare(self, weight: QuantTensor) -> Prepared:
+        """Convert a weight to the layout of `linear`, once, at load; it is never saved."""
         zero = {} if weight.zero is None else {"zero": weight.zero}
         return {"codes": weight.codes, "scale": weight.scale, **zero}
 
+    def rows(self, prepared: Prepared, scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
+        """Rows of the weight by index [N], as float32 [N, I], for an embedding that is tied to the head."""
+        return QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme).take(index).dequantize()
+
     def operations(self) -> Operations | None:
+        """What else it provides; None if nothing."""
         return None
 
-    def rows(self, prepared: dict[str, Tensor], scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
-        return _weight(prepared, scheme).take(index).dequantize()
-
-    def linear(
-        self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
-    ) -> Tensor:
-        weight = _weight(prepared, scheme).dequantize()
+    def linear(self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None) -> Tensor:
+        """``x @ weight.T + bias``: [..., I] to [..., O] in the dtype of x; O is `rows`."""
+        weight = QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme).dequantize()
         return F.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
 
 
-def _weight(prepared: dict[str, Tensor], scheme: QuantScheme) -> QuantTensor:
-    return QuantTensor(prepared["codes"], prepared["scale"], prepared.get("zero"), scheme)
+REFERENCE = Backend()
 
 
 def gated(gate: Tensor, up: Tensor, activation: str, limit: float | None, alpha: float = OAI_ALPHA) -> Tensor:
@@ -313,6 +273,3 @@ def gated(gate: Tensor, up: Tensor, activation: str, limit: float | None, alpha:
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(alpha * gate))
-
-
-REFERENCE = ReferenceBackend()

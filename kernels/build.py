@@ -127,22 +127,18 @@ def _compiled(source: str, library: str, variant: str, more: Sequence[str] = (),
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling
             if not target.exists():
                 _log.info("compiling the CPU kernels, once for this machine and this torch")
-                _build([compiler, *flags], source, linked, sources, target)
+                with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                    for name, text in sources.items():
+                        Path(folder, name).write_bytes(text)
+                    made = f"{folder}/made.so"
+                    _run([compiler, *flags, f"{folder}/{source}.cpp", *linked, "-o", made])
+                    os.replace(made, target)
     except OSError as error:
         raise UnsupportedError(
             f"the cache of compiled kernels can't be written: {error.strerror}", path=target.parent,
             hint="name another folder in QUANTKIT_CACHE",
         ) from error  # fmt: skip
     return target
-
-
-def _build(command: list[str], source: str, linked: Sequence[str], sources: dict[Path, bytes], target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        for name, text in sources.items():
-            Path(folder, name).write_bytes(text)
-        made = Path(folder, "made.so")
-        _run([*command, str(Path(folder, f"{source}.cpp")), *linked, "-o", str(made)])
-        os.replace(made, target)
 
 
 def _run(command: list[str]) -> str:

@@ -17,18 +17,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UnsupportedError
-from quantkit.kernels.backend import (
-    BlockKernel,
-    BlockSettings,
-    BlockStep,
-    BlockWeights,
-    ExpertKernel,
-    Operations,
-    PreparedLinear,
-    Rounding,
-    RunBlocks,
-    StackedLinear,
-)
+from quantkit.kernels import backend
+from quantkit.kernels.backend import Backend, BlockKernel, ExpertKernel, Operations, Prepared, Rounding, StackedLinear
 from quantkit.kernels.build import VARIANT_SETTING, load_kernels
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
@@ -44,7 +34,7 @@ BLOCK_FEATURES = frozenset({
 })  # fmt: skip
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """Products of integers, with the weight packed once into rows side by side; `exact` is with 16-bit activations."""
 
     def __init__(self, name: str, *, exact: bool) -> None:
@@ -71,18 +61,16 @@ class CpuBackend:
         largest = _EXACT_MAX if self._exact else _FAST_MAX
         return Rounding(math.sqrt(_COLUMNS) / (2 * largest), 0)
 
-    def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
+    def prepare(self, weight: QuantTensor) -> Prepared:
         codes, scale = weight.codes.contiguous(), weight.scale.contiguous()
         zero = None if weight.zero is None else weight.zero.contiguous()  # parts of a sharded weight have gaps
         return {"packed": self._operators.pack(codes, scale, zero, weight.scheme.bits, self._exact)}
 
-    def rows(self, prepared: dict[str, Tensor], scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
+    def rows(self, prepared: Prepared, scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
         found: Tensor = self._operators.rows(prepared["packed"], index.contiguous(), columns)
         return found
 
-    def linear(
-        self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
-    ) -> Tensor:
+    def linear(self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None) -> Tensor:
         added = None if bias is None else bias.to(x.dtype)
         product: Tensor = self._operators.linear(x, prepared["packed"], added, rows)
         return product
@@ -127,8 +115,8 @@ class CpuBackend:
 
 
 def prepare_blocks(
-    block: Callable[..., None], layers: Sequence[tuple[BlockWeights, BlockSettings]], dtype: torch.dtype
-) -> RunBlocks:
+    block: Callable[..., None], layers: Sequence[tuple[backend.BlockWeights, backend.BlockSettings]], dtype: torch.dtype
+) -> backend.RunBlocks:
     """See `BlockKernel`.
 
     Args:
@@ -136,7 +124,7 @@ def prepare_blocks(
     """
     operands = [(settings.rotary, *_operands(weights, settings)) for weights, settings in layers]
 
-    def run(x: Tensor, step: BlockStep) -> Tensor:
+    def run(x: Tensor, step: backend.BlockStep) -> Tensor:
         for number, (rotary, *operand) in enumerate(operands):
             cosine, sine = step.angles[number]
             if not rotary:
@@ -148,7 +136,7 @@ def prepare_blocks(
     return run
 
 
-def _operands(weights: BlockWeights, own: BlockSettings) -> tuple[Any, ...]:
+def _operands(weights: backend.BlockWeights, own: backend.BlockSettings) -> tuple[Any, ...]:
     """The weights of attention and of the feed-forward, and the settings, in the order of the operator's arguments."""
     attention = [
         weights.input_norm, *_packed(weights.qkv), weights.q_norm, weights.k_norm, weights.sinks, *_packed(weights.out),
@@ -166,7 +154,7 @@ def _operands(weights: BlockWeights, own: BlockSettings) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _packed(linear: PreparedLinear | None) -> tuple[Tensor | None, Tensor | None]:
+def _packed(linear: backend.PreparedLinear | None) -> tuple[Tensor | None, Tensor | None]:
     if linear is None:
         return None, None
     return linear.prepared["packed"], None if linear.bias is None else linear.bias.float()

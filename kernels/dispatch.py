@@ -1,17 +1,25 @@
-"""Selects a backend: the first of `quantkit.kernels.BACKENDS` that supports a case."""
+"""Selects a backend: the first of `quantkit.kernels.BACKENDS` that supports a case and passes a self-test.
+
+Kernels are compiled where they run, by compilers that no test has used. So a backend first multiplies a small weight: a
+miscompiled kernel must be found before it changes a model's output.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
 from pkgutil import resolve_name
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from quantkit import kernels
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.kernels.backend import Backend, Operations
-from quantkit.kernels.check import self_test
+from quantkit.kernels.backend import EVEN, EVEN_COLUMNS, Backend, Operations
+from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 BACKENDS: tuple[Backend, ...] = tuple(map(resolve_name, kernels.BACKENDS.values()))
@@ -19,13 +27,12 @@ BACKENDS: tuple[Backend, ...] = tuple(map(resolve_name, kernels.BACKENDS.values(
 
 LAST_RESORT = "reference"
 _log = logging.getLogger(__name__)
+_SUMS = torch.finfo(torch.float32).eps  # what a term adds to the rounding of a sum in float32, at most
+_SPAN = 64  # columns that some tokens are confined to where rows have no groups
 
 
 def require_backend(name: str | None) -> None:
-    """
-    Raises:
-        RequestError: if no backend has the name; None stands for any backend.
-    """
+    """Raise `RequestError` if no backend has the name; None stands for any backend."""
     if name is not None and name not in [backend.name for backend in BACKENDS]:
         raise RequestError("unknown backend", found=name, expected=", ".join(b.name for b in BACKENDS))
 
@@ -58,7 +65,7 @@ def select_backend(
 
 
 def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operations | None:
-    """What a GPU's backend provides for a model without quantized layers; None on a CPU, where kernels would have to be
+    """A GPU backend's operations for a model without quantized layers; None on a CPU, where kernels would have to be
     compiled first."""
     if device.type == "cpu":
         return None
@@ -72,3 +79,119 @@ def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operation
 def _warn_once(line: str) -> None:
     """Warn once, not for every layer."""
     _log.warning("%s", line)
+
+
+class _Size(NamedTuple):
+    """The size of an example: rows and (about) columns of the weight; numbers of tokens, each of which may have a
+    separate kernel; a limit on the number of activations for very large groups; whether the columns are a multiple of
+    nothing that kernels count in."""
+
+    rows: int
+    columns: int
+    tokens: tuple[int, ...]
+    max_values: int
+    ragged: bool = True
+
+
+SMALL = _Size(37, 128, (1, 4, 23, 600), 1 << 18)  # 23 is 16 + 4 + 2 + 1, and 600 ends in 8
+# Large enough that loops repeat, rows are split, and there are many tiles; and columns as most models have them.
+ON_GPUS = (
+    _Size(293, 4096, (1, 2, 4, 16, 23, 128, 600), 1 << 22), _Size(293, 4096, (2, 16, 128), 1 << 22, ragged=False)
+)  # fmt: skip
+
+
+@functools.cache
+def self_test(
+    backend: Backend, scheme: QuantScheme, device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype
+) -> str | None:
+    """What is wrong with a backend's products of activations of `dtype` with weights whose scales are of
+    `scale_dtype`; None if each is within the backend's `Rounding`."""
+    for size in ON_GPUS if device.type == "cuda" else (SMALL,):
+        try:
+            wrong = _wrong_tokens(backend, scheme, device, dtype, scale_dtype, size)
+        except Exception as error:  # drivers and compilers have their own exception types
+            return f"it fails on this machine: {' '.join(str(error).split()) or type(error).__name__}"[:300]
+        if wrong is not None:
+            return f"its products of {wrong} tokens are wrong on this machine"
+    return None
+
+
+def _wrong_tokens(
+    backend: Backend, scheme: QuantScheme, device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype,
+    size: _Size,
+) -> int | None:  # fmt: skip
+    """A number of tokens whose products with an example are wrong."""
+    weight = _example(scheme, size, scale_dtype).to(device)
+    bias = _wave(size.rows).to(device, dtype)
+    wide = weight.dequantize().double()
+    rounding = backend.rounding(dtype)
+    prepared = backend.prepare(weight)
+    for count in size.tokens:
+        tokens = min(count, size.max_values // wide.shape[1])
+        for even, x in _activations(wide, scheme, tokens):
+            x, added = x.to(dtype), None if even else bias
+            found = backend.linear(x, prepared, scheme, size.rows, added)
+            right = x.double() @ wide.t() + (0 if added is None else added.double())
+            off = rounding.weights + (0 if even else rounding.activations) + _SUMS * wide.shape[1]
+            if not within(found, right, off * _norms(x.double()) @ _norms(wide).t(), rounding.result):
+                return tokens
+    return None
+
+
+def within(found: Tensor, right: Tensor, slack: Tensor, steps: float = 0.5) -> bool:
+    """Whether each number is right, up to its slack and `steps` steps of its dtype; false if one is not finite."""
+    own = torch.finfo(found.dtype)
+    smallest = own.smallest_normal * own.eps  # a step of the smallest numbers
+    rounding = steps * own.eps * (right.abs() + slack) + smallest
+    return found.shape == right.shape and bool(((found.double() - right).abs() <= slack + rounding).all())
+
+
+def _example(scheme: QuantScheme, size: _Size, scale_dtype: torch.dtype) -> QuantTensor:
+    """A weight with every code in it, all zero points, and scales of either sign and of many sizes; in an odd number
+    of groups, or in columns that fill no word of kernels."""
+    rows, group = size.rows, scheme.group_size
+    if size.ragged:
+        columns = size.columns + 72 if group is None else group * max(3, size.columns // group | 1)
+    else:
+        columns = size.columns if group is None else group * max(1, size.columns // group)
+    groups = scheme.groups(columns)
+    codes = (torch.arange(rows * columns) * 37 + 11) % scheme.levels
+    wave = _wave(rows * groups).view(rows, groups)
+    scale = torch.where(wave < 0, -1, 1) * 2 ** (-4 - 8 * wave.abs())
+    zero = None
+    if not scheme.symmetric:
+        zero = ((torch.arange(rows * groups) * 5 + 3) % scheme.levels).to(torch.uint8).view(rows, groups)
+    return QuantTensor(codes.to(torch.uint8).view(rows, columns), scale.to(scale_dtype), zero, scheme)
+
+
+def _activations(wide: Tensor, scheme: QuantScheme, tokens: int) -> Iterator[tuple[bool, Tensor]]:
+    """Even activations [T, I], see `Rounding`, and then others, for weights [O, I].
+
+    The first leans towards all rows and each of the others towards one, every second of them in one group only: so
+    products are as large as they can be, and each row's and each group's mistakes are visible among permitted
+    rounding errors.
+    """
+    rows, columns = wide.shape
+    index = torch.arange(tokens, device=wide.device)
+    towards = wide / _norms(wide)
+    towards = torch.where(index.unsqueeze(1) > 0, towards[index % rows], towards.sum(0))
+    span = torch.arange(columns, device=wide.device) // (scheme.group_size or _SPAN)
+    chosen = (index // 2 % (span[-1] + 1)).unsqueeze(1)
+    towards = towards.masked_fill((index % 2 == 1).unsqueeze(1) & (span != chosen), 0)
+    blocks = F.pad(towards, (0, -columns % EVEN_COLUMNS)).view(tokens, -1, EVEN_COLUMNS)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    integers = (blocks / torch.where(largest > 0, largest, 1) * EVEN).round()
+    powers = (index.unsqueeze(1) + torch.arange(blocks.shape[1], device=wide.device)) % 4
+    even = (integers * 0.5 ** (7 + powers).unsqueeze(-1)).flatten(1)[:, :columns]
+    yield True, even
+    yield False, even * (1 + _wave(even.numel()).to(wide.device).view_as(even) / 8)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return norms
+
+
+def _wave(count: int) -> Tensor:
+    """Numbers that look random, without a generator."""
+    return torch.sin(torch.arange(count, dtype=torch.float64).square()).float()

@@ -297,7 +297,6 @@ def spans_for(pairs: int, rows: int, length: int, tile: Tile, gpu: GpuSpec) -> i
 
 
 def attention_counters(tokens: int, heads: int, kv_heads: int, device: torch.device) -> Tensor:
-    """How many programs have arrived of those that share queries, for up to `tokens` tokens: int32 zeros, as before
-    and after each launch."""
+    """Counters of the programs that have arrived, for up to `tokens` tokens: int32 zeros before and after a launch."""
     count = kv_heads * (tokens + heads // kv_heads * tokens // _MAX_ROWS)
     return torch.zeros(count, dtype=torch.int32, device=device)

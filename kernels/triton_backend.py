@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.kernels.backend import BlockKernel, ExpertKernel, Operations, Rounding, StackedLinear, gated
+from quantkit.kernels.backend import (
+    Backend,
+    BlockKernel,
+    ExpertKernel,
+    Operations,
+    Prepared,
+    Rounding,
+    StackedLinear,
+    gated,
+)
 from quantkit.kernels.build import cache_folder
 from quantkit.kernels.triton_tiles import CACHED_FILE, TOKENS, UNIT, gpu_spec, measured_configs, save_configs
 from quantkit.tensors.cached_rows import CachedRows
@@ -19,10 +27,10 @@ from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 TUNE_SETTING = "QUANTKIT_TUNE"
-"""Environment variable: 1 measures tile configs, when a model is loaded, for shapes that have none."""
+"""Environment variable: 1 measures tile configs at load for shapes that have none."""
 
 BLOCKS_SETTING = "QUANTKIT_BLOCKS"
-"""Environment variable: 0 runs the modules of all blocks, where the kernels for whole blocks would serve."""
+"""Environment variable: 0 runs the modules of all blocks instead of the kernels for whole blocks."""
 
 _TUNE_WORDS = 1 << 17  # of a weight, below which measuring is not worth it
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,7 +41,7 @@ _MIN_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32:
 """NVIDIA's compute capability that Triton needs for activations of a dtype."""
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """Words of codes, multiplied as they are or converted to floats in registers, whichever is faster for the shape."""
 
     name = "triton"
@@ -62,7 +70,7 @@ class TritonBackend:
         steps = 1.0 if _TRUNCATES and dtype == torch.bfloat16 else 0.5
         return Rounding(0, steps * torch.finfo(dtype).eps, steps)
 
-    def prepare(self, weight: QuantTensor) -> dict[str, Tensor]:
+    def prepare(self, weight: QuantTensor) -> Prepared:
         from quantkit.kernels import triton_linear  # noqa: F401  (registers the operator)
         from quantkit.kernels.triton_skinny import counters
         from quantkit.kernels.triton_words import pack
@@ -74,7 +82,7 @@ class TritonBackend:
             _tune_shape(prepared, weight)
         return prepared
 
-    def rows(self, prepared: dict[str, Tensor], scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
+    def rows(self, prepared: Prepared, scheme: QuantScheme, columns: int, index: Tensor) -> Tensor:
         from quantkit.kernels.triton_words import unpack
 
         codes, groups = unpack(prepared["words"][index], scheme.bits)[:, :columns], scheme.groups(columns)
@@ -87,14 +95,10 @@ class TritonBackend:
         from quantkit.kernels.triton_projections import MAX_TOKENS
 
         blocks = BlockKernel(prepare_blocks, FEATURES, max_tokens=MAX_TOKENS, needs_cache=True)
-        return Operations(
-            _cached_attention, _FEW_TOKENS, block=None if os.environ.get(BLOCKS_SETTING) == "0" else blocks,
-            experts=ExpertKernel(_stack, _experts),
-        )  # fmt: skip
+        block = None if os.environ.get(BLOCKS_SETTING) == "0" else blocks
+        return Operations(_cached_attention, _FEW_TOKENS, block=block, experts=ExpertKernel(torch.stack, _experts))
 
-    def linear(
-        self, x: Tensor, prepared: dict[str, Tensor], scheme: QuantScheme, rows: int, bias: Tensor | None
-    ) -> Tensor:
+    def linear(self, x: Tensor, prepared: Prepared, scheme: QuantScheme, rows: int, bias: Tensor | None) -> Tensor:
         product: Tensor = torch.ops.quantkit_triton.linear(
             x.reshape(-1, x.shape[-1]), prepared["words"], prepared["scale"], prepared.get("zero"), bias,
             scheme.group_size, prepared["arrived"],
@@ -102,14 +106,9 @@ class TritonBackend:
         return product.view(*x.shape[:-1], rows)
 
 
-def _cached_attention(
-    queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None, window: int | None,
-    *scores: Any,
-) -> Tensor:  # fmt: skip
+def _cached_attention(queries: Tensor, keys: CachedRows, values: CachedRows, *others: Any) -> Tensor:
     """See `ScoredAttention`."""
-    mixed: Tensor = torch.ops.quantkit_triton.cached_attention(
-        queries, *keys, *values, positions, slots, window, *scores
-    )
+    mixed: Tensor = torch.ops.quantkit_triton.cached_attention(queries, *keys, *values, *others)
     return mixed
 
 
@@ -123,15 +122,11 @@ def _experts(
     return (given.float() * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
-def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(tensors))
-
-
 def _of_chosen(x: Tensor, chosen: Tensor, linear: StackedLinear) -> Tensor:
-    """What a linear of each token's experts [N, K] gives, [N, K, O], for tokens [N, I] or a row for each [N, K, I]."""
+    """The outputs [N, K, O] of a linear of each token's experts [N, K] for tokens [N, I] or [N, K, I]."""
     words, scale, zero = linear.prepared["words"], linear.prepared["scale"], linear.prepared.get("zero")
-    group = linear.scheme.group_size
-    product: Tensor = torch.ops.quantkit_triton.grouped_linear(x, words, scale, zero, linear.bias, chosen, group)
+    operands = x, words, scale, zero, linear.bias, chosen, linear.scheme.group_size
+    product: Tensor = torch.ops.quantkit_triton.grouped_linear(*operands)
     return product
 
 
@@ -142,7 +137,7 @@ def _padded(values: Tensor, weight: QuantTensor) -> Tensor:
     return F.pad(values, (0, missing)).contiguous()
 
 
-def _tune_shape(prepared: dict[str, Tensor], weight: QuantTensor) -> None:
+def _tune_shape(prepared: Prepared, weight: QuantTensor) -> None:
     """Measure tile configs for a shape that has none on this GPU, and keep them in the cache folder."""
     from quantkit.kernels.triton_tune import tune
 

@@ -128,12 +128,8 @@ def grouped_linear(
 
     Args:
         x: [N, I], or [N, K, I] with a row for each expert of a token.
-        words: int32 [E, O, W], from `pack`.
-        scale: [E, O, G].
-        zero: uint8 [E, O, G], or None.
-        bias: [E, O], or None.
+        words, scale, zero, bias, group: as for `linear`, of all experts [E, ...].
         chosen: the experts, int64 [N, K].
-        group: columns that share a scale, with 4 bits; None is 8 bits and all of them.
     """
     count, n, width = words.shape
     k, total = x.shape[-1], chosen.numel()

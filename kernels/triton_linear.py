@@ -10,22 +10,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
+from quantkit.kernels import triton_words as tw
 from quantkit.kernels.triton_gemm import gemm_product
 from quantkit.kernels.triton_skinny import skinny_product
 from quantkit.kernels.triton_tiles import TileConfig, gpu_spec, tile_config_for
-from quantkit.kernels.triton_words import (
-    MAGIC,
-    biased_codes,
-    bit_position,
-    columns_of,
-    linear_by_parts,
-    load_tokens,
-    operator,
-    product_buffer,
-    spread,
-    sum_splits,
-    unit_range,
-)  # fmt: skip
+from quantkit.kernels.triton_words import MAGIC, biased_codes, bit_position, columns_of, load_tokens, spread, unit_range
 
 
 @triton.jit
@@ -112,7 +101,7 @@ def floats(
     words, scale, zero, out, n, k, units, magic,
     GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """The weight itself [n, k] in the dtype of `out`."""
+    """The weight [n, k] in the dtype of `out`."""
     BITS: tl.constexpr = 8 if GROUP == 0 else 4
     PARTS: tl.constexpr = 1 if GROUP == 0 else 128 // GROUP
     PLANES: tl.constexpr = 32 // BITS
@@ -133,7 +122,7 @@ def floats(
             tl.store(out + safe.to(tl.int64) * k + column, weight.to(out.dtype.element_ty), mask=mask)
 
 
-@operator("linear", lambda x, words, scale, *_: x.new_empty(len(x), len(scale)), mutates=("arrived",))
+@tw.operator("linear", lambda x, words, scale, *_: x.new_empty(len(x), len(scale)), mutates=("arrived",))
 def linear(
     x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int | None,
     arrived: Tensor | None = None,
@@ -174,11 +163,11 @@ def linear_product(
                 BLOCK_N=config.block_n, UNITS=config.units, num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
 
-        return linear_by_parts(x, n, bias, fill)
-    out = product_buffer(x, n, config)
+        return tw.linear_by_parts(x, n, bias, fill)
+    out = tw.product_buffer(x, n, config)
     fused = bias is not None and config.split == 1
     wrap_triton(gemv)[(triton.cdiv(n, config.block_n), config.split)](
         x.contiguous(), *weight, bias if fused else scale, out, m, n, k, units, MAGIC, **constants, BIAS=fused,
         **config.constants(),
     )  # fmt: skip
-    return sum_splits(out, bias, x.dtype)
+    return tw.sum_splits(out, bias, x.dtype)

@@ -170,12 +170,7 @@ def gate_product(
 
 
 def config_for(x: Tensor, rows: int, group: int, block_n: int | None = None) -> TileConfig:
-    """The tiles for a product of x [M, K] with a weight of `rows` rows, as for `skinny`.
-
-    Args:
-        group: columns that share a scale, 0 for all of 8 bits.
-        block_n: rows of a tile that must not be exceeded.
-    """
+    """The tiles for a product of x [M, K] with a weight of `rows` rows, as for `skinny`, of at most `block_n` rows."""
     (tokens, columns), gpu = x.shape, gpu_spec(x.device)
     name, bits = (f"int4-g{group}", 4) if group else ("int8", 8)
     config = tile_config_for(name, tokens, rows, columns, x.dtype, gpu)
@@ -185,7 +180,7 @@ def config_for(x: Tensor, rows: int, group: int, block_n: int | None = None) -> 
 
 
 def tile_constants(x: Tensor, group: int, zero: Tensor | None, config: TileConfig) -> dict[str, int | bool]:
-    """What the kernels are compiled for to multiply x [M, K]."""
+    """The constants of the kernels to multiply x [M, K]."""
     return {
         "GROUP": group, "SYMMETRIC": zero is None, "WHOLE": x.shape[1] % (UNIT * config.units) == 0,
         "TOKENS": triton.next_power_of_2(len(x)), "SPLIT": config.split, **config.constants(),
@@ -204,11 +199,7 @@ def units_of(words: Tensor, group: int) -> int:
 
 @operator("weighted_states", lambda x, norm: (torch.empty_like(x), x.new_empty(len(x), 1, dtype=torch.float32)))
 def weighted_states(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states x [M, D] weighted by a norm's weights, in their dtype, and sums of their squares, float32 [M, 1].
-
-    Args:
-        norm: float32 [D].
-    """
+    """Hidden states x [M, D] weighted by a norm's weights, float32 [D], and sums of their squares, float32 [M, 1]."""
     weighted, squares = torch.empty_like(x), x.new_empty(len(x), 1, dtype=torch.float32)
     block = min(_COLUMNS, triton.next_power_of_2(x.shape[1]))
     wrap_triton(weigh_states)[(len(x),)](x, norm, weighted, squares, x.shape[1], BLOCK=block, num_warps=4)
@@ -254,8 +245,7 @@ def gated_product(
     Args:
         x: hidden states weighted by the norm's weights, [M, D].
         squares: sums of squares, float32 [M, blocks], that make up those of each's hidden states.
-        words, scale, zero, bias, arrived: of gates and then ups, as for `skinny_product`.
-        group: columns that share a scale, 0 for all of 8 bits.
+        words, scale, zero, bias, arrived, group: of gates and then ups, as for `added_product`.
         eps, growth: of the norm, and what its weights were divided by.
         activation: its number in `ACTIVATIONS`.
         limit: of gates and ups, 0 for none; of ``swiglu_oai`` as is `alpha`.

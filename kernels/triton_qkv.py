@@ -13,16 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from quantkit.kernels.triton_projections import (
-    complete,
-    config_for,
-    inverse_rms,
-    parts_of,
-    store_part,
-    sum_parts,
-    tile_constants,
-    units_of,
-)
+from quantkit.kernels import triton_projections as projections
+from quantkit.kernels.triton_projections import complete, inverse_rms, store_part, sum_parts
 from quantkit.kernels.triton_skinny import base_bits, skinny_tile
 from quantkit.kernels.triton_words import operator
 
@@ -146,22 +138,19 @@ def projected_heads(
     Args:
         x: hidden states weighted by the norm's weights, [B * T, D].
         squares: sums of squares, float32 [B * T, blocks], that make up those of each one's hidden states.
-        words, scale, zero, bias, arrived: of queries, keys and values, as for `skinny_product`.
-        group: columns that share a scale, 0 for all of 8 bits.
+        words, scale, zero, bias, arrived, group: of queries, keys and values, as for `added_product`.
         eps, growth: of the norm, and what its weights were divided by.
         norms: weights of the norms of queries' and keys' heads, float32 [2, Dh], or None.
         clip: the largest absolute value of queries, keys and values; 0 for any.
-        cosine, sine: by what queries and keys are turned, float32 [T, Dh] or [B, T, Dh]; None for nothing.
-        query_scale: what queries are multiplied by, float32 [T] or [B, T], or None.
-        positions: [T] or [B, T].
-        slots: of the sequences, [B]; None is 0, 1, 2, ...
+        cosine, sine: of rotary positions, float32 [T, Dh] or [B, T, Dh]; None for none.
+        query_scale: factors of queries, float32 [T] or [B, T], or None.
+        positions, slots, keys, key_scales, values, value_scales: as for `cached_attention`.
         batch: B.
-        keys, key_scales, values, value_scales: of the cache, as for `cached_attention`.
     """
     (m, k), n, tokens = x.shape, len(scale), len(x) // batch
     kv_heads, length, size = keys.shape[1:]
     heads = n // size - 2 * kv_heads
-    config = config_for(x, n, group, block_n=size & -size)
+    config = projections.config_for(x, n, group, block_n=size & -size)
     queries = x.new_empty(batch, heads, tokens, size)
     half = triton.next_power_of_2(size // 2)
     each = min(triton.next_power_of_2(m), max(1, _VALUES // (half * config.split)))
@@ -171,10 +160,10 @@ def projected_heads(
         x, squares, words, scale, scale if zero is None else zero, scale if bias is None else bias,
         scale if norms is None else norms, scale if cosine is None else cosine, scale if sine is None else sine,
         scale if query_scale is None else query_scale, positions, positions if slots is None else slots, queries,
-        *stored, parts_of(x, n, config), arrived, growth, m, n, k, units_of(words, group), base_bits(x.dtype),
-        squares.shape[1], tokens, heads, kv_heads, length, stride, BIAS=bias is not None,
+        *stored, projections.parts_of(x, n, config), arrived, growth, m, n, k, projections.units_of(words, group),
+        base_bits(x.dtype), squares.shape[1], tokens, heads, kv_heads, length, stride, BIAS=bias is not None,
         NORMS=norms is not None, ROTARY=cosine is not None, QUERY_SCALE=query_scale is not None,
         SLOTS=slots is not None, CLIP=clip, EPS=eps, SIZE=size, HALF=half, EACH=each,
-        **tile_constants(x, group, zero, config),
+        **projections.tile_constants(x, group, zero, config),
     )  # fmt: skip
     return queries

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from quantkit.kernels.triton_tiles import SKINNY_ROWS, UNIT, TileConfig
-from quantkit.kernels.triton_words import WIDEN, dot_add, sum_splits, unit_range
+from quantkit.kernels.triton_words import WIDEN, dot_add, product_buffer, sum_splits, unit_range
 
 _BASES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
 """The bits of 128 and of 1024, whose last place is 1."""
@@ -120,11 +120,8 @@ def int4_skinny_tile(
     x, words, scale, zero, safe, k, units, base, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Products [N, M] of rows [N, 1] of 4 bits in groups and pointers to tokens [M, 1], of this program's columns.
-
-    Args:
-        base: the bits of the float under a code, twice.
-    """
+    """Products [N, M] of rows [N, 1] of 4 bits in groups and pointers to tokens [M, 1], of this program's columns;
+    `base` is that of `base_bits`."""
     PARTS: tl.constexpr = 128 // GROUP
     DTYPE: tl.constexpr = x.dtype.element_ty
     OFFSET: tl.constexpr = 128.0 if x.dtype.element_ty == tl.bfloat16 else 1024.0
@@ -224,20 +221,19 @@ def skinny_product(
 ) -> Tensor:  # fmt: skip
     """``x @ weight.T + bias`` for up to `block_m` tokens of bfloat16 or float16; arguments as for the operators.
 
-    Args:
-        arrived: from `counters`, where the programs that share rows add up their parts themselves; None leaves that to
-            torch, which may fuse it with what follows.
+    With `arrived`, from `counters`, the programs that share rows add up their parts; otherwise torch does, which may
+    fuse it with the next operators.
     """
     (m, k), n = x.shape, len(scale)
     units = words.shape[1] // (32 if group is None else 16)
-    joined, alone = arrived is not None and config.split > 1, config.split == 1
-    parts = None if alone else x.new_empty(config.split, m, n, dtype=torch.float32)
-    out = x.new_empty(m, n) if joined or alone or parts is None else parts
-    fused = bias is not None and (joined or alone)
+    joined = arrived is not None and config.split > 1
+    parts = product_buffer(x, n, config)
+    out = x.new_empty(m, n) if joined else parts
+    fused = bias is not None and out.dim() == 2
     grid = triton.cdiv(n, config.block_n), config.split
     wrap_triton(skinny)[grid](
-        x.contiguous(), words, scale, scale if zero is None else zero, bias if fused else scale, out,
-        out if parts is None else parts, words if arrived is None else arrived, m, n, k, units, base_bits(x.dtype),
-        group or 0, zero is None, fused, joined, k % (UNIT * config.units) == 0, **config.constants(),
+        x.contiguous(), words, scale, scale if zero is None else zero, bias if fused else scale, out, parts,
+        words if arrived is None else arrived, m, n, k, units, base_bits(x.dtype), group or 0, zero is None, fused,
+        joined, k % (UNIT * config.units) == 0, **config.constants(),
     )  # fmt: skip
     return sum_splits(out, bias, x.dtype)

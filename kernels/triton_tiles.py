@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,13 +28,12 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 """Numbers of tokens that configs are measured for; a config serves all up to its number, the last one all beyond."""
 
 SKINNY_ROWS = 16
-"""Of a program of the path ``skinny``, at least: as many as tensor cores take at a time."""
-
-SHIPPED_FILE = Path(str(files("quantkit.kernels") / "triton_configs.json"))
-"""Configs that ship with the package."""
+"""The fewest rows of a program of the path ``skinny``: as many as tensor cores take at a time."""
 
 CACHED_FILE = "triton_configs.json"
-"""The file in the cache folder for configs found on this machine; they take precedence."""
+"""The file in the cache folder for configs found on this machine; they take precedence over `SHIPPED_FILE`."""
+
+SHIPPED_FILE = Path(str(files("quantkit.kernels") / CACHED_FILE))
 
 _NEAR = 1.0  # doublings of rows and columns together within which a measured shape stands for another
 _WAVES = 2  # programs for each processor, at least
@@ -74,9 +73,8 @@ class TileConfig:
         }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class GpuSpec:
-    """What `default_config` needs to know of a GPU: its name, its processors, bytes of shared memory for a program."""
+class GpuSpec(NamedTuple):
+    """A GPU: its name, its processors, bytes of shared memory for a program."""
 
     name: str
     processors: int
@@ -121,8 +119,7 @@ def _tile_config(scheme: str, bucket: int, rows: int, columns: int, wide: bool, 
 @functools.cache
 def measured_configs() -> dict[str, Any]:
     """Measured configs as fields, by GPU, scheme, ``ROWSxCOLUMNS`` and tokens."""
-    configs = _read(SHIPPED_FILE)
-    return _merged(configs, _read(cache_folder() / CACHED_FILE))
+    return _merged(_read(SHIPPED_FILE), _read(cache_folder() / CACHED_FILE))
 
 
 def save_configs(
@@ -133,7 +130,8 @@ def save_configs(
     merged = _merged(_read(path), {gpu.name: {scheme: {f"{rows}x{columns}": fields}}})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(_one_config_a_line(merged))
+    text = re.sub(r"\{[^{}]*\}", lambda config: " ".join(config[0].split()), json.dumps(merged, indent=1))
+    partial.write_text(text + "\n")  # one config a line
     os.replace(partial, path)
     measured_configs.cache_clear()
     _tile_config.cache_clear()
@@ -153,13 +151,8 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def _one_config_a_line(configs: dict[str, Any]) -> str:
-    """JSON with one config a line."""
-    return re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), json.dumps(configs, indent=1)) + "\n"
-
-
 def default_config(bits: int, tokens: int, rows: int, columns: int, wide: bool, gpu: GpuSpec) -> TileConfig:
-    """The config for what nobody measured. When a weight is converted to floats in memory is decided here only.
+    """The config for shapes that were not measured. Only here a path that converts weights in memory is chosen.
 
     Args:
         wide: activations are float32, for which there are no tensor cores.
@@ -187,9 +180,7 @@ def gemv_config(bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec) -
     return _split(TileConfig("gemv", tokens, block_n, tile, stages=1), bits, tokens, rows, columns, gpu)
 
 
-def gemm_config(
-    bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec, wide: bool = False
-) -> TileConfig:  # fmt: skip
+def gemm_config(bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec, wide: bool = False) -> TileConfig:
     """The default config of ``gemm``; for `wide` see `default_config`."""
     block_m, block_n = min(max(tokens, 16), 128), 128 if tokens >= 128 else 64
     room = gpu.shared_memory - (16 << 10)

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from quantkit.kernels import triton_tiles
 from quantkit.kernels.triton_linear import linear_product
-from quantkit.kernels.triton_tiles import (
-    SKINNY_ROWS,
-    UNIT,
-    TileConfig,
-    default_config,
-    gemm_warps,
-    gpu_spec,
-    max_split,
-    staged_bytes,
-)  # fmt: skip
+from quantkit.kernels.triton_tiles import SKINNY_ROWS, UNIT, TileConfig, default_config, gpu_spec
 from quantkit.kernels.triton_words import INTERPRETED
 
 _MIN_SECONDS = 1e-3  # of a graph that is timed
@@ -33,11 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 def tune(prepared: dict[str, Tensor], scheme: str, columns: int, tokens: Iterable[int]) -> dict[int, TileConfig]:
-    """The fastest tile configs for a weight that the backend prepared, by number of tokens.
-
-    Args:
-        scheme: ``int8``, ``int4-g128`` and so on.
-    """
+    """The fastest tile configs for a weight that the backend prepared, by number of tokens; `scheme` is ``int8``,
+    ``int4-g128`` and so on."""
     group = None if scheme == "int8" else int(scheme.removeprefix("int4-g"))
     with torch.cuda.device_of(prepared["words"]):  # type: ignore[no-untyped-call]
         return {size: fastest(prepared, group, columns, size) for size in tokens}
@@ -53,20 +41,19 @@ def multiply(x: Tensor, prepared: dict[str, Tensor], group: int | None, config: 
 def fastest(prepared: dict[str, Tensor], group: int | None, columns: int, tokens: int) -> TileConfig:
     """The fastest of the candidates for a number of bfloat16 tokens, with a cold cache.
 
-    A candidate that does not fit the GPU is left out, and so is one whose product is not that of the default
-    config.
+    A candidate that does not fit the GPU is left out, and so is one whose product is not that of the default config.
     """
-    words = prepared["words"]
+    words, bits = prepared["words"], 8 if group is None else 4
     gpu, rows = gpu_spec(words.device), len(words)
-    default = default_config(8 if group is None else 4, tokens, rows, columns, False, gpu)
+    default = default_config(bits, tokens, rows, columns, False, gpu)
     x = torch.randn(tokens, columns, device=words.device, dtype=torch.bfloat16)
     count = copies_beyond_cache(words.nbytes, words.device)
     copies = [{name: tensor.clone() for name, tensor in prepared.items()} for _ in range(count)]
     expected = multiply(x, prepared, group, default).float()
     best, shortest = default, float("inf")
-    configs = list(dict.fromkeys((default, *candidates(8 if group is None else 4, tokens, rows, columns))))
-    with ThreadPoolExecutor() as pool:  # to compile; what fails will fail again
-        list(pool.map(lambda config: _attempt(lambda: multiply(x, prepared, group, config)), configs))
+    configs = list(dict.fromkeys((default, *candidates(bits, tokens, rows, columns))))
+    with ThreadPoolExecutor() as pool:  # to compile; `multiply` below raises again
+        wait([pool.submit(multiply, x, prepared, group, config) for config in configs])
     for config in configs:
         try:
             error = (multiply(x, prepared, group, config).float() - expected).norm() / expected.norm()
@@ -82,14 +69,9 @@ def fastest(prepared: dict[str, Tensor], group: int | None, columns: int, tokens
     return best
 
 
-def _attempt(call: Callable[[], object]) -> None:
-    with contextlib.suppress(Exception):
-        call()
-
-
 def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[TileConfig]:
     """Tile configs worth trying."""
-    units, largest_split = -(-columns // UNIT), max_split(bits, tokens, columns)
+    units, largest_split = -(-columns // UNIT), triton_tiles.max_split(bits, tokens, columns)
     if tokens <= 8:
         tiles = [size for size in (32 // bits, 64 // bits, 128 // bits, 256 // bits) if size <= units]
         kinds = itertools.product(tiles, (2, 4, 8, 16), (1, 2, 4), (1, 2, 4), (1, 3))
@@ -108,28 +90,24 @@ def candidates(bits: int, tokens: int, rows: int, columns: int) -> Iterator[Tile
         sizes = sorted({max(min(tokens, 256) // part, 16) for part in (1, 2, 4)})
         for block_m, block_n, tile, stages in itertools.product(sizes, (64, 128, 256), (1, 2), (2, 3, 4)):
             held = block_m * block_n <= 1 << 14 or block_n == 128  # by the registers
-            ahead = stages * tile * staged_bytes(bits, block_m, block_n)
+            ahead = stages * tile * triton_tiles.staged_bytes(bits, block_m, block_n)
             for split in (1, 2, 4, 8):
                 programs = -(-rows // block_n) * -(-tokens // block_m) * split
                 fits = held and ahead <= 200 << 10 and tile * split <= units and split <= largest_split
                 if fits and (split == 1 or programs <= 1024) and (tile == 1 or block_m <= 32):
-                    yield TileConfig("gemm", block_m, block_n, tile, split, gemm_warps(block_n), stages)
+                    yield TileConfig("gemm", block_m, block_n, tile, split, triton_tiles.gemm_warps(block_n), stages)
     if tokens >= 128:
         for block_n, tile, warps in itertools.product((4, 16), (1, 4), (4, 8)):
             yield TileConfig("matmul", 1, block_n, tile, 1, warps)
 
 
 def seconds_each(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
-    """Median seconds of one of the calls, which are captured into a CUDA graph so that launching costs nothing.
+    """Median seconds of one of the calls over timed replays of a CUDA graph of them, so that launching costs nothing;
+    where Triton interprets, the time of one call.
 
-    Give each its operands, together larger than the L2 cache (`copies_beyond_cache`), and each call
-    finds it cold. The graph takes a millisecond or more, and is launched behind another replay: neither the clock's
-    steps nor the host's time is in the figure.
-
-    Args:
-        repeats: replays that are timed, after those that are not.
-
-    Where Triton interprets, it is the time of one call.
+    If each call has its own operands, together larger than the L2 cache (`copies_beyond_cache`), each finds it cold.
+    The graph takes a millisecond or more and is launched behind another replay: neither the clock's steps nor the
+    host's time is in the figure.
     """
     if INTERPRETED:
         started = time.perf_counter()
@@ -150,7 +128,7 @@ def seconds_each(calls: Sequence[Callable[[], object]], repeats: int = 7) -> flo
 def _captured(calls: Sequence[Callable[[], object]], rounds: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in itertools.chain.from_iterable(itertools.repeat(calls, rounds)):
+        for call in [*calls] * rounds:
             call()
     return graph
 

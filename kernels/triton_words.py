@@ -26,7 +26,7 @@ from torch.library import custom_op, triton_op
 from quantkit.kernels.triton_tiles import UNIT, TileConfig
 
 MAGIC = 0x4B000000
-"""The bits of 2**23. Kernels get it as an argument: as a constant it would cost an instruction a code."""
+"""The bits of 2**23. It is an argument of kernels: as a constant it would cost an instruction for each code."""
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Triton runs the kernels itself, on the CPU (TRITON_INTERPRET=1)."""
@@ -87,11 +87,8 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def linear_by_parts(x: Tensor, rows: int, bias: Tensor | None, fill: Callable[[Tensor, slice], None]) -> Tensor:
-    """``x @ weight.T + bias`` through torch's matmul, [M, rows], never with the whole of a large weight as floats.
-
-    Args:
-        fill: writes some rows of the weight [N, I] into a tensor of x's dtype.
-    """
+    """``x @ weight.T + bias`` through torch's matmul, [M, rows], with parts of a large weight as floats, one after the
+    other; `fill` writes some rows of the weight [N, I] into a tensor of x's dtype."""
     size = max(_ROWS, FLOAT_BYTES // (x.shape[1] * x.element_size()) // _ROWS * _ROWS)
     products = []
     for start in range(0, rows, size):
@@ -105,8 +102,8 @@ def linear_by_parts(x: Tensor, rows: int, bias: Tensor | None, fill: Callable[[T
 def product_buffer(x: Tensor, rows: int, config: TileConfig) -> Tensor:
     """Where the kernels write: products [M, rows], or float32 parts of them [split, M, rows]."""
     if config.split == 1:
-        return x.new_empty(x.shape[0], rows)
-    return x.new_empty(config.split, x.shape[0], rows, dtype=torch.float32)
+        return x.new_empty(len(x), rows)
+    return x.new_empty(config.split, len(x), rows, dtype=torch.float32)
 
 
 def sum_splits(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

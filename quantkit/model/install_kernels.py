@@ -16,8 +16,7 @@ from torch import Tensor
 
 from quantkit.architectures.config import LayerConfig
 from quantkit.kernels.backend import ScoredAttention
-from quantkit.kernels.check import self_test, within
-from quantkit.kernels.dispatch import operations_for_floats
+from quantkit.kernels.dispatch import operations_for_floats, self_test, within
 from quantkit.model.attention import (
     PLAIN,
     CachedAttention,

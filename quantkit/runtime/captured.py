@@ -31,11 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 def decode_kind(device: torch.device, compiled: bool) -> str:
-    """How an engine decodes greedily, given whether its steps are compiled.
-
-    Raises:
-        RequestError: if the environment variable has another value.
-    """
+    """How an engine decodes greedily, given whether its steps are compiled: compiled, eager or steps. Raises
+    `RequestError` if the environment variable has another value."""
     setting = os.environ.get(DECODE_SETTING) or None
     if setting is not None and setting not in _KINDS:
         raise RequestError(f"{DECODE_SETTING} has an unknown value", found=setting, expected=", ".join(_KINDS))
@@ -142,11 +139,8 @@ def only_finite(tokens: Tensor, logits: Tensor) -> Tensor:
 
 
 class CapturedDecode:
-    """Decodes sequences in slots of a cache greedily, by a step captured once for each number of rows.
-
-    A step begins where the last one ended: tokens and positions stay on the device. The host writes them only when
-    other sequences or positions follow.
-    """
+    """Decodes sequences in slots of a cache greedily, by a step captured once for each number of rows. Tokens and
+    positions stay on the device; the host writes them only when other sequences or positions follow."""
 
     def __init__(
         self, model: Decoder, cache: KVCache, last: Tensor, step: Callable[..., None], recorder: EagerRecorder
@@ -165,12 +159,8 @@ class CapturedDecode:
         self._idle = len(last) - 1
 
     def decode(self, slots: Sequence[int], positions: Sequence[int], rows: int) -> PendingTokens:
-        """Draw the next token of each sequence, from the last one in its slot, by a step that is `prepare`d.
-
-        Args:
-            slots, positions: of the tokens to continue from [N].
-            rows: how many of these are sequences; the rest is padding.
-        """
+        """Draw the next token of each sequence by a step that is `prepare`d, from the last tokens in slots [N] at
+        positions [N], of which the first `rows` are of sequences and the rest is padding."""
         state, drawn, replay = self._captured[len(slots)]
         current = list(slots), list(positions)
         expected, self._next = self._next, None  # unknown until the step is complete
@@ -184,12 +174,10 @@ class CapturedDecode:
 
     @torch.inference_mode()
     def prepare(self, count: int) -> bool:
-        """Capture the step for `count` rows, unless that is done, and compare it once with the step itself.
+        """Capture the step for `count` rows, unless that is done, and compare it once with the step itself; whether it
+        may be used. If not, a warning is logged.
 
         The comparison uses unused rows, at the cache's last position: sequences may be running.
-
-        Returns:
-            Whether it may be used. If not, a warning has been logged.
         """
         if count in self._captured:
             return True

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Unpack
 
 from quantkit.architectures.config import ModelConfig
@@ -22,22 +23,16 @@ from quantkit.runtime.scheduler import Scheduler
 from quantkit.text.chat import Chat
 from quantkit.text.tokenizer import Tokenizer
 
+_Message = dict[str, Any]
 _log = logging.getLogger(__name__)
 
 CONTEXT = 8192
-"""Tokens of a conversation where nobody says how many, and the model can as many: the cache for them is not small."""
+"""The default number of tokens of a conversation, for models with a longer context: its cache would be large."""
 _SHARE = 4  # a quarter of the context is kept for answers
 
 
 def conversation_length(config: ModelConfig, context: int | None) -> int:
-    """Tokens that a conversation can have.
-
-    Args:
-        context: the requested number, if any.
-
-    Raises:
-        RequestError: if that is out of range.
-    """
+    """Tokens that a conversation can have: `context`, if any is requested; raises `RequestError` if out of range."""
     if context is None:
         return min(config.max_context, CONTEXT)
     length = as_positive("context", context)
@@ -75,8 +70,8 @@ class ChatSession:
                 runs.
             chat: from `quantkit.chat_format`.
             system: the system prompt.
-            max_new_tokens: of one answer at most; None lets it go on until the context is full.
-            context: tokens of the conversation; None is the model's own, 8192 at most, or the engine's.
+            max_new_tokens: of one answer at most; None is until the context is full.
+            context: tokens of the conversation; None is the model's, 8192 at most, or the engine's.
             stop: strings at which an answer ends.
             sampling: how tokens are drawn, greedily by default: see `quantkit.generate`. `quantkit.sampling_defaults`
                 gives what the model's makers advise.
@@ -159,10 +154,7 @@ class ChatSession:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """
-        Raises:
-            RequestError: while another thread is within.
-        """
+        """Raises `RequestError` while another thread is within."""
         if not self._turn.acquire(blocking=False):
             raise RequestError("the conversation is in use by another thread", hint="use one `ChatSession` per thread")
         try:
@@ -186,14 +178,13 @@ class ChatSession:
                 answer.close()
                 self._turn.release()
 
-    def _answered(
-        self, question: dict[str, Any], interrupted: Callable[[], bool] | None
-    ) -> Generator[str, None, None]:  # fmt: skip
+    def _answered(self, question: _Message, interrupted: Callable[[], bool] | None) -> Generator[str, None, None]:
         """The pieces of the answer to a question."""
         dropped, ids = self._fitted(question)
         length = self._engine.length - len(ids)
         config = self._engine.model.config
         request = checked_request(config, ids, min(self._max_new_tokens or length, length), self._sampling)
+        request = replace(request, end_ids=self._chat.end_ids)
 
         def answer() -> Generator[str, None, None]:
             del self.messages[:dropped]
@@ -223,7 +214,7 @@ class ChatSession:
         return answer()
 
     def _leave_answer(self) -> None:
-        """End an answer that is still being given."""
+        """End an answer that is still being generated."""
         if self._answer is not None:
             self._answer.close()
             self._answer = None
@@ -231,26 +222,24 @@ class ChatSession:
     def _pieces(self, found: Generation, interrupted: Callable[[], bool] | None) -> Generator[str, None, None]:
         """The pieces of an answer that are not empty."""
         text = Detokenizer(self._tokenizer, (), self._stop)
-        given, ended = 0, False
+        count = 0
         while found.finish_reason is None:
             if interrupted is not None and interrupted():
                 return
             self._scheduler.step()
-            for token in found.tokens[given:]:
-                ended = token in self._chat.end_ids
-                if not ended and (piece := text.add(token)):
+            for token in found.tokens[count:]:
+                if piece := text.add(token):
                     yield piece
-                if ended or text.stopped is not None:
+                if text.stopped is not None:
                     self._scheduler.end(found)
                     break
-            given = len(found.tokens)
+            count = len(found.tokens)
         if piece := text.close():
             yield piece
-        self.finish_reason = "stop" if ended or text.stopped is not None else found.finish_reason
+        self.finish_reason = found.finish_reason if text.stopped is None else "stop"
 
-    def _fitted(self, question: dict[str, Any]) -> tuple[int, list[int]]:
-        """How many messages must be forgotten so that a question and its answer have room, and the tokens of what
-        is left."""
+    def _fitted(self, question: _Message) -> tuple[int, list[int]]:
+        """How many messages to drop so that a question and its answer have room, and the tokens of the others."""
         length, dropped = self._engine.length, 0
         ids = self._encoded(0, question)
         share = max(1, length // _SHARE)
@@ -259,14 +248,12 @@ class ChatSession:
                 dropped += 2
                 ids = self._encoded(dropped, question)
         if len(ids) + min(MIN_ROOM, self._max_new_tokens or MIN_ROOM) > length:
-            raise RequestError(
-                "the message is too long for the context", found=f"{len(ids)} tokens with the system prompt",
-                expected=f"fewer than {length}, so that there is room for an answer",
-                hint="give a shorter one, or a larger `context`",
-            )  # fmt: skip
+            found, hint = f"{len(ids)} tokens with the system prompt", "give a shorter one, or a larger `context`"
+            expected = f"fewer than {length}, so that there is room for an answer"
+            raise RequestError("the message is too long for the context", found=found, expected=expected, hint=hint)
         return dropped, ids
 
-    def _encoded(self, dropped: int, question: dict[str, Any]) -> list[int]:
+    def _encoded(self, dropped: int, question: _Message) -> list[int]:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return self._chat.encode([*system, *self.messages[dropped:], question])
 

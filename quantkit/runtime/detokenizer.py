@@ -25,10 +25,9 @@ class Detokenizer:
         """
         Args:
             prompt: tokens that come before; it may begin and end within a character.
-            stop: strings at which the text ends, of which nothing is given out.
+            stop: strings at which the text ends, without them.
         """
-        self.stopped: str | None = None
-        """The stop string that was found."""
+        self.stopped: str | None = None  # the stop string that was found
         self._stop = tuple(stop)
         known = tokenizer.token_bytes
         self._texts = _Whole(tokenizer, prompt) if known is None else _Bytes(tokenizer, known, prompt)
@@ -80,9 +79,7 @@ class _Bytes:
 
     def add(self, token: int) -> str:
         data = self._known.of(token)
-        if data is None:
-            return self.end()
-        return self._characters.add(self._shown(token, data))
+        return self.end() if data is None else self._characters.add(self._shown(token, data))
 
     def end(self) -> str:
         return self._characters.add(b"", final=True)
@@ -98,14 +95,10 @@ class _Bytes:
 
 
 class _Characters:
-    """Bytes to text, as they come."""
+    """Decodes bytes as they come; `before` ends with at least the last character before them, `bytewise` is that of
+    `TokenBytes`."""
 
     def __init__(self, before: bytes, bytewise: bool) -> None:
-        """
-        Args:
-            before: at least the last character of what comes before.
-            bytewise: see `TokenBytes`.
-        """
         self._decoder = codecs.getincrementaldecoder("utf-8")(_BYTEWISE if bytewise else "replace")
         earlier = codecs.getincrementaldecoder("utf-8")("replace")
         earlier.decode(before)
@@ -125,7 +118,7 @@ class _Characters:
         except UnicodeDecodeError:
             character = ""
         rest = self._since[left:] if character else self._since
-        self._torn, self._since = b"", b""
+        self._torn = self._since = b""
         return character + self._decoder.decode(rest, final)
 
 

@@ -75,21 +75,19 @@ class Engine:
             require_flags(compiled=compiled)
         context = model.config.max_positions
         if length > context:
-            raise RequestError(
-                "prompt and new tokens exceed the model's context", found=length, expected=f"at most {context}",
-                hint="use a shorter prompt, or fewer new tokens",
-            )  # fmt: skip
+            problem, hint = (
+                "prompt and new tokens exceed the model's context",
+                "use a shorter prompt, or fewer new tokens",
+            )
+            raise RequestError(problem, found=length, expected=f"at most {context}", hint=hint)
         on_gpu = model.device.type == "cuda"
         self.model = model
         self.slots = slots
         self._follows_length = model.config.follows_length
-        self.chunk = _CHUNK if on_gpu else _CPU_CHUNK
-        """Rows of one prompt that a step should have at most."""
-        self.slot_table: SlotTable | None = None
-        """What the slots hold, for their current user, see `take_over`."""
+        self.chunk = _CHUNK if on_gpu else _CPU_CHUNK  # rows of one prompt that a step should have at most
+        self.slot_table: SlotTable | None = None  # of the current user, see `take_over`
         self._compiled = on_gpu if compiled is None else compiled
-        self.length = min(bucket(length, _MIN_CACHE), context) if self._compiled else length
-        """Positions of a slot."""
+        self.length = min(bucket(length, _MIN_CACHE), context) if self._compiled else length  # positions of a slot
         kind = decode_kind(model.device, self._compiled) if model.group.size == 1 else "steps"
         padded = self._compiled or kind != "steps"
         cache = model.config, slots, self.length + padded, _cached_type(cache_dtype) or model.dtype
@@ -99,8 +97,8 @@ class Engine:
         if self._compiled and on_gpu:
             for tensor in self._cache.tensors():  # else captured steps would copy the cache
                 torch._dynamo.mark_static_address(tensor, guard=False)
+        # The last token drawn in each slot, and one unused element.
         self.last = torch.zeros(slots + 1, dtype=torch.long, device=model.device)
-        """The last token drawn in each slot, and one unused element."""
         self._recorder = GraphRecorder(model.device) if on_gpu else EagerRecorder()
         self._captured: CapturedDecode | None = None
         if kind != "steps":
@@ -113,11 +111,7 @@ class Engine:
         return sum(tensor.nbytes for tensor in self._cache.tensors())
 
     def take_over(self, *, any_prefix: bool) -> SlotTable:
-        """Give all slots to a new user, who has them as long as `slot_table` is the table returned.
-
-        Args:
-            any_prefix: see `SlotTable`.
-        """
+        """Assign all slots to a new user, for as long as `slot_table` is the returned `SlotTable`."""
         config = self.model.config
         self.slot_table = SlotTable(
             self.slots, self.chunk, any_prefix=any_prefix, windows=any(config.windows),
@@ -127,10 +121,7 @@ class Engine:
         return self.slot_table
 
     def require_length(self, length: int) -> None:
-        """
-        Raises:
-            RequestError: if a slot has fewer positions.
-        """
+        """Raise `RequestError` if a slot has fewer positions."""
         if length > self.length:
             expected = f"at most {self.length}"
             raise RequestError("prompt and new tokens exceed the engine", found=length, expected=expected)
@@ -174,12 +165,8 @@ class Engine:
 
     @torch.inference_mode()
     def decode(self, slots: Sequence[int], positions: Sequence[int]) -> PendingTokens:
-        """Append the last token of some slots to their sequences and draw the next ones greedily: from `last`, into
-        `last`. On a GPU this replays a captured step, where one can be captured.
-
-        Args:
-            slots: different ones [N].
-            positions: of the last tokens in their sequences [N].
+        """Append the last tokens of different slots [N], at their positions [N], and draw the next ones greedily: from
+        `last`, into `last`. On a GPU this replays a captured step, where one can be captured.
 
         Raises:
             RequestError: if there is no such slot or position.
@@ -193,8 +180,7 @@ class Engine:
             return self.set_last(slots, logits.argmax(-1), logits)
 
     def set_last(self, slots: Sequence[int], tokens: Tensor, logits: Tensor) -> PendingTokens:
-        """Let tokens [N], drawn from logits [N, V], be the last ones of their slots, and begin to copy them to the
-        host."""
+        """Set the last tokens of slots to those [N] drawn from logits [N, V], and begin to copy them to the host."""
         self.last[self._numbers(slots)] = tokens
         return self._recorder.fetch(only_finite(tokens, logits))
 
@@ -206,12 +192,9 @@ class Engine:
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def warm_up(self) -> int:
-        """Compile each step that will be needed, over empty slots.
+        """Compile each step that will be needed, over empty slots; returns the number of steps.
 
         Log-probabilities of a prompt need other steps, which are compiled at their first use.
-
-        Returns:
-            The number of steps.
         """
         self.slot_table = None
         steps = self._sizes() if self._compiled else []
@@ -302,11 +285,9 @@ def _cached_type(dtype: CacheName | torch.dtype | None) -> torch.dtype | None:
 def _require_memory(size: int, slots: int, length: int, device: torch.device) -> None:
     """Systems grant more memory than they have, and kill the process that uses it."""
     if size > (free := free_bytes(device)):
-        raise RequestError(
-            "the cache does not fit in memory",
-            found=f"{size_text(size)} for {slots} x {length} positions", expected=f"at most {size_text(free)}",
-            hint="use a smaller `batch_size`" if slots > 1 else "use fewer tokens",
-        )  # fmt: skip
+        hint = "use a smaller `batch_size`" if slots > 1 else "use fewer tokens"
+        found, expected = f"{size_text(size)} for {slots} x {length} positions", f"at most {size_text(free)}"
+        raise RequestError("the cache does not fit in memory", found=found, expected=expected, hint=hint)
 
 
 def _rectangles(slots: Sequence[int]) -> list[list[int]]:
@@ -338,12 +319,9 @@ def _few(
     return model.head(hidden.index_select(0, wanted))
 
 
-def _many(
-    model: Decoder, tokens: Tensor, positions: Tensor, slots: Tensor | None, lengths: Tensor | None,
-    wanted: Tensor | None, cache: KVCache, first: bool,
-) -> Tensor:  # fmt: skip
+def _many(*operands: Any) -> Tensor:
     """`_few` for several tokens of a sequence; a separate function, compiled with other options."""
-    return _few(model, tokens, positions, slots, lengths, wanted, cache, first)
+    return _few(*operands)
 
 
 def cpu_compile_options() -> CompileOptions:

@@ -35,12 +35,7 @@ class Continuation:
         self.finish_reason: FinishReason | None = None
 
     def append(self, token: int, logprobs: TokenLogprobs | None, ends: tuple[int, ...]) -> None:
-        """Append a token that was drawn.
-
-        Args:
-            logprobs: of the token, if requested.
-            ends: the model's end tokens.
-        """
+        """Append a token that was drawn, with its log-probabilities, if requested; `ends` are those of the model."""
         if token in ends or token in self.request.end_ids:
             self.finish_reason = "stop"
             return
@@ -57,10 +52,13 @@ class Generation(Continuation):
     Attributes:
         siblings: the continuations of the same prompt.
         sampler: draws its tokens.
+        slot: set once it has one.
         text: the tokens to read before it continues: its prompt; after rotary positions switch, all tokens.
         stored: how many tokens of `text` are in the slot.
         drawn: the number of new tokens, of which the host may have seen fewer.
     """
+
+    slot: int
 
     def __init__(self, request: Request, sample: int, siblings: Siblings, model: Decoder) -> None:
         super().__init__(request, sample)
@@ -69,27 +67,11 @@ class Generation(Continuation):
         self.text: Sequence[int] = request.prompt
         self.stored = 0
         self.drawn = 0
-        self._slot: int | None = None
-
-    @property
-    def slot(self) -> int:
-        """Its slot; it must have one."""
-        assert self._slot is not None
-        return self._slot
-
-    @slot.setter
-    def slot(self, slot: int) -> None:
-        self._slot = slot
 
     @property
     def position(self) -> int:
         """Of the last token that was drawn."""
         return len(self.request.prompt) + self.drawn - 1
-
-    @property
-    def prefilled(self) -> bool:
-        """Whether all tokens before the next new one are in the slot."""
-        return self.stored == len(self.text)
 
     @property
     def echoes(self) -> bool:
@@ -107,10 +89,6 @@ class Generation(Continuation):
         read = len(self.text) - len(self.request.prompt)
         return self.tokens[read : max(read, self.drawn - 1)]
 
-    def read_again(self) -> None:
-        """Read all tokens again; the host has seen each."""
-        self.text, self.stored = [*self.request.prompt, *self.tokens], 0
-
     def draw(self, logits: Tensor) -> tuple[Tensor, TokenLogprobs | None]:
         """The next token [1] from logits [1, V], and its log-probabilities, if requested."""
         self.drawn += 1
@@ -119,14 +97,8 @@ class Generation(Continuation):
         return token, None if count is None else token_logprobs(logits, token, count).on_host()
 
     def score_prompt(self, logits: Tensor, start: int, stop: int) -> None:
-        """Add log-probabilities of the prompt's tokens after the positions from `start` to `stop`.
-
-        Args:
-            logits: [T, V] at these positions.
-
-        Raises:
-            NonFiniteError: if the logits are NaN or Inf.
-        """
+        """Add log-probabilities of the prompt's tokens after the positions from `start` to `stop`, from logits [T, V]
+        at these positions; raises `NonFiniteError` if they are NaN or Inf."""
         assert self.logprobs is not None and self.request.logprobs is not None
         tokens = self.request.prompt[start + 1 : stop + 1]
         if start == 0:
@@ -152,8 +124,3 @@ class Siblings:
     reader: Generation | None = None
     logits: Tensor | None = None
     echoed: Logprobs | None = None
-
-    @property
-    def unread(self) -> bool:
-        """Whether a continuation has to read the prompt."""
-        return self.logits is None and (self.reader is None or self.reader.finish_reason is not None)

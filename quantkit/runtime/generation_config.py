@@ -20,16 +20,15 @@ _MIN_TOP_P = 1e-9  # the likeliest token alone, which is what 0 means
 
 
 def sampling_defaults(folder: str | Path) -> SamplingOptions:
-    """How tokens of a model are drawn where nobody says it, as its folder's generation_config.json has it.
-
-    `quantkit.generate` is greedy by default; these are for conversations.
+    """The sampling options of a folder's generation_config.json, for conversations; `quantkit.generate` is greedy by
+    default.
 
     Args:
         folder: of the model.
 
     Returns:
-        Arguments for whatever generates: of `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` those
-        that are stated; none but the last where the file does not say ``do_sample``.
+        Arguments for functions that generate: of `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty`
+        those that are stated; only the last where the file does not say ``do_sample``.
 
     Raises:
         CheckpointError: if a value is of the wrong type or out of its range.
@@ -73,11 +72,9 @@ def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     """
     settings = _settings(folder)
     stated = settings.ids("eos_token_id")
-    if stated and max(stated) >= config.vocab_size:
-        raise CheckpointError(
-            "'eos_token_id' is not in the vocabulary", path=settings.path, found=max(stated),
-            expected=f"at most {config.vocab_size - 1}",
-        )  # fmt: skip
+    if stated and (found := max(stated)) >= config.vocab_size:
+        problem, expected = "'eos_token_id' is not in the vocabulary", f"at most {config.vocab_size - 1}"
+        raise CheckpointError(problem, path=settings.path, found=found, expected=expected)
     return tuple(dict.fromkeys((*config.eos_token_ids, *stated)))
 
 

@@ -6,7 +6,8 @@ B sequences, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +21,7 @@ _MIN_TEMPERATURE = 1e-6  # below this, float32 leaves nothing but the likeliest 
 
 
 class Sampler:
-    """Draws the tokens of one sequence.
-
-    Attributes:
-        params: the options; if processes share the model, with the seed of rank 0.
-    """
+    """Draws the tokens of one sequence by `params`: the options; if processes share the model, with rank 0's seed."""
 
     def __init__(
         self, params: SamplingParams, prompt: Sequence[int], vocab_size: int, device: torch.device,
@@ -52,9 +49,8 @@ def generator_of(params: SamplingParams, device: torch.device) -> torch.Generato
     generator = torch.Generator(device=device)
     if params.seed is None:
         generator.seed()
-    else:
-        generator.manual_seed(params.seed)
-    return generator
+        return generator
+    return generator.manual_seed(params.seed)
 
 
 def same_seed(params: SamplingParams, group: ProcessGroup) -> SamplingParams:
@@ -78,11 +74,8 @@ def sample(
 
 
 def adjusted(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
-    """Logits [B, V] after the options that change logits, such as a bias; the same tensor if none is set.
-
-    Raises:
-        RequestError: if an option names a token outside the vocabulary.
-    """
+    """Logits [B, V] after the options that change logits, such as a bias; the same tensor if none is set. Raises
+    `RequestError` if an option names a token outside the vocabulary."""
     params.require_vocabulary(logits.shape[-1])
     for option in params.active:
         if option.adjust is not None:
@@ -118,8 +111,7 @@ def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = 
     return found
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Natural logarithms of probabilities at T positions: of one token each [T], and of the K likeliest [T, K] with
     their ids [T, K]."""
 
@@ -129,7 +121,7 @@ class TokenLogprobs:
 
     def on_host(self) -> TokenLogprobs:
         """See `host_copy`."""
-        return TokenLogprobs(host_copy(self.chosen), host_copy(self.top), host_copy(self.top_ids))
+        return TokenLogprobs(*map(host_copy, self))
 
     def listed(self) -> tuple[list[float | None], list[dict[int, float]]]:
         """The values of the tokens, and for each position those of the likeliest by their ids."""

@@ -79,15 +79,10 @@ class SamplingParams:
         return all(option.name == "seed" for option in self.active)
 
     def require_vocabulary(self, size: int) -> None:
-        """
-        Raises:
-            RequestError: if an option names a token that the vocabulary does not have.
-        """
-        if unknown := [token for token in self.logit_bias if not 0 <= token < size]:
-            raise RequestError(
-                "logit_bias names tokens outside the vocabulary", found=sorted(unknown)[:8],
-                expected=f"0 to {size - 1}",
-            )  # fmt: skip
+        """Raise `RequestError` if an option names a token that a vocabulary of this size does not have."""
+        if unknown := sorted(token for token in self.logit_bias if not 0 <= token < size):
+            problem = "logit_bias names tokens outside the vocabulary"
+            raise RequestError(problem, found=unknown[:8], expected=f"0 to {size - 1}")
 
 
 def _number(allowed: Callable[[float], bool], rule: str) -> Callable[[str, object], float]:
@@ -107,10 +102,6 @@ def _top_k(name: str, value: object) -> int:
     return found
 
 
-def _seed(name: str, value: object) -> int | None:
-    return None if value is None else as_seed(name, value)
-
-
 def _logit_bias(name: str, value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise wrong_type(name, value, "numbers by token ids")
@@ -126,10 +117,6 @@ def _add_bias(xp: Any, logits: Any, bias: Any, seen: Any) -> Any:
         return logits + bias
     tokens, values = (xp.tensor(list(part), device=logits.device) for part in (bias, bias.values()))
     return logits.index_add(-1, tokens, values.expand(len(logits), -1))
-
-
-def _bias_row(bias: Mapping[int, float], vocab_size: int) -> list[float]:
-    return [bias.get(token, 0.0) for token in range(vocab_size)]
 
 
 def _penalize(xp: Any, logits: Any, penalty: Any, seen: Any) -> Any:
@@ -178,7 +165,10 @@ class Option:
 
 # The bounds of options that change logits are wider than any use, but float32 does not overflow within them.
 OPTIONS = (
-    Option("logit_bias", _logit_bias, "Add to the logits of a token.", adjust=_add_bias, row=_bias_row),
+    Option(
+        "logit_bias", _logit_bias, "Add to the logits of a token.", adjust=_add_bias,
+        row=lambda bias, vocab_size: [bias.get(token, 0.0) for token in range(vocab_size)],
+    ),
     Option(
         "repetition_penalty", _number(lambda x: 0.01 <= x <= 100, "lie in [0.01, 100]"),
         "Lower the logits of tokens that the text already contains; 1 does nothing.", float,
@@ -202,7 +192,10 @@ OPTIONS = (
         "Draw from tokens with at least this share of the likeliest one's probability.", float,
         drops=lambda ranked, rank, min_p: ranked < min_p * ranked[..., :1], keep=_keep_min_p,
     ),
-    Option("seed", _seed, "Seed of the random numbers; unpredictable by default.", int),
+    Option(
+        "seed", lambda name, value: None if value is None else as_seed(name, value),
+        "Seed of the random numbers; unpredictable by default.", int,
+    ),
 )  # fmt: skip
 """In the order in which they are applied."""
 

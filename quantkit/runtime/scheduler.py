@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,8 +58,7 @@ class _Chunk:
     echoed: int | None = None
 
 
-@dataclass
-class _Drawn:
+class _Drawn(NamedTuple):
     """One new token of each of several sequences, which the host has not read."""
 
     sequences: list[Generation]
@@ -67,24 +67,19 @@ class _Drawn:
 
 
 class Scheduler:
-    """Runs requests in an engine's slots.
+    """Runs requests in an engine's slots, which the first request takes over, also back from another user.
 
     Each step has one row of each sequence that decodes, and chunks of prompts in turn, so a short prompt never waits
     for all of a long one. Chunks begin at fixed places of a prompt, so its numbers do not depend on other requests.
-
-    The first request takes over the engine's slots. If another user takes them over later, the next request takes them
-    back.
     """
 
     def __init__(self, engine: Engine, *, any_prefix: bool = False) -> None:
         """
         Args:
-            any_prefix: reuse all tokens that a slot has in common with a prompt, also new tokens of the last answer, as
-                a conversation does. Else only those whose keys and values have the same bits.
+            any_prefix: see `SlotTable`.
         """
         self.engine = engine
-        self.reused = 0
-        """Tokens of prompts that were not computed, because a slot held them."""
+        self.reused = 0  # tokens of prompts that were not computed, because a slot held them
         self._any_prefix = any_prefix
         self._switch = engine.model.config.rope_switch
         self._slots: SlotTable | None = None
@@ -99,10 +94,7 @@ class Scheduler:
         return self.engine.slots
 
     def require(self, request: Request) -> None:
-        """
-        Raises:
-            RequestError: if its prompt and new tokens do not fit into a slot.
-        """
+        """Raise `RequestError` if the prompt and new tokens do not fit into a slot."""
         self.engine.require_length(request.length)
 
     @property
@@ -176,10 +168,8 @@ class Scheduler:
 
     def _require_engine(self) -> None:
         if self.busy and self._slots is not self.engine.slot_table:
-            raise RequestError(
-                "the engine is in use by another generation",
-                hint="give each its own engine, or run them in one batch",
-            )  # fmt: skip
+            hint = "give each its own engine, or run them in one batch"
+            raise RequestError("the engine is in use by another generation", hint=hint)
 
     def _admit(self) -> None:
         """Assign free slots to waiting continuations."""
@@ -187,8 +177,8 @@ class Scheduler:
             if not self._table.free:
                 return
             prompt, siblings = one.request.prompt, one.siblings
-            if siblings.logits is not None and (source := self._table.with_all_of(prompt)) is not None:
-                logits = siblings.logits
+            logits = siblings.logits
+            if logits is not None and (source := self._table.with_all_of(prompt)) is not None:
                 one.slot = self._table.take_for(source)
                 self._reuse(one, source, len(prompt))
                 if siblings.echoed is not None:
@@ -196,7 +186,7 @@ class Scheduler:
                 self._running.append(one)
                 self._remove_waiting(one)
                 self._draw(logits, [one])
-            elif siblings.logits is not None or siblings.unread:
+            elif logits is not None or siblings.reader is None or siblings.reader.finish_reason is not None:
                 siblings.reader, siblings.logits = one, None
                 one.slot = self._table.take(prompt)
                 self._reading.append(one)
@@ -247,7 +237,7 @@ class Scheduler:
         return rows
 
     def _next_chunks(self) -> list[_Chunk]:
-        """The parts of prompts that the next step reads; who was served last comes last next time."""
+        """The parts of prompts that the next step reads, in turn."""
         size = left = self.engine.chunk
         chunks: list[_Chunk] = []
         for one in list(self._reading):
@@ -277,7 +267,7 @@ class Scheduler:
             if chunk.echoed is not None:
                 one.score_prompt(logits[chunk.echoed :], one.stored, chunk.stop)
             self._set_stored(one, chunk.stop)
-            if not one.prefilled:
+            if chunk.stop < len(one.text):
                 continue
             self._reading.remove(one)
             self._running.append(one)
@@ -315,17 +305,13 @@ class Scheduler:
                     self.end(one)
         for one in [one for one in self._running if self._switches(one)]:
             self._running.remove(one)
-            one.read_again()
+            one.text = [*one.request.prompt, *one.tokens]  # of which the host has seen each
             self._set_stored(one, 0)
             self._reading.append(one)
         return list(news)
 
     def _num_ready_steps(self, idle: bool) -> int:
-        """The number of steps whose tokens are to be read now.
-
-        Args:
-            idle: whether the device has nothing else to do.
-        """
+        """The number of steps whose tokens are read now; `idle` is whether the device has nothing else to do."""
         pending = self._pending
         if idle or any(one.drawn == 1 or self._switches(one) for drawn in pending for one in drawn.sequences):
             return len(pending)

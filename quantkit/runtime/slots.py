@@ -5,20 +5,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 FEW_ROWS = 16
 """Up to this many rows of one sequence in a step, attention kernels may add up scores in another order."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """The tokens whose keys and values a slot holds.
-
-    Attributes:
-        tokens: in the order of their positions.
-        prompt_length: of the prompt that `tokens` begin with, or that begins with them.
-    """
+class Held(NamedTuple):
+    """The tokens whose keys and values a slot holds, in the order of their positions, and the length of the prompt that
+    they begin with, or that begins with them."""
 
     tokens: Sequence[int] = ()
     prompt_length: int = 0
@@ -96,12 +91,10 @@ class SlotTable:
 
     def with_all_of(self, prompt: Sequence[int]) -> int | None:
         """A slot that holds a whole prompt, read as such and not as the beginning of a longer one."""
-        size = len(prompt)
-        found = (
-            slot for slot, held in enumerate(self._held)
-            if held.prompt_length == size and list(held.tokens[:size]) == list(prompt)
-        )  # fmt: skip
-        return next(found, None)
+        for slot, held in enumerate(self._held):
+            if held.prompt_length == len(prompt) and list(held.tokens[: len(prompt)]) == list(prompt):
+                return slot
+        return None
 
     def best(self, prompt: Sequence[int]) -> tuple[int, int]:
         """The slot with the longest reusable prefix of a prompt, and its length."""

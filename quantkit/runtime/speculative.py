@@ -6,6 +6,7 @@ ties that a step of several tokens may round the other way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from typing import Unpack
 
@@ -25,14 +26,9 @@ DRAFT_TOKENS = 4
 
 
 def speculate(
-    model: Decoder,
-    draft: Decoder,
-    ids: TokenIds,
-    *,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    draft_tokens: int = DRAFT_TOKENS,
-    **sampling: Unpack[SamplingOptions],
-) -> Generator[int, None, None]:
+    model: Decoder, draft: Decoder, ids: TokenIds, *, max_new_tokens: int = MAX_NEW_TOKENS,
+    draft_tokens: int = DRAFT_TOKENS, **sampling: Unpack[SamplingOptions],
+) -> Generator[int, None, None]:  # fmt: skip
     """Token ids that continue `ids`, as `generate` gives them, with the help of a smaller model.
 
     Args:
@@ -49,10 +45,9 @@ def speculate(
     draft_tokens = as_integer("draft_tokens", draft_tokens)
     if draft_tokens < 1:
         raise RequestError("nothing to propose", found=f"{draft_tokens} draft tokens", expected="at least 1")
-    if draft.config.vocab_size != model.config.vocab_size:
-        raise RequestError(
-            "the draft model has another vocabulary", found=draft.config.vocab_size, expected=model.config.vocab_size
-        )
+    found, expected = draft.config.vocab_size, model.config.vocab_size
+    if found != expected:
+        raise RequestError("the draft model has another vocabulary", found=found, expected=expected)
     prompt = prompt_ids(ids)
     request, _ = (checked_request(one.config, prompt, max_new_tokens, sampling) for one in (model, draft))
     params, length = same_seed(request.sampling, model.group), request.length
@@ -61,10 +56,8 @@ def speculate(
 
 
 class _Reader:
-    """A model over a slot; what is stored beyond `stored` positions is of refused tokens, and never seen.
-
-    Where rotary positions switch, a text that has become longer is read anew.
-    """
+    """A model over a slot; what is stored beyond `stored` positions is of refused tokens, and never seen. Where rotary
+    positions switch, a text that has become longer is read again."""
 
     def __init__(self, model: Decoder, prompt_length: int, length: int) -> None:
         self.model = model
@@ -73,9 +66,9 @@ class _Reader:
         self.stored = 0
         self._engine = Engine(model, length, compiled=False)
 
-    def room(self, length: int) -> int | None:
-        """How many tokens may follow a sequence before rotary positions switch; None is any number."""
-        return None if self._switch is None or length > self._switch else self._switch - length
+    def room(self, length: int) -> float:
+        """How many tokens may follow a sequence before rotary positions switch."""
+        return math.inf if self._switch is None or length > self._switch else self._switch - length
 
     def read(self, text: list[int], last: int, params: SamplingParams) -> Tensor:
         """Store the new part of a sequence; probabilities [last, V] of what follows each of its last tokens."""
@@ -89,7 +82,7 @@ class _Reader:
             return probabilities(finite_logits(logits), params, seen)
 
     def _step(self, text: list[int], stop: int, last: int) -> Tensor:
-        """Store a sequence up to `length`; logits of its last tokens."""
+        """Store a sequence up to `stop`; logits of its last tokens."""
         count = stop - self.stored
         tokens = torch.tensor(text[self.stored : stop], device=self.model.device)
         positions, wanted = range(self.stored, stop), range(count - last, count)
@@ -111,7 +104,7 @@ def _tokens(
     generator = generator_of(params, target.model.device)
     while len(text) < length:
         rooms = (reader.room(len(text)) for reader in (target, draft))
-        count = min(max_tokens, length - len(text) - 1, *(room for room in rooms if room is not None))
+        count = int(min(max_tokens, length - len(text) - 1, *rooms))
         for token in _step(target, draft, text, count, params, generator):
             if token in target.model.config.eos_token_ids:
                 return
@@ -126,12 +119,10 @@ def _step(
     target: _Reader, draft: _Reader, text: list[int], count: int, params: SamplingParams, generator: torch.Generator
 ) -> list[int]:
     """Tokens that go on with `text`: as many of `count` proposals as are accepted, and one more."""
-    proposed: list[int] = []
-    guesses: list[Tensor] = []
+    proposed, guesses = list[int](), list[Tensor]()
     for _ in range(count):
-        guess = draft.read(text + proposed, 1, params)[0]
-        proposed.append(_draw(guess, generator))
-        guesses.append(guess)
+        guesses.append(draft.read(text + proposed, 1, params)[0])
+        proposed.append(_draw(guesses[-1], generator))
     judged = target.read(text + proposed, len(proposed) + 1, params)
     return accepted(judged, guesses, proposed, generator)
 

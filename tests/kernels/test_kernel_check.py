@@ -11,11 +11,10 @@ from schemes import any_scheme
 from test_cpu_kernels import HERE
 from torch import Tensor
 
-from quantkit.kernels import check
-from quantkit.kernels.backend import Backend, ReferenceBackend
-from quantkit.kernels.check import self_test, within
+from quantkit.kernels import dispatch as check
+from quantkit.kernels.backend import Backend
 from quantkit.kernels.cpu import CpuBackend
-from quantkit.kernels.dispatch import BACKENDS
+from quantkit.kernels.dispatch import BACKENDS, self_test, within
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
@@ -123,7 +122,7 @@ def test_what_is_right_passes(variant: str, exact: bool, monkeypatch: pytest.Mon
 
 
 def test_the_reference_passes() -> None:
-    _require_no_fault(ReferenceBackend())
+    _require_no_fault(Backend())
 
 
 def _require_no_fault(backend: Backend) -> None:

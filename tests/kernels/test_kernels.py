@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.kernels import dispatch
-from quantkit.kernels.backend import Operations, ReferenceBackend
+from quantkit.kernels.backend import Backend, Operations
 from quantkit.kernels.dispatch import BACKENDS, select_backend
 from quantkit.model.linear import QuantLinear
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
@@ -136,7 +136,7 @@ def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
         select_backend(QuantScheme.parse("int8"), CPU, torch.float32, torch.bfloat16, "cuda-magic")
 
 
-class _Refusing(ReferenceBackend):
+class _Refusing(Backend):
     """A backend that serves nothing, for a reason."""
 
     def __init__(self, name: str, reason: str | None) -> None:
@@ -168,7 +168,7 @@ def test_integer_activations_are_refused() -> None:
         select_backend(QuantScheme.parse("int8"), CPU, torch.int8, torch.bfloat16)
 
 
-class _Mistaken(ReferenceBackend):
+class _Mistaken(Backend):
     """A backend that mistakes something."""
 
     name = "mistaken"
@@ -201,7 +201,7 @@ def _failing(product: Tensor) -> Tensor:
 def test_a_backend_that_gets_a_small_product_wrong_is_not_used(
     text: str, mistake: Callable[[Tensor], Tensor], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "BACKENDS", (_Mistaken(mistake), ReferenceBackend()))
+    monkeypatch.setattr(dispatch, "BACKENDS", (_Mistaken(mistake), Backend()))
     scheme = any_scheme(text)
     assert select_backend(scheme, CPU, torch.bfloat16, torch.bfloat16).name == "reference"
     with pytest.raises(UnsupportedError, match=f"mistaken: its? {reason}"):
@@ -217,5 +217,5 @@ def test_a_model_of_floats_takes_a_gpus_operations_and_none_on_a_cpu(monkeypatch
     monkeypatch.setattr(dispatch, "BACKENDS", (_Refusing("one", "runs on CPUs"), OnGpus("two", None)))
     assert dispatch.operations_for_floats(device, torch.bfloat16) is offered
     assert dispatch.operations_for_floats(CPU, torch.bfloat16) is None
-    monkeypatch.setattr(dispatch, "BACKENDS", (_Refusing("one", "runs on CPUs"), ReferenceBackend()))
+    monkeypatch.setattr(dispatch, "BACKENDS", (_Refusing("one", "runs on CPUs"), Backend()))
     assert dispatch.operations_for_floats(device, torch.bfloat16) is None

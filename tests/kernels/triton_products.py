@@ -22,8 +22,7 @@ import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import UnsupportedError
 from quantkit.kernels import triton_gemm, triton_linear, triton_skinny, triton_tune, triton_words
-from quantkit.kernels.check import self_test
-from quantkit.kernels.dispatch import select_backend
+from quantkit.kernels.dispatch import select_backend, self_test
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_linear import linear_product
 from quantkit.kernels.triton_tiles import TileConfig

@@ -297,7 +297,7 @@ def test_a_short_prompt_waits_for_no_long_one(folders: Path, monkeypatch: pytest
         scheduler.step()
     assert len(rows) <= 3
     assert max(rows) <= engine.chunk + 9
-    assert not long.prefilled
+    assert long.stored < len(long.text)
     assert [len(one.tokens) for one in running] == [count + 1 + len(rows) for count in drawn]
 
 
