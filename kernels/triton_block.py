@@ -12,13 +12,7 @@ from torch import Tensor
 
 from quantkit.kernels.backend import BlockSettings, BlockStep, BlockWeights, PreparedLinear, RunBlocks
 from quantkit.kernels.triton_attention import attention_counters, cached_attention
-from quantkit.kernels.triton_projections import (
-    ACTIVATIONS,
-    MAX_TOKENS,
-    added_product,
-    gated_product,
-    weighted_states,
-)
+from quantkit.kernels.triton_projections import ACTIVATIONS, MAX_TOKENS, added_product, gated_product, weighted_states
 from quantkit.kernels.triton_qkv import projected_heads
 
 FEATURES = frozenset({

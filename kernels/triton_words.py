@@ -54,7 +54,7 @@ def operator(name: str, result: Callable[..., Any], mutates: tuple[str, ...] = (
             with torch.cuda.device_of(x):
                 return function(x, *arguments, **options)
 
-        make = custom_op if INTERPRETED else triton_op
+        make: Any = custom_op if INTERPRETED else triton_op
         found = make(f"quantkit_triton::{name}", on_its_gpu, mutates_args=mutates)
         found.register_fake(result)
         return found

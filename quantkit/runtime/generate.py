@@ -12,15 +12,7 @@ from quantkit.model.decoder import Decoder
 from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine, checked_decoder
 from quantkit.runtime.generation import Continuation
-from quantkit.runtime.request import (
-    MAX_NEW_TOKENS,
-    Request,
-    TokenIds,
-    checked_request,
-    checked_stop,
-    prompt_ids,
-    text_ids,
-)
+from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, checked_request, checked_stop, prompt_ids
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.runtime.scheduler import Scheduler
 from quantkit.text.tokenizer import Tokenizer
@@ -120,7 +112,7 @@ def stream(
     require_tokenizer(tokenizer)
     require_rows(tokenizer, config.vocab_size)
     require_flags(specials=specials)
-    ids = text_ids(tokenizer, prompt, specials=specials) if isinstance(prompt, str) else prompt_ids(prompt)
+    ids = prompt_ids(prompt, tokenizer, specials=specials)
     stops = checked_stop(stop, tokenizer)
     tokens = generate(model, ids, max_new_tokens=max_new_tokens, **sampling)
     return text_pieces(tokenizer, ids, tokens, stops)

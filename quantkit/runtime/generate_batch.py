@@ -31,7 +31,6 @@ from quantkit.runtime.request import (
     prompt_ids,
     require_model,
     shortened,
-    text_ids,
     with_prompt,
 )
 from quantkit.runtime.sampling_params import SamplingOptions
@@ -106,7 +105,9 @@ def generate_batch(
     requests = []
     for number, prompt in enumerate(prompts):
         with _about_prompt(number):
-            ids = _ids(prompt, tokenizer, specials)
+            if isinstance(prompt, str) and tokenizer is None:
+                raise RequestError("a prompt that is a string needs a tokenizer", hint="give `tokenizer`")
+            ids = prompt_ids(prompt, tokenizer, specials=specials)
             if truncate and ids:
                 ids = shortened(ids, max_tokens, shared.max_new_tokens, config.bos_token_id)
             requests.append(with_prompt(config, shared, ids))
@@ -212,14 +213,6 @@ class _Reader:
             None if self._text is None else self._prompt + "".join(self._pieces),
             reason if stopped is None else "stop", stopped, len(request.prompt), logprobs,
         )  # fmt: skip
-
-
-def _ids(prompt: str | TokenIds, tokenizer: Tokenizer | None, specials: bool) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt_ids(prompt)
-    if tokenizer is None:
-        raise RequestError("a prompt that is a string needs a tokenizer", hint="give `tokenizer`")
-    return text_ids(tokenizer, prompt, specials=specials)
 
 
 @contextmanager

@@ -137,12 +137,14 @@ def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> N
     require_instance(name, model, kinds, "a model; model, tokenizer = quantkit.load(path) gives one")
 
 
-def prompt_ids(prompt: TokenIds) -> list[int]:
-    """The ids of a prompt, whatever holds them.
+def prompt_ids(prompt: str | TokenIds, tokenizer: Tokenizer | None = None, *, specials: bool = False) -> list[int]:
+    """The ids of a prompt, or those of a string where there is a tokenizer, see `text_ids`.
 
     Raises:
-        RequestError: if it is a string, not integers, or several prompts.
+        RequestError: if it is a string without a tokenizer, not integers, or several prompts.
     """
+    if isinstance(prompt, str) and tokenizer is not None:
+        return text_ids(tokenizer, prompt, specials=specials)
     if isinstance(prompt, (str, bytes)):
         raise RequestError("the prompt is a string", found=shown(prompt), expected="token ids", hint=_SHOW_HOW)
     try:
