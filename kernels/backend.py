@@ -188,8 +188,7 @@ for 1 over the root of Dh, the soft cap or None, and the heads' sinks [H] or Non
 
 @dataclass(frozen=True)
 class ExpertKernel:
-    """A kernel for the experts of a layer. It reads the weights of the selected experts only, and no tensor on the
-    host, so it can be captured.
+    """A kernel for the experts of a layer. It reads the weights of the chosen experts only, and can be captured.
 
     Attributes:
         stack: stacks one of the tensors that `prepare` returned for each expert to [E, ...].

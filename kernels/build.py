@@ -44,12 +44,8 @@ _log = logging.getLogger(__name__)
 
 
 def load_kernels(variant: str) -> Any:
-    """Compile one variant of the operators and load it.
-
-    Raises:
-        RequestError: if there is no such variant.
-        UnsupportedError: if there is no compiler, it fails, or the cache can't be written.
-    """
+    """Compile one variant of the operators and load it; raises `RequestError` if there is no such variant, and
+    `UnsupportedError` if there is no compiler, it fails, or the cache can't be written."""
     return _loaded("ops", variant)
 
 

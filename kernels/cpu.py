@@ -84,19 +84,16 @@ class CpuBackend(Backend):
         ) -> Tensor:  # fmt: skip
             scale = queries.shape[-1] ** -0.5 if scale is None else scale
             sinks = None if sinks is None else sinks.float()
-            mixed: Tensor = operators.cached_attention(
-                queries, *keys, *values, positions, slots, window or 0, scale, softcap, sinks
-            )
+            scores = window or 0, scale, softcap, sinks
+            mixed: Tensor = operators.cached_attention(queries, *keys, *values, positions, slots, *scores)
             return mixed
 
         def experts(
             rows: Tensor, weights: Tensor, chosen: Tensor, gate_up: StackedLinear, down: StackedLinear,
             activation: str, limit: float | None,
         ) -> Tensor:  # fmt: skip
-            first, second = gate_up.prepared["packed"], down.prepared["packed"]
-            summed: Tensor = operators.experts(
-                rows, weights, chosen, first, gate_up.bias, second, down.bias, activation, limit
-            )
+            linears = gate_up.prepared["packed"], gate_up.bias, down.prepared["packed"], down.bias
+            summed: Tensor = operators.experts(rows, weights, chosen, *linears, activation, limit)
             return summed
 
         @contextmanager
@@ -117,11 +114,7 @@ class CpuBackend(Backend):
 def prepare_blocks(
     block: Callable[..., None], layers: Sequence[tuple[backend.BlockWeights, backend.BlockSettings]], dtype: torch.dtype
 ) -> backend.RunBlocks:
-    """See `BlockKernel`.
-
-    Args:
-        block: the operator, which updates float32 hidden states [B, T, D] in place.
-    """
+    """See `BlockKernel`; `block` is the operator, which updates float32 hidden states [B, T, D] in place."""
     operands = [(settings.rotary, *_operands(weights, settings)) for weights, settings in layers]
 
     def run(x: Tensor, step: backend.BlockStep) -> Tensor:

@@ -40,19 +40,16 @@ def require_backend(name: str | None) -> None:
 def select_backend(
     scheme: QuantScheme, device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype, prefer: str | None = None
 ) -> Backend:
-    """The backend for activations of `dtype` on `device` and weights of `scheme` with scales of `scale_dtype`.
-
-    Args:
-        prefer: the only backend to consider, by name.
+    """The backend for activations of `dtype` on `device` and weights of `scheme` with scales of `scale_dtype`; `prefer`
+    is the name of the only backend to consider.
 
     Raises:
         RequestError: if no backend has the preferred name.
         UnsupportedError: if none supports the case, with every backend's reason.
     """
     require_backend(prefer)
-    candidates = [b for b in BACKENDS if prefer is None or b.name == prefer]
     reasons: list[str] = []
-    for backend in candidates:
+    for backend in (one for one in BACKENDS if prefer is None or one.name == prefer):
         reason = backend.unsupported_reason(scheme, device, dtype)
         if reason is None and backend.name != LAST_RESORT:
             reason = self_test(backend, scheme, device, dtype, scale_dtype)

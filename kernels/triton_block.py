@@ -38,14 +38,9 @@ class _Norm(NamedTuple):
 
 
 class _Block:
-    """A block's operands, and its five launches."""
+    """A block's operands, and its five launches; `next_norm` is the input norm of the next block."""
 
     def __init__(self, weights: BlockWeights, settings: BlockSettings, norm: _Norm, next_norm: _Norm) -> None:
-        """
-        Args:
-            norm: of the block's input.
-            next_norm: of the block that comes next.
-        """
         assert weights.gate_up is not None and weights.down is not None
         self._settings, self._norm, self._next_norm = settings, norm, next_norm
         self._mlp_norm = _norm(weights.mlp_norm)
@@ -81,16 +76,14 @@ class _Block:
             queries, *keys, *values, *where, own.window, own.attention_scale, own.attention_softcap, self._sinks,
             self._arrived,
         )  # fmt: skip
-        states, weighted, squares = added_product(
-            mixed.flatten(0, 1), states, *self._out, self._mlp_norm.weight, own.residual_multiplier
-        )
+        mixed, after = mixed.flatten(0, 1), (self._mlp_norm.weight, own.residual_multiplier)
+        states, weighted, squares = added_product(mixed, states, *self._out, *after)
         inner = gated_product(
             weighted, squares, *self._gate_up, own.norm_eps, self._mlp_norm.growth, ACTIVATIONS.index(own.activation),
             own.activation_limit or 0.0, own.activation_alpha,
         )  # fmt: skip
-        found: tuple[Tensor, Tensor, Tensor] = added_product(
-            inner, states, *self._down, self._next_norm.weight, own.residual_multiplier
-        )
+        after = self._next_norm.weight, own.residual_multiplier
+        found: tuple[Tensor, Tensor, Tensor] = added_product(inner, states, *self._down, *after)
         return found
 
 
@@ -129,8 +122,7 @@ def _serves(weights: BlockWeights, settings: BlockSettings) -> bool:
 
 def _operands(linear: PreparedLinear) -> _Operands:
     """Words, scales, zero points, bias, counters and group of a linear."""
-    found = linear.prepared
-    group = linear.scheme.group_size or 0
+    found, group = linear.prepared, linear.scheme.group_size or 0
     return found["words"], found["scale"], found.get("zero"), linear.bias, found["arrived"], group
 
 

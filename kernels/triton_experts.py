@@ -88,8 +88,7 @@ def blocks_of(chosen: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
 
     Args:
         chosen: of `count` experts, [N, K].
-        size: places in a block; what is left over of one is N * K, which is no place, and the expert of a block with
-            none at all is `count`.
+        size: places in a block; padding is N * K, and the expert of a block without places is `count`.
     """
     flat = chosen.flatten()
     total = len(flat)
@@ -120,7 +119,7 @@ def config_for(bits: int, places: int, count: int, rows: int, columns: int, wide
     return replace(config, split=1, block_n=512 if gpu is INTERPRETER else config.block_n)
 
 
-@operator("grouped_linear", lambda x, words, *rest: x.new_empty(*rest[-2].shape, words.shape[1]))
+@operator("grouped_linear", lambda x, words, *rest: x.new_empty(*rest[-2].shape, words.shape[1]))  # of `chosen`
 def grouped_linear(
     x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, chosen: Tensor, group: int | None
 ) -> Tensor:

@@ -96,12 +96,8 @@ def gpu_spec(device: torch.device) -> GpuSpec:
 
 
 def tile_config_for(scheme: str, tokens: int, rows: int, columns: int, dtype: torch.dtype, gpu: GpuSpec) -> TileConfig:
-    """The config for `tokens` and a weight [rows, columns]: measured for such a shape on this GPU, or the default.
-
-    Args:
-        scheme: ``int8``, ``int4-g128`` and so on.
-        dtype: of the activations; configs are measured for those that tensor cores take.
-    """
+    """The config for `tokens` of a dtype and a weight [rows, columns] in a scheme (``int8``, ``int4-g128`` and so on):
+    measured for such a shape on this GPU and a dtype that tensor cores take, or the default."""
     bucket = next((size for size in TOKENS if tokens <= size), TOKENS[-1])
     return _tile_config(scheme, bucket, rows, columns, dtype == torch.float32, gpu)
 
@@ -152,11 +148,8 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_config(bits: int, tokens: int, rows: int, columns: int, wide: bool, gpu: GpuSpec) -> TileConfig:
-    """The config for shapes that were not measured. Only here a path that converts weights in memory is chosen.
-
-    Args:
-        wide: activations are float32, for which there are no tensor cores.
-    """
+    """The config for shapes that were not measured; `wide` activations are float32, for which there are no tensor
+    cores. Only here a path that converts weights in memory is chosen."""
     if tokens <= _SKINNY_TOKENS and not wide:
         return skinny_config(bits, tokens, rows, columns, gpu)
     if tokens <= bits // 2:  # what the multipliers do while the weights come
@@ -202,8 +195,7 @@ def staged_bytes(bits: int, block_m: int, block_n: int, wide: bool = False) -> i
 
 
 def max_split(bits: int, tokens: int, columns: int) -> int:
-    """How often rows may be split, at most: their parts, 4 bytes a number written and read, are not to move more than a
-    quarter of what the weight does."""
+    """The most splits of rows: their parts, 4 bytes a number written and read, move a quarter of the weight at most."""
     return max(1, columns * bits // 32 // (8 * tokens))
 
 

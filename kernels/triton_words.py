@@ -42,10 +42,8 @@ _ROWS = 128  # that are converted at a time, at least
 def operator(name: str, result: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
     """Register an operator whose kernels torch.compile can see; while Triton interprets, one that it cannot.
 
-    Kernels are launched on the GPU of the operator's first tensor, whichever is the current one.
-
-    Args:
-        result: returns empty tensors of the result's shapes and dtypes for the same arguments, for tracing.
+    Kernels are launched on the GPU of the operator's first tensor, whichever is the current one. For tracing, `result`
+    returns empty tensors of the result's shapes and dtypes for the same arguments.
     """
 
     def register(function: Callable[..., Any]) -> Any:

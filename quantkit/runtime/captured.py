@@ -21,8 +21,8 @@ from quantkit.model.device import host_copy, numbers
 
 DECODE_SETTING = "QUANTKIT_DECODE"
 """Environment variable: how a GPU decodes greedily. With ``compiled`` and ``eager``, a step from tokens to the next
-ones is captured as one CUDA graph, of the compiled step or of torch's operators as they are. ``steps`` captures nothing
-of our own. On a CPU nothing is captured, and a step runs that way only if this variable says so."""
+ones is captured as one CUDA graph, of the compiled step or of torch's operators; with ``steps`` not. On a CPU nothing
+is captured, and such a step runs only if this variable is set."""
 
 _KINDS = ("compiled", "eager", "steps")
 _WARM_UPS = 3  # runs of a step before it is captured: the first compiles, and tunes what it compiles
@@ -145,12 +145,8 @@ class CapturedDecode:
     def __init__(
         self, model: Decoder, cache: KVCache, last: Tensor, step: Callable[..., None], recorder: EagerRecorder
     ) -> None:
-        """
-        Args:
-            cache: nothing is ever read from its last position.
-            last: the last token of each slot, and one unused element, [slots + 1].
-            step: `greedy_step`, compiled or not.
-        """
+        """Nothing is ever read from the cache's last position; `last` is the last token of each slot and one unused
+        element, [slots + 1]; `step` is `greedy_step`, compiled or not."""
         self._model, self._cache, self._last = model, cache, last
         self._step, self._recorder = step, recorder
         # For each number of rows the tensors of the step, see `greedy_step`, and the function that runs it.

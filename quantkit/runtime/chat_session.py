@@ -105,7 +105,7 @@ class ChatSession:
 
     @property
     def system(self) -> str | None:
-        """The system prompt; what was said stays when it is changed."""
+        """The system prompt; messages stay when it is changed."""
         return self._system
 
     @system.setter
@@ -118,11 +118,7 @@ class ChatSession:
         return self._scheduler.reused
 
     def reset(self) -> None:
-        """Forget what was said; the system prompt stays.
-
-        Raises:
-            RequestError: while another thread computes an answer.
-        """
+        """Forget all messages, not the system prompt; raises `RequestError` while another thread computes an answer."""
         with self._alone():
             self._leave_answer()
             self.messages.clear()

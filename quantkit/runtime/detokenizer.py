@@ -22,11 +22,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
-        """
-        Args:
-            prompt: tokens that come before; it may begin and end within a character.
-            stop: strings at which the text ends, without them.
-        """
+        """The prompt may begin and end within a character; the text ends before the first `stop` string."""
         self.stopped: str | None = None  # the stop string that was found
         self._stop = tuple(stop)
         known = tokenizer.token_bytes

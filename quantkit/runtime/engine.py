@@ -75,10 +75,8 @@ class Engine:
             require_flags(compiled=compiled)
         context = model.config.max_positions
         if length > context:
-            problem, hint = (
-                "prompt and new tokens exceed the model's context",
-                "use a shorter prompt, or fewer new tokens",
-            )
+            problem = "prompt and new tokens exceed the model's context"
+            hint = "use a shorter prompt, or fewer new tokens"
             raise RequestError(problem, found=length, expected=f"at most {context}", hint=hint)
         on_gpu = model.device.type == "cuda"
         self.model = model
@@ -166,11 +164,7 @@ class Engine:
     @torch.inference_mode()
     def decode(self, slots: Sequence[int], positions: Sequence[int]) -> PendingTokens:
         """Append the last tokens of different slots [N], at their positions [N], and draw the next ones greedily: from
-        `last`, into `last`. On a GPU this replays a captured step, where one can be captured.
-
-        Raises:
-            RequestError: if there is no such slot or position.
-        """
+        `last`, into `last`. On a GPU this replays a captured step, where one can be captured. Raises as `step`."""
         self._require_room(slots, positions)
         count = bucket(len(slots), 1)
         if (captured := self._prepared(count)) is not None:
@@ -344,12 +338,10 @@ def _compile(step: Callable[..., Any], device: str) -> Callable[..., Any]:
     Compiled code is cached for the next process, in ``TORCHINDUCTOR_CACHE_DIR`` or the kernel cache.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
-    options: CompileOptions | None
+    options = cpu_compile_options() if device == "cpu" else None
     if device == "cuda":
         # With the second, a float weight's product with one token becomes a reduction, which reads as fast as a copy.
         options = {"triton.cudagraphs": step is _few, "coordinate_descent_tuning": step is not _many}
-    else:
-        options = cpu_compile_options() if device == "cpu" else None
     return torch._dynamo.config.patch(recompile_limit=_GRAPHS)(  # type: ignore[no-any-return]
         torch.compile(step, fullgraph=True, dynamic=False, options=options)
     )

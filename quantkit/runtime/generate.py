@@ -136,14 +136,8 @@ class Pace:
     """How fast tokens come; it counts those that pass through `timed`, or are passed to `add`."""
 
     def __init__(self, *, at_once: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
-        """
-        Args:
-            at_once: tokens that come together with the first one.
-            clock: returns seconds.
-        """
-        self.tokens = 0
-        self._at_once = at_once
-        self._clock = clock
+        """`at_once` tokens come together with the first one; the clock returns seconds."""
+        self.tokens, self._at_once, self._clock = 0, at_once, clock
         self._begun = self._first = self._last = 0.0
 
     def timed(self, tokens: Iterable[int]) -> Iterator[int]:

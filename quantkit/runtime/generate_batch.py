@@ -130,11 +130,8 @@ def engine_for(
 ) -> Engine | Runner[Any]:  # fmt: skip
     """An engine for the longest of the requests and as many as run together; or the model's runner.
 
-    Args:
-        cache_dtype, compiled: see `Engine`.
-
     Raises:
-        RequestError: if the cache does not fit in memory, or `batch_size` is below 1.
+        RequestError: as `Engine`, or if `batch_size` is below 1.
     """
     slots = min(as_positive("batch_size", batch_size), sum(one.samples for one in requests))
     if isinstance(model, Decoder):
@@ -147,12 +144,8 @@ def completions(
     engine: Engine | Runner[Any], requests: Sequence[Request], tokenizer: Tokenizer | None,
     stops: Sequence[Sequence[str]], counted: Callable[[int], None] | None = None,
 ) -> Generator[Completion, None, None]:  # fmt: skip
-    """Completions of requests, each as soon as it ends.
-
-    Args:
-        stops: strings at which the text of each request ends.
-        counted: called after each step with its number of new tokens.
-    """
+    """Completions of requests, each as soon as it ends; `stops` are strings at which the text of each request ends, and
+    `counted` is called after each step with its number of new tokens."""
     runner: Runner[Any] = Scheduler(engine) if isinstance(engine, Engine) else engine
     for request in requests:
         runner.require(request)

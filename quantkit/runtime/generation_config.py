@@ -65,11 +65,8 @@ def _top_k(settings: Settings) -> int:
 
 
 def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:
-    """The end tokens: those of a model's config, and those that its folder's generation_config.json adds.
-
-    Raises:
-        CheckpointError: if that lists something else than tokens of the vocabulary.
-    """
+    """The end tokens of a model's config, and those of its folder's generation_config.json; raises `CheckpointError` if
+    that lists anything else than tokens of the vocabulary."""
     settings = _settings(folder)
     stated = settings.ids("eos_token_id")
     if stated and (found := max(stated)) >= config.vocab_size:

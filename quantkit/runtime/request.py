@@ -48,8 +48,7 @@ class Request:
     Attributes:
         prompt: token ids, not empty.
         max_new_tokens: the maximum number; 0 where only the prompt is scored.
-        sampling: how they are drawn.
-        samples: continuations, each drawn for itself; with a seed, that is counted up for each.
+        samples: continuations, each drawn separately; a seed is increased by 1 for each.
         logprobs: return the log-probability of each token drawn, and of this many of the likeliest tokens;
             None is of none at all.
         echo: whether to return the same for the prompt's tokens.
@@ -138,11 +137,8 @@ def require_model(name: str, model: object, kinds: type | tuple[type, ...]) -> N
 
 
 def prompt_ids(prompt: str | TokenIds, tokenizer: Tokenizer | None = None, *, specials: bool = False) -> list[int]:
-    """The ids of a prompt, or those of a string where there is a tokenizer, see `text_ids`.
-
-    Raises:
-        RequestError: if it is a string without a tokenizer, not integers, or several prompts.
-    """
+    """The ids of a prompt, or those of a string, see `text_ids`; raises `RequestError` if it is a string without a
+    tokenizer, not integers, or several prompts."""
     if isinstance(prompt, str) and tokenizer is not None:
         return text_ids(tokenizer, prompt, specials=specials)
     if isinstance(prompt, (str, bytes)):
@@ -176,12 +172,7 @@ def checked_count(max_new_tokens: object) -> int:
 
 
 def checked_stop(stop: object, tokenizer: Tokenizer | None) -> list[str]:
-    """Stop strings, one or several.
-
-    Raises:
-        RequestError: if they are not strings, one is empty or invalid Unicode, or there is no tokenizer to find them
-            with.
-    """
+    """As `stop_strings`; also raises `RequestError` if there is no tokenizer to find them with."""
     found = stop_strings(stop)
     if found and tokenizer is None:
         raise RequestError("stop strings need a tokenizer", hint="give `tokenizer`")
@@ -189,7 +180,7 @@ def checked_stop(stop: object, tokenizer: Tokenizer | None) -> list[str]:
 
 
 def stop_strings(stop: object) -> list[str]:
-    """As `checked_stop`, before there is a tokenizer."""
+    """One stop string or several; raises `RequestError` if they are not strings, or one is empty or invalid Unicode."""
     found = as_strings("stop", stop)
     if "" in found:
         raise RequestError("a stop string is empty")
@@ -202,11 +193,7 @@ def stop_strings(stop: object) -> list[str]:
 
 
 def text_ids(tokenizer: Tokenizer, text: str, *, specials: bool) -> list[int]:
-    """The token ids of a prompt given as text.
-
-    Raises:
-        RequestError: if it is empty, or no Unicode.
-    """
+    """The token ids of a prompt that is a string; raises `RequestError` if it is empty or invalid Unicode."""
     if not text:
         raise RequestError("the prompt is empty")
     return tokenizer.encode(text, specials=specials)
@@ -234,11 +221,8 @@ def checked_options(
     max_new_tokens: object, sampling: SamplingOptions, *, samples: object = 1, logprobs: object = None,
     echo: bool = False,
 ) -> Request:  # fmt: skip
-    """A request without its prompt, checked as far as possible without a model.
-
-    Raises:
-        RequestError: for numbers out of range or options that do not go together.
-    """
+    """A request without its prompt, checked as far as possible without a model; raises `RequestError` for numbers out
+    of range or options that exclude each other."""
     unknown = set(sampling) - set(SamplingOptions.__annotations__)
     if beams := unknown & BEAM_SEARCH:
         raise no_beam_search(min(beams))
@@ -262,14 +246,7 @@ def checked_options(
 
 
 def with_prompt(config: ModelConfig, request: Request, ids: list[int], max_tokens: int | None = None) -> Request:
-    """A request with its prompt.
-
-    Args:
-        max_tokens: see `checked_length`.
-
-    Raises:
-        RequestError: as `checked_length`, or if a bias is of unknown tokens.
-    """
+    """A request with its prompt; raises `RequestError` as `checked_length`, or if a bias is of unknown tokens."""
     request.sampling.require_vocabulary(config.vocab_size)
     checked_length(config, ids, request.max_new_tokens, max_tokens)
     return replace(request, prompt=ids)
@@ -286,15 +263,8 @@ def no_prompt_logprobs(name: str) -> RequestError:
 
 
 def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int, max_tokens: int | None = None) -> int:
-    """Tokens of a prompt and its continuation together.
-
-    Args:
-        max_tokens: the maximum length; None is the model's.
-
-    Raises:
-        RequestError: if the prompt is empty, holds unknown ids, or exceeds the model's context together with the new
-            tokens.
-    """
+    """Tokens of a prompt and its continuation together, at most `max_tokens`; None is the model's context. Raises
+    `RequestError` if they are more, or if the prompt is empty or holds unknown ids."""
     if not ids:
         raise RequestError("the prompt is empty")
     if not all(0 <= i < config.vocab_size for i in ids):

@@ -63,11 +63,8 @@ def same_seed(params: SamplingParams, group: ProcessGroup) -> SamplingParams:
 def sample(
     logits: Tensor, params: SamplingParams, generator: torch.Generator | None, seen: Tensor | None = None
 ) -> Tensor:
-    """Draw one token per row: logits [B, V] to token ids [B, 1].
-
-    Args:
-        seen: which tokens each sequence already contains, bool [B, V]; needed for a repetition penalty.
-    """
+    """Draw one token per row: logits [B, V] to token ids [B, 1]. A repetition penalty needs `seen`: which tokens each
+    sequence already contains, bool [B, V]."""
     if params.temperature == 0:
         return adjusted(logits, params, seen).argmax(-1, keepdim=True)
     return torch.multinomial(probabilities(logits, params, seen), 1, generator=generator)
@@ -85,11 +82,7 @@ def adjusted(logits: Tensor, params: SamplingParams, seen: Tensor | None = None)
 
 
 def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
-    """The probabilities to draw with, float32 [B, V], from logits [B, V]; one-hot at temperature 0.
-
-    Args:
-        seen: see `sample`.
-    """
+    """The probabilities to draw with, float32 [B, V], from logits [B, V]; one-hot at temperature 0."""
     logits = adjusted(logits, params, seen)
     if params.temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()

@@ -46,12 +46,8 @@ class _Rows:
 
 @dataclass
 class _Chunk:
-    """A part of a prompt that a step reads.
-
-    Attributes:
-        stop: its end.
-        echoed: the index of the logits of its first row, if all its logits are needed.
-    """
+    """A part of a prompt that a step reads, up to `stop`; `echoed` is the index of the logits of its first row, if all
+    its logits are needed."""
 
     reader: Generation
     stop: int
@@ -71,13 +67,10 @@ class Scheduler:
 
     Each step has one row of each sequence that decodes, and chunks of prompts in turn, so a short prompt never waits
     for all of a long one. Chunks begin at fixed places of a prompt, so its numbers do not depend on other requests.
+    For `any_prefix` see `SlotTable`.
     """
 
     def __init__(self, engine: Engine, *, any_prefix: bool = False) -> None:
-        """
-        Args:
-            any_prefix: see `SlotTable`.
-        """
         self.engine = engine
         self.reused = 0  # tokens of prompts that were not computed, because a slot held them
         self._any_prefix = any_prefix
@@ -103,12 +96,8 @@ class Scheduler:
         return bool(self._waiting or self._reading or self._running)
 
     def add(self, request: Request) -> list[Generation]:
-        """Add a request; its continuations.
-
-        Raises:
-            RequestError: if its prompt and new tokens do not fit into a slot, or another user has taken over the engine
-                while continuations of this one run.
-        """
+        """Add a request; its continuations. Raises `RequestError` as `require`, or if another user has taken over the
+        engine while continuations of this one run."""
         self.require(request)
         self._require_engine()
         if self._slots is None or self._slots is not self.engine.slot_table:

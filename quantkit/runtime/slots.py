@@ -49,9 +49,8 @@ class SlotTable:
     ) -> None:  # fmt: skip
         """
         Args:
-            chunk: rows of a prompt that are read at a time.
             any_prefix: reuse the whole common prefix; else only the `bitwise_reusable_prefix`.
-            windows: whether a layer has a sliding window.
+            chunk, windows: rows of a prompt that are read at a time; whether a layer has a sliding window.
             unscaled: up to this length, a prompt's length does not change its rotary positions; None is any length.
             switches: whether all longer prompts have the same rotary positions; else each length has others.
         """

@@ -130,13 +130,8 @@ def _step(
 def accepted(
     judged: Tensor, guesses: Sequence[Tensor], proposed: Sequence[int], generator: torch.Generator
 ) -> list[int]:
-    """The proposed tokens up to the first that is refused, and one more, which the large model draws.
-
-    Args:
-        judged: the large model's probabilities [P + 1, V] at each of P proposals and after them.
-        guesses: the small model's [V], from which each was drawn.
-        proposed: P token ids.
-    """
+    """The proposed tokens [P] up to the first that is refused, and one more, which the large model draws: `judged` are
+    its probabilities [P + 1, V], and `guesses` those of the small model [V], from which each token was drawn."""
     for index, (token, guess) in enumerate(zip(proposed, guesses, strict=True)):
         chance = torch.rand((), generator=generator, device=generator.device)
         if chance * guess[token] >= judged[index, token]:
