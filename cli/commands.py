@@ -1,4 +1,4 @@
-"""The plain commands: parse, call one job, print."""
+"""The commands that describe, check and write models: parse, call one job, print."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
-from quantkit.cli.help import Command, exit_codes, section
+from quantkit.cli.help import BROKEN, Command, exit_codes, section
 from quantkit.cli.output import columns, mention, note
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
+from quantkit.doctor.findings import RUNTIMES, Runtime
 from quantkit.errors import RequestError
 from quantkit.jobs.convert_options import ConvertOptions
+from quantkit.jobs.quantize_options import OUTPUT, SCHEMES, QuantizeOptions
+from quantkit.tensors.dtypes import FloatName
+from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
 if TYPE_CHECKING:
     from quantkit.formats.detect import WeightKind
     from quantkit.jobs.result import ConvertResult, QuantizeResult
+    from quantkit.tensors.recipe import Recipe
 
 
 @click.command(cls=Command)
@@ -65,9 +70,57 @@ def inspect(path: Path, weights: WeightKind | None, tensors_only: bool, data: st
     """Describe the model in PATH, from headers alone."""
     from quantkit.jobs.inspect import inspect as job
 
+    _report(Outputs(data), job(path, weights=weights, tensors_only=tensors_only))
+
+
+@click.command(cls=Command, epilog=exit_codes(0, BROKEN))
+@click.argument("path", type=click.Path())
+@click.option("--for", "runtime", type=click.Choice(RUNTIMES), help="Also check what this runtime requires.")
+@click.option("--tp", type=int, default=1, show_default=True, help="Degree of tensor parallelism to check for.")
+@click.option("--deep", is_flag=True, help="Also read the weights, and run a small model on a sample text.")
+@click.option("--against", type=click.Path(), metavar="SRC", help="Compare each layer with its float source.")
+@options.data
+def doctor(
+    path: str, runtime: Runtime | None, tp: int, deep: bool, against: str | None, data: str | None
+) -> None:  # fmt: skip
+    """Check what is wrong with a model, whoever made it.
+
+    PATH is a folder, or a file of weights. Without --deep and --against only headers are read.
+    """
+    from quantkit.doctor.diagnose import diagnose
+
     outputs = Outputs(data)
-    found = job(path, weights=weights, tensors_only=tensors_only)
-    outputs.write(found.to_json(), show=lambda: outputs.say(found.lines()))
+    with ProgressDisplay() as progress:
+        found = diagnose(path, runtime=runtime, tp=tp, deep=deep, against=against, progress=progress)
+    outputs.write(found.to_json(), show=lambda: outputs.say(found.lines(columns())))
+    if found.broken:
+        sys.exit(BROKEN)
+
+
+@click.command(cls=Command, epilog=exit_codes(0, 8, 10, 11))
+@click.argument("a", type=options.PATH)
+@click.argument("b", type=options.PATH, required=False)
+@click.option("--allow-bound", is_flag=True, help="Exit with 0, not 10, if the two are within the bound.")
+@options.data
+def verify(a: Path, b: Path | None, allow_bound: bool, data: str | None) -> None:
+    """Check if two models are the same, or how far apart.
+
+    With A alone, its files are checked against the sha256 in its manifest, and a quantized model against the
+    perplexities there.
+    """
+    if allow_bound and b is None:
+        raise RequestError("--allow-bound goes with two models")
+    require_models(a, b)
+    outputs = Outputs(data)
+
+    from quantkit.quality.verify import VerifyReport
+    from quantkit.quality.verify import verify as job
+
+    with ProgressDisplay() as progress:
+        report = job(a, progress=progress) if b is None else job(a, b, progress=progress)
+    _report(outputs, report)
+    if isinstance(report, VerifyReport) and not (allow_bound and report.ok):
+        sys.exit(report.verdict.value)
 
 
 _CONVERT = {
@@ -98,39 +151,169 @@ def convert(data: str | None, **given: Any) -> None:
             return
         with ProgressDisplay() as progress:
             made = job(**given, progress=progress)
-    finish(made, outputs)
+    _report_written(outputs, made)
 
 
-@click.command(cls=Command, epilog=exit_codes(0, 8, 10, 11))
-@click.argument("a", type=options.PATH)
-@click.argument("b", type=options.PATH, required=False)
-@click.option("--allow-bound", is_flag=True, help="Exit with 0, not 10, if the two are within the bound.")
-@options.data
-def verify(a: Path, b: Path | None, allow_bound: bool, data: str | None) -> None:
-    """Check if two models are the same, or how far apart.
+@click.command(cls=Command)
+@options.src
+@options.dst
+@options.of_job(QuantizeOptions)
+@section(
+    SCHEMES,
+    click.option("--recipe", type=options.PATH, metavar="FILE", help="JSON with a default scheme and overrides."),
+    click.option("--plan", type=options.PATH, hidden=True, help="The old name of --recipe."),
+)
+@section(OUTPUT, options.data)
+def quantize(data: str | None, **given: Any) -> None:
+    """Quantize a model's linear layers to int8 or int4.
 
-    With A alone, its files are checked against the sha256 in its manifest, and a quantized model against the
-    perplexities there.
+    The model in SRC is written to the new folder DST, or to a file DST.gguf. The result is compared with SRC before
+    DST appears. If it differs too much, DST is not written and the exit code is 8. Under torchrun all processes share
+    the calibration, and rank 0 does the rounding.
     """
-    if allow_bound and b is None:
-        raise RequestError("--allow-bound goes with two models")
-    require_models(a, b)
-    outputs = Outputs(data)
+    reads, arguments = _files_read(given), _job_arguments(given)
+    require_models(arguments["src"], makes=arguments["dst"])
 
-    from quantkit.quality.verify import VerifyReport
-    from quantkit.quality.verify import verify as job
+    from quantkit.distributed.shard import require_same_checkpoint
+    from quantkit.formats.detect import open_checkpoint
+    from quantkit.jobs.quantize import quantize as job
 
-    with ProgressDisplay() as progress:
-        report = job(a, progress=progress) if b is None else job(a, b, progress=progress)
-    outputs.write(report.to_json(), show=lambda: outputs.say(report.lines()))
-    if isinstance(report, VerifyReport) and not (allow_bound and report.ok):
-        sys.exit(report.verdict.value)
+    shared = arguments["method"] != "rtn" and (arguments["method"] == "gptq" or _has_int4(arguments["scheme"]))
+    device = None if shared and arguments["device"] != "cpu" else "cpu"
+    with together({**arguments, "src": None}, device) as group:
+        outputs = Outputs(data, reads=reads, makes=arguments["dst"])
+        if shared and group.size > 1:
+            require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
+        if shared or group.is_rank0:
+            with ProgressDisplay(show=group.is_rank0) as progress:
+                made = job(
+                    **arguments, group=group, on_estimate=lambda estimate: note(estimate.line()), progress=progress
+                )
+    if group.is_rank0:
+        _report_written(outputs, made)
 
 
-def finish(made: ConvertResult | QuantizeResult, outputs: Outputs) -> None:
-    """Print what a command has written, and the notes on it."""
+def _files_read(given: dict[str, Any]) -> list[Any]:
+    """The files that `quantkit quantize` reads in addition to the model; None for options that are not given."""
+    return [given[name] for name in ("calibration", "recipe", "plan", "certify_text")]
+
+
+def _has_int4(scheme: QuantScheme | Recipe | None) -> bool:
+    """Whether a layer may get int4, which GPTQ solves unless another method is requested; schemes that are chosen for
+    a size may be int4."""
+    if scheme is None:
+        return True
+    named = [scheme] if isinstance(scheme, QuantScheme) else [scheme.default, *(one.scheme for one in scheme.overrides)]
+    return any(one is not None and one.bits == 4 for one in named)
+
+
+def _job_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `quantkit.quantize` for the options of the command.
+
+    Raises:
+        RequestError: unless there is one of a scheme, a recipe and a size, or if a head goes with a recipe.
+    """
+    from quantkit.tensors.recipe import Recipe
+
+    path, old = given.pop("recipe"), given.pop("plan")
+    if old is not None:
+        note("--plan is called --recipe now; the old name goes with the next release")
+        if path is not None:
+            raise RequestError("--plan is the old name of --recipe; give one of them")
+        path = old
+    sources = {
+        "--scheme": given["scheme"], "--recipe": path, "--target-bits": given["target_bits"],
+        "--max-size": given["max_size"],
+    }  # fmt: skip
+    chosen = [name for name, value in sources.items() if value is not None]
+    if not chosen:
+        raise RequestError(f"give a scheme: --scheme {SPELLINGS}; or --target-bits, --max-size or --recipe FILE")
+    if len(chosen) > 1:
+        sized = given["target_bits"] is not None or given["max_size"] is not None
+        hint = "a size chooses the schemes" if sized else "a recipe's default is its scheme"
+        raise RequestError(f"{' and '.join(chosen)} exclude each other", hint=hint)
+    if path is None:
+        return {**given, "scheme": None if given["scheme"] is None else QuantScheme.parse(given["scheme"])}
+    if given["head"] is not None:
+        raise RequestError("--head does not go with --recipe", hint="a recipe names lm_head among its overrides")
+    return {**given, "scheme": Recipe.from_json(path)}
+
+
+class _PlanGroup(click.Group):
+    """Without the name of a command, plans generation: ``quantkit plan DIR --target v5e-16``."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            args = ["generate", *args]
+        return super().parse_args(context, args)
+
+
+@click.group(cls=_PlanGroup)
+def plan() -> None:
+    """Estimate the memory, disk and time of a command.
+
+    Makes the checks of the command and writes nothing. `quantkit plan DIR --target v5e-16` does the same for
+    generation on a TPU slice.
+    """
+
+
+@plan.command("generate", cls=options.BareJson)
+@click.argument("model", shell_complete=options.complete_files)
+@click.option("--target", required=True, metavar="SLICE", help="Kind and number of chips: v5e-16, v6e-8, ...")
+@click.option("--batch", type=int, default=1, show_default=True, help="Number of sequences.")
+@click.option("--context", type=int, help="Tokens of a sequence with its prompt. Default: the model's context.")
+@click.option(
+    "--scheme", type=options.Scheme(), help="Scheme of a model without weights, such as int4-g128. Default: floats."
+)
+@options.dtype
+@options.data
+def _plan_generate(
+    model: str, target: str, batch: int, context: int | None, scheme: str | None, dtype: FloatName | None,
+    data: str | None,
+) -> None:  # fmt: skip
+    """Show what each chip of a TPU slice would hold and exchange.
+
+    The compiler for the slice computes it; no TPU is needed. MODEL is a folder, a folder with only a config.json, or
+    the name of a shape such as llama-2-70b. This takes minutes. A model that does not fit is an error.
+    """
+    from quantkit.evals.synthetic import shaped
+    from quantkit.jobs.plan import generate as job
+
+    _report(Outputs(data), job(shaped(model, scheme), target, batch=batch, context=context, dtype=dtype))
+
+
+def _plan_convert(data: str | None, **given: Any) -> None:
+    require_models(given["src"], makes=given["dst"])
+
+    from quantkit.jobs.plan import convert as job
+
+    _report(Outputs(data, makes=given["dst"]), job(**given))
+
+
+def _plan_quantize(data: str | None, **given: Any) -> None:
+    outputs = Outputs(data, reads=_files_read(given), makes=given["dst"])
+    arguments = _job_arguments(given)
+    require_models(arguments["src"], makes=arguments["dst"])
+
+    from quantkit.jobs.plan import quantize as job
+
+    _report(outputs, job(**arguments))
+
+
+for _command, _planned in ((convert, _plan_convert), (quantize, _plan_quantize)):
+    _about = f"Estimate `quantkit {_command.name}` with the same arguments.\n\nNothing is written."
+    plan.add_command(options.BareJson(_command.name, params=_command.params, callback=_planned, help=_about))
+
+
+def _report(outputs: Outputs, found: Any) -> None:
+    """Write a job's result as JSON if that was requested, and print its lines."""
+    outputs.write(found.to_json(), show=lambda: outputs.say(found.lines()))
+
+
+def _report_written(outputs: Outputs, made: ConvertResult | QuantizeResult) -> None:
+    """Report what a command has written, with the notes on it."""
     for line in made.notes:
         note(line)
     for line in made.lines():
-        mention(line, err=outputs.stdout_is_used)
+        mention(line, err=outputs.json_on_stdout)
     outputs.write(made.to_json())

@@ -76,7 +76,7 @@ def report_interrupted(error: BaseException) -> None:
     """Report on stderr that the command was interrupted, and what is kept of its work."""
     import click
 
-    from quantkit.cli.spelling import as_options
+    from quantkit.cli.output import as_options
     from quantkit.formats.output.staging import kept
 
     after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C

@@ -25,6 +25,9 @@ class Outputs:
 
     Each file is written completely or not at all. An earlier one is replaced, but never a file of a model or one that
     the command reads.
+
+    Attributes:
+        json_on_stdout: whether standard output is for JSON alone.
     """
 
     def __init__(
@@ -44,8 +47,8 @@ class Outputs:
             RequestError: if a suffix is not supported, two outputs are the same file, or matplotlib is missing for a
                 picture.
         """
-        self._json_on_stdout = data == STDOUT
-        self._data = None if data is None or self._json_on_stdout else Path(data)
+        self.json_on_stdout = data == STDOUT
+        self._data = None if data is None or self.json_on_stdout else Path(data)
         self._report, self._plot = report, plot
         if self._data is not None and self._data.is_dir():
             raise DestinationError("is a folder; --json takes the path of a file, or - for stdout", path=data)
@@ -69,22 +72,12 @@ class Outputs:
 
     def say(self, lines: Iterable[str]) -> None:
         """Print lines to stdout, or to stderr if stdout is for JSON."""
-        say(lines, err=self._json_on_stdout)
-
-    @property
-    def wants_data(self) -> bool:
-        """Whether JSON was requested."""
-        return self._json_on_stdout or self._data is not None
+        say(lines, err=self.json_on_stdout)
 
     @property
     def wants_page(self) -> bool:
         """Whether the report is an HTML page."""
         return self._report is not None and self._report.suffix.lower() in _PAGES
-
-    @property
-    def stdout_is_used(self) -> bool:
-        """Whether standard output is for JSON alone."""
-        return self._json_on_stdout
 
     def write(
         self, value: Any, *, report: Callable[[], str] | None = None,
@@ -104,7 +97,7 @@ class Outputs:
             RequestError: if there is nothing to draw.
         """
         with ExitStack() as steps:
-            if self._json_on_stdout:
+            if self.json_on_stdout:
                 steps.callback(lambda: say([_json(value)]))
             if show is not None:
                 steps.callback(show)
@@ -144,10 +137,7 @@ def _is_special(path: Path) -> bool:
 
 
 def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Path | None) -> None:
-    """
-    Raises:
-        DestinationError: if a file cannot be written there, or must not be.
-    """
+    """Raise a `DestinationError` if a file cannot be written there, or must not be."""
     from quantkit.formats.detect import is_model_folder
     from quantkit.formats.output.staging import partial_folder
     from quantkit.formats.registry import read_names

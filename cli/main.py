@@ -11,18 +11,14 @@ from typing import TextIO
 import click
 
 from quantkit.cli.chat import chat
-from quantkit.cli.commands import convert, demo, inspect, verify
-from quantkit.cli.doctor import doctor
+from quantkit.cli.commands import convert, demo, doctor, inspect, plan, quantize, verify
 from quantkit.cli.entry import interrupted_code, interruptible, report_interrupted
 from quantkit.cli.generate import generate
 from quantkit.cli.help import COMPLETION, complete, completion, exit_codes
 from quantkit.cli.measure import bench, evaluate
-from quantkit.cli.output import drop_output, open_missing_streams
-from quantkit.cli.plan import plan
+from quantkit.cli.output import as_options, drop_output, open_missing_streams
 from quantkit.cli.processes import INTERNAL_ERROR
 from quantkit.cli.progress import room_to_print
-from quantkit.cli.quantize import quantize
-from quantkit.cli.spelling import as_options
 from quantkit.errors import DestinationError, QuantkitError
 from quantkit.version import __version__
 

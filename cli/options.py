@@ -12,8 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from quantkit.cli.help import Command, Decorator, section
-from quantkit.cli.output import note
-from quantkit.cli.spelling import as_options
+from quantkit.cli.output import as_options, note
 from quantkit.errors import RequestError
 from quantkit.formats.registry import targets
 from quantkit.jobs.option_fields import OptionInfo, declared

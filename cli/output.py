@@ -1,8 +1,9 @@
-"""The standard streams: results on stdout, notes on stderr."""
+"""The standard streams, results on stdout and notes on stderr; and how messages spell options."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -10,12 +11,37 @@ from collections.abc import Iterable
 import click
 
 from quantkit.cli.progress import room_to_print
-from quantkit.cli.spelling import as_options
 from quantkit.errors import DestinationError
 
 _MAX_COLUMNS = 100
 _STDOUT = 1
 _missing: set[int] = set()
+
+_RENAMED = {"runtime": "for"}  # a keyword of Python
+_POSITIONAL = ("path", "src", "dst")
+_ARGUMENT = re.compile(r"`(?P<name>[a-z]\w*)(?:=(?P<value>[^`]*))?`")
+
+
+def as_options(text: str) -> str:
+    """A message of the library with the command line's options.
+
+    In such messages an argument stands in backquotes: `` `resume=True` `` becomes ``--resume``,
+    `` `source_check=False` `` becomes ``--no-source-check``, `` `to="meta"` `` becomes ``--to meta``, and a bare name
+    becomes its option, or its argument, such as ``SRC``.
+    """
+    return _ARGUMENT.sub(_option, text)
+
+
+def _option(found: re.Match[str]) -> str:
+    name, value = found["name"], found["value"]
+    if name in _POSITIONAL:
+        return name.upper()
+    name = _RENAMED.get(name, name).replace("_", "-")
+    if value in (None, "True"):
+        return f"--{name}"
+    if value == "False":
+        return f"--no-{name}"
+    return f"--{name} {value.strip(chr(34))}"
 
 
 def say(lines: Iterable[str], *, err: bool = False) -> None:

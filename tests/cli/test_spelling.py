@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import quantkit
-from quantkit.cli.spelling import as_options
+from quantkit.cli.output import as_options
 
 
 @pytest.mark.parametrize(
