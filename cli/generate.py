@@ -1,19 +1,182 @@
-"""``quantkit generate``."""
+"""``quantkit generate``: its options, and whether they go together; without torch."""
 
 from __future__ import annotations
 
-from typing import Any
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli import many_prompts, one_prompt, options
-from quantkit.cli.generate_args import OWN_OPTIONS, STDIN, GenerateArgs
-from quantkit.cli.help import Command
+from quantkit.cli import options, prompts
+from quantkit.cli.help import RUN, Command
 from quantkit.cli.output import is_rank0_process, require_stdout
-from quantkit.cli.processes import together
-from quantkit.runtime.request import BEAM_SEARCH, no_beam_search
+from quantkit.cli.processes import require_models, together
+from quantkit.errors import RequestError
+from quantkit.formats.detect import is_model_folder
+from quantkit.jobs.option_fields import OTHER, option
+from quantkit.jobs.prompts_file import STDIN, checked
+from quantkit.runtime.request import BATCH_SIZE, BEAM_SEARCH, MAX_NEW_TOKENS, MAX_SAMPLES, no_beam_search
+from quantkit.runtime.sampling_params import SamplingOptions
+from quantkit.tensors.dtypes import FloatName
 
+if TYPE_CHECKING:
+    from quantkit.formats.detect import WeightKind
+
+_USAGE = (
+    'put it after the folder: quantkit generate DIR "Once upon a time"; or name a file: --prompt-file FILE, - for'
+    " stdin; or one of many prompts: --prompts FILE.jsonl"
+)
+_PROMPT = "Prompt"
+_MANY = "A file of prompts"
+_SAMPLING = "Sampling"
+_DRAFT = "Speculative decoding"
 _RANK0_OPTIONS = ("path", "draft", "prompt_file", "prompts", "output")  # may differ from process to process
+
+_OWN_OPTIONS = {
+    "template": click.option(
+        "--template", metavar="NAME", shell_complete=options.complete_files,
+        help="Chat template for messages: llama2, llama3, one of the folder's by name, or a file *.jinja.",
+    ),
+    "max_new_tokens": options.max_new_tokens(MAX_NEW_TOKENS),
+    "n": click.option(
+        "-n", "--n", "n", type=int, default=1, help=f"Samples of each prompt, up to {MAX_SAMPLES}; 1 by default."
+    ),
+    "logit_bias": click.option(
+        "--logit-bias", type=options.token_bias, metavar="ID=NUMBER", multiple=True,
+        help="Add to the logits of a token; repeatable.",
+    ),
+    "backend": options.backend("xla", more=" xla runs the whole model on TPUs; see docs/parallel.md."),
+}  # fmt: skip
+"""Options that differ from those that other commands have under the same name, or that need more than a help line."""
+
+
+@dataclass(frozen=True)
+class GenerateArgs:
+    """The requested options; None, False and empty if not given."""
+
+    path: Path
+    text: str | None
+    prompt: str | None = option(_PROMPT, "Instead of PROMPT: for a text that begins with a dash.", metavar="TEXT")
+    prompt_file: str | None = option(
+        _PROMPT, "Instead of PROMPT: a file to read it from; - is stdin.", "file", metavar="FILE"
+    )
+    truncate: bool = option(
+        _PROMPT, "Cut off the beginning of a prompt that is too long, instead of failing.", bool, default=False
+    )
+    prompts: str | None = option(
+        _MANY, "Instead of PROMPT: JSON lines, each with prompt or messages; - is stdin. See docs/generation.md.",
+        "file", metavar="FILE",
+    )  # fmt: skip
+    output: str | None = option(_MANY, "The new file for the results; - is stdout.", "file", metavar="FILE")
+    resume: bool = option(_MANY, default=False)
+    batch: int | None = option(_MANY, f"Maximum number of sequences that run together. Default: {BATCH_SIZE}.", int)
+    template: str | None = option(_MANY)
+    echo: bool = option(_MANY, "Begin each text with its prompt.", bool, default=False)
+    logprobs: int | None = option(
+        _MANY, "Write log-probabilities, and the K most likely tokens of each position.", int, metavar="K"
+    )
+    max_new_tokens: int = option(_SAMPLING, default=MAX_NEW_TOKENS)
+    sampling_options: SamplingOptions | None = option(_SAMPLING)
+    stop: tuple[str, ...] = option(_SAMPLING, default=())
+    n: int = option(_SAMPLING, default=1)
+    logit_bias: tuple[tuple[int, float], ...] = option(_SAMPLING, default=())
+    draft: Path | None = option(_DRAFT, "A smaller model that proposes tokens.", "path")
+    draft_tokens: int | None = option(_DRAFT, "Tokens proposed at a time. Default: 4.", int)
+    dtype: FloatName | None = option(RUN)
+    backend: Any = option(RUN)  # a name that click has checked
+    device: str | None = option(RUN)
+    tp: int | None = option(RUN, "With xla: number of devices that share the model. Default: all.", int)
+    multi_host: bool = option(
+        RUN, "With xla: use the devices of all hosts; run this command on each host.", bool, default=False
+    )
+    int8_cache: bool = option(RUN, default=False)
+    compiled: bool | None = option(RUN)
+    warmup: bool = option(
+        RUN, "Compile all steps before the first one, and print how many there are.", bool, default=False
+    )
+    stats: bool = option(
+        RUN, "Print at the end the speed, and the share of the memory bandwidth used.", bool, default=False
+    )
+    weights: WeightKind | None = option(OTHER)
+
+    @property
+    def batch_size(self) -> int:
+        """Maximum number of sequences that run together."""
+        return BATCH_SIZE if self.batch is None else self.batch
+
+    @property
+    def slots(self) -> int:
+        """Samples of one prompt that run together."""
+        return min(self.n, BATCH_SIZE)
+
+    def sampling(self) -> SamplingOptions:
+        """How tokens are drawn, as far as it was requested."""
+        bias: SamplingOptions = {"logit_bias": dict(self.logit_bias)} if self.logit_bias else {}
+        return {**(self.sampling_options or {}), **bias}
+
+    def continuation(self) -> dict[str, Any]:
+        """How prompts are continued, as `prompts_file.OPTIONS` names it."""
+        return {
+            "max_new_tokens": self.max_new_tokens, "stop": list(self.stop), "n": self.n, "logprobs": self.logprobs,
+            "echo": self.echo, **self.sampling(),
+        }  # fmt: skip
+
+    def validate(self) -> None:
+        """
+        Raises:
+            RequestError: unless there is one prompt, or one file of them; for options that do not go together, or
+                numbers out of range.
+            CheckpointError: if there is no model.
+        """
+        sources = {
+            "PROMPT": self.text, "--prompt": self.prompt, "--prompt-file": self.prompt_file, "--prompts": self.prompts,
+        }  # fmt: skip
+        given = [name for name, value in sources.items() if value is not None]
+        if not given:
+            raise RequestError("there is no prompt", hint=_USAGE)
+        if len(given) > 1:
+            raise RequestError("the prompt is given twice", found=" and ".join(given), expected="one of them")
+        if "" in (self.text, self.prompt):
+            raise RequestError("the prompt is empty")
+        self._require_compatible()
+        checked(self.continuation())
+        if self.batch is not None and self.batch < 1:
+            raise RequestError("--batch must be at least 1", found=self.batch)
+        if self.text is not None and not self.path.exists() and is_model_folder(Path(self.text)):
+            raise RequestError(
+                "the model comes first, then the prompt", hint=f"quantkit generate {shlex.quote(self.text)} PROMPT"
+            )
+        require_models(self.path, self.draft)
+
+    def _require_compatible(self) -> None:
+        """
+        Raises:
+            RequestError: if options do not go together.
+        """
+        xla, drafts, many = self.backend == "xla", self.draft is not None, self.prompts is not None
+        of_files = self.output is not None or self.resume or self.batch is not None or self.template is not None
+        steps = self.int8_cache or self.compiled is not None or self.warmup
+        biased = [token for token, _ in self.logit_bias]
+        if repeated := [token for token in biased if biased.count(token) > 1]:
+            raise RequestError("--logit-bias names a token twice", found=repeated[0])
+        for wrong, problem in (
+            (xla and (steps or drafts or self.draft_tokens is not None or self.device is not None),
+             "--device, --int8-cache, --compile, --eager, --warmup and --draft do not go with --backend xla"),
+            (many and self.multi_host, "--multi-host goes with one prompt, not with --prompts"),
+            (not xla and (self.tp is not None or self.multi_host), "--tp and --multi-host go with --backend xla"),
+            (not drafts and self.draft_tokens is not None, "--draft-tokens goes with --draft"),
+            (drafts and (self.int8_cache or self.compiled or self.warmup or self.n > 1),
+             "--draft goes with none of --int8-cache, --compile, --warmup and --n"),
+            (many and (drafts or self.stats), "--draft and --stats go with one prompt, not with --prompts"),
+            (not many and (of_files or self.echo or self.logprobs is not None),
+             "--output, --resume, --batch, --template, --echo and --logprobs go with --prompts"),
+            (many and self.output is None, "--prompts needs --output FILE.jsonl, or --output - for stdout"),
+            (self.resume and self.output == STDIN, "--resume goes with a file, not with --output -"),
+        ):  # fmt: skip
+            if wrong:
+                raise RequestError(problem)
 
 
 class _WithPrompt(Command):
@@ -34,7 +197,7 @@ class _WithPrompt(Command):
 @click.command(cls=_WithPrompt)
 @click.argument("path", type=options.PATH)
 @click.argument("text", metavar="[PROMPT]", required=False)
-@options.of_job(GenerateArgs, OWN_OPTIONS)
+@options.of_job(GenerateArgs, _OWN_OPTIONS)
 def generate(**given: Any) -> None:
     """Continue a prompt, or many, with the model in PATH.
 
@@ -55,7 +218,7 @@ def generate(**given: Any) -> None:
         if rank0 and args.output in (None, STDIN):
             require_stdout()
         if args.prompts is not None:
-            job = many_prompts.job_of(args)
+            job = prompts.file_job(args)
             if rank0:
                 job.prepare()
 
@@ -63,11 +226,11 @@ def generate(**given: Any) -> None:
         args.validate()
         if not args.multi_host:  # with several hosts, only the first prints
             require_stdout()
-        one_prompt.show_on_devices(args)
+        prompts.show_on_devices(args)
         return
     shared = {name: value for name, value in given.items() if name not in _RANK0_OPTIONS}
     with together(shared, args.device, check=check) as group:
         if job is not None:
-            many_prompts.run(job, group)
+            prompts.run_file(job, group)
         else:
-            one_prompt.show(args, group)
+            prompts.show(args, group)

@@ -27,11 +27,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from quantkit.arguments import as_integer, as_path, require_flags
 from quantkit.errors import RequestError
@@ -42,7 +42,7 @@ from quantkit.formats.folder import checked_tokenizer, tokenizer_files
 from quantkit.formats.output.destination import require_absent
 from quantkit.formats.output.lines import ResumableLines
 from quantkit.formats.output.staging import partial_folder, require_room_to_build
-from quantkit.jobs.prompts_file import Prompt, PromptReader, checked
+from quantkit.jobs.prompts_file import Prompt, PromptReader, checked, input_bytes
 from quantkit.progress import Progress, deduplicated
 from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS, no_prompt_logprobs
 from quantkit.runtime.sampling_params import SamplingOptions
@@ -59,12 +59,11 @@ if TYPE_CHECKING:
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate import Runner
     from quantkit.runtime.generate_batch import BatchModel
-    from quantkit.runtime.request import Request
+    from quantkit.runtime.request import Completion, Request
     from quantkit.tensors.dtypes import FloatName
 
 _log = logging.getLogger(__name__)
 
-STDIN = "-"
 _LINE_BYTES = 200  # of a result, besides its tokens
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 60  # of each likely token
@@ -103,36 +102,14 @@ class GeneratedFile:
         return {**asdict(self), "output": None if self.output is None else str(self.output)}
 
 
-class _Lines(Protocol):
-    """A destination of lines."""
-
-    @property
-    def done(self) -> set[int]: ...
-    def add(self, number: int, lines: Sequence[Line]) -> None: ...
-    def commit(self) -> None: ...
-
-
 def generate_file(
-    path: str | Path,
-    prompts: str | Path,
-    output: str | Path,
-    *,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    stop: str | Sequence[str] = (),
-    n: int = 1,
-    logprobs: int | None = None,
-    echo: bool = False,
-    template: str | None = None,
-    truncate: bool = False,
-    batch_size: int = BATCH_SIZE,
-    resume: bool = False,
-    device: str | torch.device | None = None,
-    dtype: FloatName | torch.dtype | None = None,
-    backend: BackendName | Literal["xla"] | None = None,
-    weights: WeightKind | None = None,
-    progress: Progress | None = None,
-    **sampling: Unpack[SamplingOptions],
-) -> GeneratedFile:
+    path: str | Path, prompts: str | Path, output: str | Path, *, max_new_tokens: int = MAX_NEW_TOKENS,
+    stop: str | Sequence[str] = (), n: int = 1, logprobs: int | None = None, echo: bool = False,
+    template: str | None = None, truncate: bool = False, batch_size: int = BATCH_SIZE, resume: bool = False,
+    device: str | torch.device | None = None, dtype: FloatName | torch.dtype | None = None,
+    backend: BackendName | Literal["xla"] | None = None, weights: WeightKind | None = None,
+    progress: Progress | None = None, **sampling: Unpack[SamplingOptions],
+) -> GeneratedFile:  # fmt: skip
     """Continue the prompts in a file, several at a time; the module describes the lines of the result.
 
     Args:
@@ -204,10 +181,7 @@ class FileJob:
     _fingerprint: dict[str, object] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            RequestError: for invalid options.
-        """
+        """Raise a `RequestError` for invalid options."""
         require_flags(truncate=self.truncate, resume=self.resume)
         if checked(self.continuation).scores_prompt and self.backend == "xla":
             raise no_prompt_logprobs("echo")
@@ -226,7 +200,7 @@ class FileJob:
         checkpoint: Checkpoint = open_checkpoint(self.path, self.weights)
         require_runnable(checkpoint)
         tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(self.path)
-        content = _content(self.prompts)
+        content = input_bytes(self.prompts, "prompts")
         config, xla = checkpoint.config, self.backend == "xla"
         reader = PromptReader(
             self.path, config, tokenizer, self.continuation, template=self.template, truncate=self.truncate,
@@ -234,14 +208,12 @@ class FileJob:
         )  # fmt: skip
         self._read = reader.read(content, str(self.prompts))
         self._fingerprint = {
-            "job": "generate",
-            "quantkit": __version__,
+            "job": "generate", "quantkit": __version__,
             "model": manifest.identity([*checkpoint.files(), *tokenizer_files(self.path)]),
             "prompts": hashlib.sha256(content).hexdigest(),
             **{f"option {key}": value for key, value in self.continuation.items()},
-            "option template": self.template,
-            "option truncate": self.truncate,
-        }
+            "option template": self.template, "option truncate": self.truncate,
+        }  # fmt: skip
 
     def run(
         self, *, tp: ProcessGroup | None = None, progress: Progress, counted: Callable[[int], None] | None = None
@@ -256,7 +228,6 @@ class FileJob:
             QuantkitError: as `generate_file` does.
         """
         from quantkit.distributed.group import SINGLE
-        from quantkit.jobs.answer_lines import answers
 
         group = tp or SINGLE
         tokens, seconds = 0, 0.0
@@ -276,7 +247,7 @@ class FileJob:
                 engine, tokenizer = self._loaded([prompt.request for _, prompt in todo], group, progress)
                 progress("generate", done, total, "prompts")
                 begun = time.perf_counter()
-                for number, lines in answers(engine, tokenizer, todo, count):
+                for number, lines in _answers(engine, tokenizer, todo, count):
                     out.add(number, lines)
                     done += 1
                     progress("generate", done, total, "prompts")
@@ -285,7 +256,7 @@ class FileJob:
         written = self.output if isinstance(self.output, Path) else None
         return GeneratedFile(written, total, resumed, tokens, seconds)
 
-    def _opened(self, group: ProcessGroup) -> AbstractContextManager[_Lines]:
+    def _opened(self, group: ProcessGroup) -> AbstractContextManager[ResumableLines | _Callback]:
         """The destination of the lines; other processes than rank 0 drop theirs."""
         if not group.is_rank0:
             return nullcontext(_Callback(None))
@@ -357,14 +328,67 @@ def _likely_bytes(prompt: Prompt) -> int:
     return 2 * request.samples * (_LINE_BYTES + tokens * (_TOKEN_BYTES + entries * _LOGPROB_BYTES))
 
 
-def _content(file: Path) -> bytes:
-    name = str(file)
-    try:
-        with open(0 if name == STDIN else file, "rb", closefd=name != STDIN) as source:
-            return source.read()
-    except OSError as error:
-        raise RequestError(f"the prompts cannot be read: {error.strerror}", path=name) from error
-
-
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _answers(
+    engine: Engine | Runner[Any], tokenizer: Tokenizer, prompts: Sequence[tuple[int, Prompt]],
+    counted: Callable[[int], None],
+) -> Iterator[tuple[int, list[Line]]]:  # fmt: skip
+    """The lines of each prompt, with its number, as soon as all its continuations have ended.
+
+    Args:
+        counted: called after each step with the number of new tokens.
+    """
+    from quantkit.runtime.generate_batch import completions
+
+    texts = _TokenTexts(tokenizer)
+    requests, stops = [prompt.request for _, prompt in prompts], [prompt.stop for _, prompt in prompts]
+    ended: dict[int, list[Completion]] = {}
+    for one in completions(engine, requests, tokenizer, stops, counted):
+        number, prompt = prompts[one.prompt]
+        group = ended.setdefault(number, [])
+        group.append(one)
+        if len(group) == prompt.request.samples:
+            del ended[number]
+            group.sort(key=lambda one: one.sample)
+            yield number, [_line(number, prompt, one, texts) for one in group]
+
+
+def _line(number: int, prompt: Prompt, found: Completion, texts: _TokenTexts) -> Line:
+    echoed = len(prompt.request.prompt) if prompt.request.echo else 0
+    text = found.text or ""
+    if prompt.messages and not prompt.request.echo and not texts.tokenizer.byte_level:
+        text = text.removeprefix(" ")  # sentencepiece puts it before a word
+    line: dict[str, Any] = {
+        "index": number, **prompt.known_by, "sample": found.sample, "text": text,
+        "finish_reason": found.finish_reason, "stop": found.stop, "prompt_tokens": found.prompt_tokens,
+        "completion_tokens": len(found.token_ids) - echoed,
+    }  # fmt: skip
+    if prompt.truncated:
+        line["truncated"] = True
+    if prompt.token_ids:
+        line["token_ids"] = found.token_ids
+    if found.logprobs is not None:
+        line["logprobs"] = [
+            {**texts.entry(token, value), "top_logprobs": [texts.entry(*one) for one in top.items()]}
+            for token, value, top in zip(found.token_ids, found.logprobs.tokens, found.logprobs.top, strict=True)
+        ]
+    return line
+
+
+class _TokenTexts(dict[int, str]):
+    """The text of each single token, decoded when it is first needed."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__({token: text for text, token in (tokenizer.special_tokens or {}).items()})
+        self.tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str:
+        alone = self.tokenizer.decode([token])
+        text = self[token] = self.tokenizer.decode([token, token])[len(alone) :]  # it keeps the space before it
+        return text
+
+    def entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        return {"token": self[token], "token_id": token, "logprob": logprob}

@@ -22,14 +22,13 @@ back as they are: of no value in 64 bits, and in an ``id`` of more digits than t
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from functools import cached_property
@@ -57,6 +56,7 @@ from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.text.chat import Chat, chat_format
 from quantkit.text.tokenizer import Tokenizer
 
+STDIN = "-"
 OPTIONS = {"max_new_tokens", "stop", "n", "logprobs", "echo", *SamplingOptions.__annotations__}
 """How prompts are continued: of all lines, or of one."""
 
@@ -131,7 +131,7 @@ class PromptReader:
                 _require_known(values)
                 kind = _kind(given)
             if kind == "messages":
-                self._require_chat()
+                _ = self._chat, self._chat_defaults  # an error in the model's folder is not the line's
             with _at(f"{name}:{number}"):
                 known_by = {"id": values["id"]} if "id" in values else {}
                 found.append(self._prompt(kind, given, known_by))
@@ -150,10 +150,8 @@ class PromptReader:
         cut = ids
         if self._truncate and ids:
             cut = shortened(ids, self._max_tokens, request.max_new_tokens, self._config.bos_token_id)
-        return Prompt(
-            with_prompt(self._config, request, cut, self._max_tokens), stop, known_by, kind == "messages",
-            kind == "token_ids", len(cut) < len(ids),
-        )  # fmt: skip
+        request = with_prompt(self._config, request, cut, self._max_tokens)
+        return Prompt(request, stop, known_by, kind == "messages", kind == "token_ids", len(cut) < len(ids))
 
     def _ids(self, kind: str, given: Mapping[str, Any]) -> list[int]:
         value = given[kind]
@@ -177,10 +175,6 @@ class PromptReader:
             raise RequestError(f"'{min(taken)}' is no variable of the template's own")
         return self._chat.encode(value, tools=tools, **variables)
 
-    def _require_chat(self) -> None:
-        """What is wrong with the model's folder is no fault of a line."""
-        _ = self._chat, self._chat_defaults
-
     @cached_property
     def _chat(self) -> Chat:
         return chat_format(self._folder, self._tokenizer, self._template)
@@ -188,6 +182,23 @@ class PromptReader:
     @cached_property
     def _chat_defaults(self) -> SamplingOptions:
         return sampling_defaults(self._folder)
+
+
+def input_bytes(file: str | Path, what: str) -> bytes:
+    """The content of a file, or of stdin for ``-``.
+
+    Args:
+        what: it contains, for the error.
+
+    Raises:
+        RequestError: if it cannot be read.
+    """
+    name = str(file)
+    try:
+        with open(0 if name == STDIN else file, "rb", closefd=name != STDIN) as source:
+            return source.read()
+    except OSError as error:
+        raise RequestError(f"the {what} cannot be read: {error.strerror}", path=name) from error
 
 
 def checked(options: Mapping[str, Any]) -> Request:
@@ -212,9 +223,8 @@ def _request(asked: Mapping[str, Any]) -> Request:
     echo = asked.get("echo", False)
     require_flags(echo=echo)
     return checked_options(
-        asked["max_new_tokens"], sampling, samples=asked.get("n", 1),
-        logprobs=asked.get("logprobs"), echo=echo,
-    )  # fmt: skip
+        asked["max_new_tokens"], sampling, samples=asked.get("n", 1), logprobs=asked.get("logprobs"), echo=echo
+    )
 
 
 def _as_token(key: Any) -> Any:
@@ -241,10 +251,7 @@ def _kind(given: Mapping[str, Any]) -> str:
 
 
 def _require_known(values: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        RequestError: if there is a key that is not known.
-    """
+    """Raise a `RequestError` for an unknown key."""
     for key in values:
         if key in BEAM_SEARCH:
             raise no_beam_search(key)
@@ -275,8 +282,8 @@ def _object(line: str, place: str, *, first: bool) -> dict[str, Any]:
     if not line.strip():
         raise RequestError("the line is empty", path=place, expected=_EXPECTED)
     value: Any = None
-    with contextlib.suppress(ValueError, RecursionError), _at(place):
-        value = json.loads(line, parse_constant=_refuse, parse_int=_whole, object_pairs_hook=_object_of)
+    with suppress(ValueError, RecursionError), _at(place):
+        value = json.loads(line, parse_constant=_refuse, parse_int=_integer, object_pairs_hook=_object_of)
     if isinstance(value, dict):
         with _at(place):
             _require_exact(value, line)
@@ -299,7 +306,7 @@ def _repeated(keys: list[Any]) -> Any:
     return next((key for key, times in Counter(keys).items() if times > 1), None)
 
 
-def _whole(text: str) -> float:
+def _integer(text: str) -> float:
     try:
         return int(text)
     except ValueError:  # of more digits than Python takes
@@ -311,10 +318,7 @@ class _Spelled(str):
 
 
 def _require_exact(values: Mapping[str, Any], line: str) -> None:
-    """
-    Raises:
-        RequestError: if a value lies too deep, or a number is not what it was in the line.
-    """
+    """Raise a `RequestError` if a value is nested too deep, or a number is not what it was in the line."""
     for key, value in values.items():
         if depth(value) > MAX_DEPTH:
             raise RequestError(
@@ -327,10 +331,9 @@ def _require_exact(values: Mapping[str, Any], line: str) -> None:
     for one in within(json.loads(line, parse_float=_Spelled)["id"]):
         if isinstance(one, _Spelled) and not _comes_back(one):
             raise RequestError(
-                "'id' holds a number that does not come back as it is",
-                found=shown(str(one)),
+                "'id' holds a number that does not come back as it is", found=shown(str(one)),
                 expected=f"{float(one)}, or a string",
-            )
+            )  # fmt: skip
 
 
 def _comes_back(text: str) -> bool:
@@ -353,11 +356,6 @@ def _at(place: str) -> Iterator[None]:
     except (RequestError, CheckpointError) as error:
         kind: type[QuantkitError] = RequestError if isinstance(error, RequestError) else CheckpointError
         problem = error.problem if error.path is None else f"{error.path}: {error.problem}"
-        raise kind(
-            _spelled(problem), path=place, found=error.found, expected=_spelled(error.expected),
-            hint=_spelled(error.hint),
-        ) from error  # fmt: skip
-
-
-def _spelled(value: Any) -> Any:
-    return _SPELLED.sub(r"'\1'", value) if isinstance(value, str) else value
+        texts: dict[str, Any] = {"problem": problem, "expected": error.expected, "hint": error.hint}
+        spelled = {key: _SPELLED.sub(r"'\1'", one) if isinstance(one, str) else one for key, one in texts.items()}
+        raise kind(**spelled, path=place, found=error.found) from error

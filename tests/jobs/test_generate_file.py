@@ -520,14 +520,14 @@ def test_a_run_that_is_killed_goes_on(demo_model: Path, prompts: Path, tmp_path:
 def test_ctrl_c_says_what_is_kept(demo_model: Path, prompts: Path, tmp_path: Path) -> None:
     code = (
         "import os, signal\n"
-        "from quantkit.jobs import answer_lines\n"
+        "from quantkit.jobs import generate_file\n"
         "from quantkit.cli.main import main\n"
-        "answers = answer_lines.answers\n"
+        "answers = generate_file._answers\n"
         "def stopped(*given):\n"
         "    for count, one in enumerate(answers(*given)):\n"
         "        if count == 1: os.kill(os.getpid(), signal.SIGINT)\n"
         "        yield one\n"
-        "answer_lines.answers = stopped\n"
+        "generate_file._answers = stopped\n"
         "main()\n"
     )
     done = forked.python(code, "generate", demo_model, "--prompts", prompts, "--output", tmp_path / "out")

@@ -1,23 +1,28 @@
-"""``quantkit generate`` with one prompt: its continuation, as it grows."""
+"""What ``quantkit generate`` runs: one prompt, shown as its continuation grows, or a file of prompts into another."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.arguments import as_path
 from quantkit.cli.entry import raise_if_interrupted
-from quantkit.cli.generate_args import STDIN, GenerateArgs
-from quantkit.cli.output import mention, note, require_stdout
+from quantkit.cli.output import mention, note, require_stdout, say
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
-from quantkit.jobs.generate_file import warmed_up
+from quantkit.formats.output.lines import encoded
+from quantkit.jobs.generate_file import FileJob, warmed_up
+from quantkit.jobs.prompts_file import STDIN, input_bytes
 from quantkit.runtime.request import checked_options, shortened, text_ids, with_prompt
 
 if TYPE_CHECKING:
     from quantkit.architectures.config import ModelConfig
+    from quantkit.cli.generate import GenerateArgs
     from quantkit.distributed.group import ProcessGroup
     from quantkit.model.decoder import Decoder
     from quantkit.runtime.engine import Engine
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
 def show(args: GenerateArgs, group: ProcessGroup) -> None:
     """Print the prompt and its continuation, on rank 0."""
     from quantkit.jobs.load import load
-    from quantkit.runtime.generate import Pace
+    from quantkit.runtime.generate import Pace, generate
 
     prompt = group.broadcast_from_rank0(_prompt(args) if group.is_rank0 else "")
     placement: dict[str, Any] = {
@@ -44,12 +49,13 @@ def show(args: GenerateArgs, group: ProcessGroup) -> None:
     if args.n > 1:
         pieces = _samples(args, _engine(args, model, len(ids)), model.config, tokenizer, prompt, ids, pace)
     elif draft is None:
-        pieces = _single(args, _tokens(args, model, ids), tokenizer, prompt, ids, pace)
+        engine = _engine(args, model, len(ids))
+        tokens = generate(engine, ids, max_new_tokens=args.max_new_tokens, **args.sampling())
+        pieces = _single(args, tokens, tokenizer, prompt, ids, pace)
     else:
         pieces = _single(args, _speculative(args, model, *draft, prompt, ids), tokenizer, prompt, ids, pace)
-    _print(pieces, show=group.is_rank0)
-    if group.is_rank0:
-        _report_speed(args, pace, len(ids), model if draft is None and args.n == 1 else None)
+    read = model if draft is None and args.n == 1 else None
+    _print(args, pieces, pace, len(ids), read, show=group.is_rank0)
 
 
 def show_on_devices(args: GenerateArgs) -> None:
@@ -72,9 +78,7 @@ def show_on_devices(args: GenerateArgs) -> None:
     else:
         tokens = model.generate(ids, max_new_tokens=args.max_new_tokens, **args.sampling())
         pieces = _single(args, tokens, tokenizer, prompt, ids, pace)
-    _print(pieces, show=model.first)
-    if model.first:
-        _report_speed(args, pace, len(ids), None)
+    _print(args, pieces, pace, len(ids), None, show=model.first)
 
 
 def _single(
@@ -83,27 +87,7 @@ def _single(
     """A prompt with its continuation."""
     from quantkit.runtime.generate import text_pieces
 
-    return _lines(prompt, text_pieces(tokenizer, ids, pace.timed(tokens), args.stop))
-
-
-def _lines(prompt: str, pieces: Iterable[str]) -> Iterator[str]:
-    """A prompt with its continuation and a newline."""
-    yield prompt
-    yield from pieces
-    yield "\n"
-
-
-def _print(pieces: Iterator[str], *, show: bool) -> None:
-    for piece in pieces:
-        raise_if_interrupted()
-        if show:
-            click.echo(piece, nl=False)
-
-
-def _tokens(args: GenerateArgs, model: Decoder, ids: list[int]) -> Iterator[int]:
-    from quantkit.runtime.generate import generate
-
-    return generate(_engine(args, model, len(ids)), ids, max_new_tokens=args.max_new_tokens, **args.sampling())
+    return chain([prompt], text_pieces(tokenizer, ids, pace.timed(tokens), args.stop), ["\n"])
 
 
 def _speculative(
@@ -141,7 +125,7 @@ def _samples(
         texts[one.sample] = one.text or ""
         while shown in texts:
             yield f"--- {shown + 1} of {args.n} ---\n"
-            yield from _lines(prompt, [texts.pop(shown)])
+            yield from (prompt, texts.pop(shown), "\n")
             shown += 1
 
 
@@ -163,31 +147,36 @@ def _prompt(args: GenerateArgs) -> str:
     """The prompt; from a file, without the newline at its end.
 
     Raises:
-        RequestError: if the file cannot be read, or is empty.
+        RequestError: if the file cannot be read, is not UTF-8, or is empty.
     """
     file = STDIN if args.text == STDIN else args.prompt_file
     if file is None:
         return args.prompt or args.text or ""
-    prompt = _content(file).removesuffix("\n").removesuffix("\r")
+    try:
+        prompt = input_bytes(file, "prompt").decode().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise RequestError("the prompt is not UTF-8 text", path=file, found=f"byte {error.start}") from error
     if not prompt:
         raise RequestError("the prompt is empty", path=file)
     return prompt
-
-
-def _content(file: str) -> str:
-    try:
-        with open(0 if file == STDIN else file, "rb", closefd=file != STDIN) as source:
-            return source.read().decode()
-    except OSError as error:
-        raise RequestError(f"the prompt cannot be read: {error.strerror}", path=file) from error
-    except UnicodeDecodeError as error:
-        raise RequestError("the prompt is not UTF-8 text", path=file, found=f"byte {error.start}") from error
 
 
 def _ids(args: GenerateArgs, prompt: str, config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
     ids = text_ids(tokenizer, prompt, specials=True)
     max_tokens = config.max_unscaled_context if args.backend == "xla" else config.max_positions
     return shortened(ids, max_tokens, args.max_new_tokens, config.bos_token_id) if args.truncate else ids
+
+
+def _print(
+    args: GenerateArgs, pieces: Iterator[str], pace: Pace, prompt_tokens: int, model: Decoder | None, *, show: bool
+) -> None:
+    """Print the text and the speed, with `show`; otherwise only generate, as another process prints."""
+    for piece in pieces:
+        raise_if_interrupted()
+        if show:
+            click.echo(piece, nl=False)
+    if show:
+        _report_speed(args, pace, prompt_tokens, model)
 
 
 def _report_speed(args: GenerateArgs, pace: Pace, prompt_tokens: int, model: Decoder | None) -> None:
@@ -213,3 +202,43 @@ def _report_speed(args: GenerateArgs, pace: Pace, prompt_tokens: int, model: Dec
         )
     for line in lines:
         mention(line, err=True)
+
+
+def file_job(args: GenerateArgs) -> FileJob:
+    """The job for a file of prompts.
+
+    Raises:
+        RequestError: for invalid options.
+    """
+    assert args.prompts is not None and args.output is not None
+    return FileJob(
+        args.path, as_path("prompts", args.prompts),
+        _print_line if args.output == STDIN else as_path("output", args.output), args.continuation(),
+        template=args.template, truncate=args.truncate, batch_size=args.batch_size, resume=args.resume,
+        device=args.device, dtype=args.dtype, backend=args.backend, devices=args.tp, weights=args.weights,
+        int8_cache=args.int8_cache, compiled=args.compiled, warm_up=args.warmup,
+    )  # fmt: skip
+
+
+def run_file(job: FileJob, group: ProcessGroup) -> None:
+    """Run the job, with a bar and tokens per second on stderr."""
+    tokens, began = 0, 0.0
+
+    def count(new: int) -> None:
+        nonlocal tokens, began
+        began = began or time.monotonic()  # the first step is not timed
+        tokens += new
+
+    def rate() -> str | None:
+        seconds = time.monotonic() - began
+        return f"{tokens / seconds:.0f} tokens/s" if began and seconds > 1 else None
+
+    with ProgressDisplay(show=group.is_rank0, details=rate) as progress:
+        made = job.run(tp=group, progress=progress, counted=count)
+    if group.is_rank0:
+        say(made.lines(), err=made.output is None)
+
+
+def _print_line(line: Mapping[str, Any]) -> None:
+    raise_if_interrupted()
+    click.echo(encoded(line), nl=False)
