@@ -6,21 +6,26 @@ calibration text it holds the last part of the path.
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from quantkit.architectures.disk import unread_experts
+from quantkit.architectures.names import CANONICAL, EMBEDDING
 from quantkit.bit_allocation.picture import NAME as PICTURE
 from quantkit.bit_allocation.picture import picture
 from quantkit.calibration.data import Calibration
+from quantkit.calibration.effort import SAMPLES, SEED
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import read_here_alone
-from quantkit.jobs.command import quantize_command
 from quantkit.jobs.labels import base_model, file_name, layer_names, model_name
+from quantkit.jobs.option_fields import declared
 from quantkit.jobs.prepare import Prepared
+from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.result import growth_text
 from quantkit.jobs.target import NATIVE
 from quantkit.jobs.weights_only import kept_recurrent
@@ -31,10 +36,12 @@ from quantkit.quality.gate import FLOOR, SLACK, Gate
 from quantkit.quality.positions import CACHES, PositionCertificate, rise_text
 from quantkit.quality.weights_only import WeightsOnly
 from quantkit.quality.windows import RANDOM, WINDOW
+from quantkit.tensors.recipe import Recipe
 from quantkit.version import __version__
 
 NAME = "README.md"
 _TEMPLATE = "model_card.md.jinja"
+_RECIPE = "recipe.json"
 _CARRIED = ("license", "license_name", "license_link", "language", "datasets")
 
 
@@ -62,7 +69,7 @@ def model_card_files(
     if allocation is not None:
         title, short = f"{allocation.bits:.4g} bits per weight", f"{allocation.bits:.4g}bit"
     folder = f"{name}-{short}"
-    command, recipe = quantize_command(name, folder, prepared, drawn)
+    command, recipe = _quantize_command(name, folder, prepared, drawn)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, undefined=StrictUndefined,
@@ -208,4 +215,58 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
         "has_int8": any(scheme.bits != 4 for scheme in chosen.schemes.values()),
         "readers": method.readers(chosen.assigned),
         "read_here_alone": read_here_alone(method, chosen.assigned, tied=config.tied_embeddings),
+    }  # fmt: skip
+
+
+def _quantize_command(src: str, dst: str, prepared: Prepared, drawn: Calibration | None) -> tuple[str, str | None]:
+    """The command that repeats the call, and the content of the recipe file that it names, if it needs one.
+
+    Args:
+        src, dst: names for the folders.
+        drawn: the calibration samples; None for rounding.
+    """
+    options, recipe = prepared.options, prepared.scheme_map.recipe
+    result_options = [name for name, info in declared(QuantizeOptions).items() if info.changes_result]
+    values = {name: getattr(options, name) for name in result_options}
+    if prepared.allocation is not None:  # the recipe without what was chosen
+        recipe = Recipe(recipe.default, recipe.overrides[len(prepared.allocation.recipe().overrides) :])
+    values |= _scheme_options(recipe)
+    if prepared.allocation is not None:
+        size = prepared.allocation.target
+        values |= {"scheme": None, "target_bits": size.bits, "max_size": size.bytes and f"{size.bytes}B"}
+    values |= _method_options(prepared, drawn)
+    values["to"] = None if prepared.target.name == NATIVE else prepared.target.name
+    values["template"] = options.template and Path(options.template).name
+    values["certify_text"] = options.certify_text and (file_name(options.certify_text) or "TEXT")
+    words = ["quantkit", "quantize", src, dst]
+    for name, value in values.items():
+        option = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(option)
+        elif isinstance(value, list):
+            words += [word for one in value for word in (option, one)]
+        elif value is not None and value is not False:
+            words += [option, str(value)]
+    return shlex.join(words), json.dumps(recipe.to_json(), indent=2) if "recipe" in values else None
+
+
+def _scheme_options(recipe: Recipe) -> dict[str, object]:
+    """A recipe as options: a scheme, one for the head and the embedding, and layers to keep; or else a file."""
+    kept, named = list(recipe.overrides), dict[str, object]()
+    for name, module in (("head", CANONICAL["head"]), ("embedding", EMBEDDING)):
+        if kept and kept[0].pattern == module and kept[0].scheme is not None:
+            named[name] = kept.pop(0).scheme
+    if any(override.scheme is not None for override in kept):
+        return {"recipe": _RECIPE, **dict.fromkeys(("scheme", "head", "embedding", "keep"))}
+    return {"scheme": recipe.default, **named, "keep": [override.pattern for override in kept]}
+
+
+def _method_options(prepared: Prepared, drawn: Calibration | None) -> dict[str, object]:
+    settings = prepared.settings
+    if settings is None or drawn is None:
+        return {"method": "rtn"}
+    text = None if settings.text is None else drawn.source or file_name(settings.text) or "TEXT"
+    return {
+        "method": "gptq", "calibration": text, "samples": None if settings.samples == SAMPLES else settings.samples,
+        "seed": None if settings.seed == SEED else settings.seed,
     }  # fmt: skip

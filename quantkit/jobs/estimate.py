@@ -34,7 +34,7 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.destination import output_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build
-from quantkit.jobs.conversion import Conversion
+from quantkit.jobs.convert import Conversion
 from quantkit.jobs.prepare import Prepared, too_few_tokens
 from quantkit.memory import resident_bytes, size_text
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK

@@ -36,8 +36,6 @@ from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.version import __version__
 
-SHARD_BYTES = 2 << 30
-"""Largest safetensors file written, unless one tensor is larger."""
 CHECKPOINT_BYTES = 256 << 20
 """The writer makes a checkpoint after this many bytes."""
 _RESUMABLE = (DestinationError, QualityError, ResumeError)

@@ -18,12 +18,11 @@ from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.container import Encoder
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.staging import require_space
-from quantkit.jobs.conversion import plan_conversion
+from quantkit.jobs.convert import plan_conversion
 from quantkit.jobs.convert_options import ConvertOptions
 from quantkit.jobs.estimate import Estimate, estimate_conversion, estimate_quantization, require_buildable
-from quantkit.jobs.fit_to_size import size_fit
 from quantkit.jobs.option_fields import called_with
-from quantkit.jobs.prepare import prepare
+from quantkit.jobs.prepare import prepare, size_fit
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.model.device import float_type
 from quantkit.tensors.dtypes import FloatName

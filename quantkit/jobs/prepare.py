@@ -1,4 +1,4 @@
-"""What must hold before a checkpoint is quantized, checked from headers alone."""
+"""What `quantize` does before it writes: checks from headers alone, and the scheme of each layer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from pathlib import Path
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import unread_experts
 from quantkit.architectures.names import EMBEDDING
-from quantkit.architectures.topology import Parameter, input_groups, layer_kinds, parameters, sizes
+from quantkit.architectures.topology import Parameter, input_groups, layer_kinds, linear_columns, sizes
 from quantkit.arguments import as_path
-from quantkit.bit_allocation.allocation import Allocation
+from quantkit.bit_allocation.allocation import Allocation, units
+from quantkit.bit_allocation.fit import Fit
+from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import TensorBlock
+from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, require_calibratable, schemes
 from quantkit.formats.codecs.codec import Reason
@@ -23,25 +26,26 @@ from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.container import Encoder, Output, StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
-from quantkit.formats.output.staging import require_name, require_new_names
+from quantkit.formats.output.staging import interrupted_fingerprint, require_name, require_new_names
 from quantkit.formats.registry import Target
 from quantkit.jobs.certificate import CertifiedText, certified_text
-from quantkit.jobs.kv_cache import dropped_kv_cache
 from quantkit.jobs.labels import model_name
-from quantkit.jobs.output import SHARD_BYTES
+from quantkit.jobs.output import option_key
 from quantkit.jobs.quantize_options import Method, QuantizeOptions
-from quantkit.jobs.requested_recipe import requested_recipe
-from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.jobs.scheme_map import SchemeMap, requested_recipe
 from quantkit.jobs.settings import GptqSettings, gptq_settings
-from quantkit.jobs.target import NATIVE, shard_bytes
+from quantkit.jobs.target import NATIVE, dropped_kv_cache, shard_bytes
 from quantkit.jobs.weights_only import kept_parts, kept_recurrent
 from quantkit.model.transformers_linears import with_linears
+from quantkit.progress import Progress
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.qtensor import ROUNDING
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
+
+BIT_ALLOCATION = "bit_allocation"
+"""The key of the schemes chosen for a size in the manifest, and in the journal of an interrupted run."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class Prepared:
         options, target = self.options, self.target
         return Output(
             self.source, self.source.config, [spec for block in self.blocks for spec in block.tensors],
-            shard_bytes(options.split_max_size, target.container, SHARD_BYTES), self.tokenizer, method=target.method,
+            shard_bytes(options.split_max_size, target.container), self.tokenizer, method=target.method,
             templates=carried_templates(self.source, self.tokenizer, options.template),
             name=model_name(self.source, options.base_model), dst=self.dst,
         )  # fmt: skip
@@ -143,10 +147,7 @@ def prepare(options: QuantizeOptions) -> Prepared:
 
 
 def _require_floats(source: StoredCheckpoint) -> None:
-    """
-    Raises:
-        UnsupportedError: if the source is quantized already.
-    """
+    """Raise an `UnsupportedError` if the source is quantized already."""
     if already := schemes(source):
         raise UnsupportedError(
             "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
@@ -157,20 +158,6 @@ def _require_floats(source: StoredCheckpoint) -> None:
             f"the source is quantized already: tensor '{name}'", path=source.path, found=stored_as,
             hint="start from the float model, or convert it with `dequantize=True` first",
         )  # fmt: skip
-
-
-def reassigned(prepared: Prepared, allocation: Allocation) -> Prepared:
-    """The same source with the schemes that were chosen for a size.
-
-    Raises:
-        RequestError, UnsupportedError: as `quantize` does.
-    """
-    source, before = prepared.source, prepared.scheme_map.recipe
-    recipe = allocation.recipe(before.overrides)
-    _, notes_before = _assigned(source, before, prepared.dst, prepared.target)
-    scheme_map, more = _assigned(source, recipe, prepared.dst, prepared.target)
-    notes = [*(note for note in prepared.notes if note not in notes_before), *more]
-    return replace(prepared, scheme_map=scheme_map, notes=notes, allocation=allocation)
 
 
 def _assigned(
@@ -201,10 +188,7 @@ def _assigned(
 
 
 def _require_held(schemes: Mapping[str, QuantScheme], target: Target, path: Path) -> None:
-    """
-    Raises:
-        UnsupportedError: if a format has no place for one of the schemes, given by module.
-    """
+    """Raise an `UnsupportedError` if a format does not support one of the schemes, given by module."""
     assert target.codes is not None
     for module, scheme in schemes.items():
         embedding = module == EMBEDDING
@@ -242,6 +226,66 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme], target
     return [TensorBlock(layer, tuple(map(spec, block))) for layer, block in by_layer]
 
 
+def size_fit(prepared: Prepared) -> Fit | None:
+    """What chooses the schemes; None if they were given.
+
+    Raises:
+        RequestError: if no choice has the size.
+        UnsupportedError: if the format does not hold several schemes.
+    """
+    size, target = prepared.options.size, prepared.target
+    if size is None:
+        return None
+
+    def total_bytes(schemes: Mapping[str, QuantScheme]) -> int:
+        """Of all files of weights, given the scheme of each module that gets one."""
+        return replace(prepared, scheme_map=replace(prepared.scheme_map, schemes=dict(schemes))).encoder.total_bytes()
+
+    assert target.codes is not None
+    return Fit(prepared.source, size, target.codes, target.method, _not_chosen(prepared), total_bytes)
+
+
+def choose_schemes(
+    prepared: Prepared, fit: Fit, drawn: Calibration, *, group: ProcessGroup, progress: Progress
+) -> Prepared:
+    """The source with the schemes chosen on samples; a resumed run keeps the choice of the interrupted one.
+
+    Raises:
+        QuantkitError: as `quantize` does.
+    """
+    settings = prepared.settings
+    assert settings is not None  # a size goes with GPTQ only
+    allocation = group.broadcast_from_rank0(_of_interrupted(prepared, drawn) if prepared.options.resume else None)
+    if allocation is None:
+        allocation = fit.chosen(
+            drawn.tokens, device=settings.device, memory_bytes=settings.memory_bytes, group=group, progress=progress
+        )
+    source, before = prepared.source, prepared.scheme_map.recipe
+    _, notes_before = _assigned(source, before, prepared.dst, prepared.target)
+    scheme_map, more = _assigned(source, allocation.recipe(before.overrides), prepared.dst, prepared.target)
+    notes = [*(note for note in prepared.notes if note not in notes_before), *more]
+    return replace(prepared, scheme_map=scheme_map, notes=notes, allocation=allocation)
+
+
+def _of_interrupted(prepared: Prepared, drawn: Calibration) -> Allocation | None:
+    """The choice of an interrupted run for the same size and samples; the writer compares all other options."""
+    fingerprint = interrupted_fingerprint(prepared.dst)
+    found, calibration = fingerprint.get(option_key(BIT_ALLOCATION)), fingerprint.get(option_key("calibration"))
+    if not isinstance(found, dict) or calibration != drawn.to_json():
+        return None
+    allocation = Allocation.from_json(found)
+    return allocation if allocation.target == prepared.options.size else None
+
+
+def _not_chosen(prepared: Prepared) -> dict[str, QuantScheme | None]:
+    """The modules whose schemes are not chosen: named ones, and linears of blocks that keep their floats."""
+    source, schemes = prepared.source, prepared.scheme_map.schemes
+    free = {module for unit in units(source.config) for module in unit.modules}
+    kept = [module for module in linear_columns(source.config) if module in free and module not in schemes]
+    named = {module: scheme for module, scheme in schemes.items() if module not in free}
+    return {**named, **dict.fromkeys(kept)}
+
+
 def too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
     """A note where samples of a shape [N, T] cannot give a Hessian full rank."""
     counts = sizes(config)
@@ -250,29 +294,3 @@ def too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
     if tokens >= width:
         return []
     return [f"{tokens} calibration tokens are fewer than the widest layer's {width} inputs; give more `samples`"]
-
-
-def starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelConfig) -> list[str]:
-    """A note where experts were sent too few calibration tokens.
-
-    Args:
-        records: what was found for tensors, by name.
-    """
-    found: dict[tuple[int | None, int], list[Mapping[str, object]]] = {}
-    experts = set()
-    for parameter in parameters(config):
-        if parameter.expert is not None:
-            experts.add((parameter.layer, parameter.expert))
-            record = records.get(parameter.name, {})
-            if record.get("tokens_from") == "all":
-                found.setdefault((parameter.layer, parameter.expert), []).append(record)
-    if not found:
-        return []
-    never = sum(any(record["routed_tokens"] == 0 for record in own) for own in found.values())
-    none = f", {never} of them none" if never else ""
-    rounded = sum(record["solver"] == ROUNDING for own in found.values() for record in own)
-    last = f", and {rounded} of their layers {'was' if rounded == 1 else 'were'} rounded to nearest" if rounded else ""
-    return [
-        f"{len(found)} of {len(experts)} experts were sent too few calibration tokens{none}: "
-        f"all tokens calibrated them{last}"
-    ]

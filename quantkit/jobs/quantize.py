@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.topology import parameters
 from quantkit.arguments import require_instance
 from quantkit.bit_allocation.fit import Fit
 from quantkit.calibration.data import Calibration
@@ -17,11 +19,9 @@ from quantkit.formats.container import Written, weight_size
 from quantkit.formats.output.staging import partial_folder
 from quantkit.jobs.card import model_card_files
 from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
-from quantkit.jobs.fit_to_size import OPTION as BIT_ALLOCATION
-from quantkit.jobs.fit_to_size import choose_schemes, size_fit
 from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.output import Work, Writer, model_summary, writing
-from quantkit.jobs.prepare import Prepared, prepare, starved_experts, too_few_tokens
+from quantkit.jobs.prepare import BIT_ALLOCATION, Prepared, choose_schemes, prepare, size_fit, too_few_tokens
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.settings import GptqSettings
@@ -32,6 +32,7 @@ from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly, carried_tensors, weights_only
 from quantkit.tensors.products import compute_dtype
+from quantkit.tensors.qtensor import ROUNDING
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         manifest = writer.commit(_details(prepared, work, result, writer, gate, certificate), card)
     notes = [
         *source.notes, *prepared.notes, *prepared.target.container.notes(prepared.output),
-        *starved_experts(writer.records, source.config), *_accepted(dst, gate, certificate), *writer.notes,
+        *_starved_experts(writer.records, source.config), *_accepted(dst, gate, certificate), *writer.notes,
     ]  # fmt: skip
     embedding = prepared.scheme_map.embedding
     found = QuantizeResult(
@@ -254,3 +255,29 @@ def _accepted(dst: Path, *checks: Gate | WeightsOnly | PositionCertificate | Non
     """Notes on what was found too far from the source in a result that is kept."""
     found = [one.problem() for one in checks if isinstance(one, (Gate, PositionCertificate))]
     return [f"{dst}: {one[0]}: {one[1]}, expected {one[2]}; accepted" for one in found if one is not None]
+
+
+def _starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelConfig) -> list[str]:
+    """A note where experts were sent too few calibration tokens.
+
+    Args:
+        records: what was found for tensors, by name.
+    """
+    found: dict[tuple[int | None, int], list[Mapping[str, object]]] = {}
+    experts = set()
+    for parameter in parameters(config):
+        if parameter.expert is not None:
+            experts.add((parameter.layer, parameter.expert))
+            record = records.get(parameter.name, {})
+            if record.get("tokens_from") == "all":
+                found.setdefault((parameter.layer, parameter.expert), []).append(record)
+    if not found:
+        return []
+    never = sum(any(record["routed_tokens"] == 0 for record in own) for own in found.values())
+    none = f", {never} of them none" if never else ""
+    rounded = sum(record["solver"] == ROUNDING for own in found.values() for record in own)
+    last = f", and {rounded} of their layers {'was' if rounded == 1 else 'were'} rounded to nearest" if rounded else ""
+    return [
+        f"{len(found)} of {len(experts)} experts were sent too few calibration tokens{none}: "
+        f"all tokens calibrated them{last}"
+    ]

@@ -8,12 +8,18 @@ from pathlib import Path
 from quantkit.arguments import as_integer, as_string
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import read_as_floats, schemes
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
 from quantkit.formats.codecs.table import NATIVE as native
 from quantkit.formats.container import Container, StoredCheckpoint
+from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.registry import GGUF, HF, Target, target, targets
 
 NATIVE = native.name
 """The target of quantized models by default."""
+SHARD_BYTES = 2 << 30
+"""Largest safetensors file written by default, unless one tensor is larger."""
+_WITH_KV_CACHE = (CompressedTensors.name, Int8Activations.name, HF.name)
+"""Targets that can store the scheme and scales of a KV cache."""
 
 
 def requested_target(to: str | None, dst: Path, *, dequantize: bool = False, requantize: bool = False) -> Target | None:
@@ -65,18 +71,15 @@ def quantized_target(to: str | None, dst: Path) -> Target:
     return found
 
 
-def shard_bytes(asked: int | None, container: Container, default: int) -> int:
+def shard_bytes(requested: int | None, container: Container) -> int:
     """The bytes of the largest file of weights.
 
-    Args:
-        default: if nothing was requested, and the container has several files.
-
     Raises:
-        RequestError: for no size that a file can have, or a container whose files are not cut by size.
+        RequestError: for a size that no file can have, or a container whose files are not split by size.
     """
-    if asked is None:
-        return sys.maxsize if container.one_file else default
-    size = as_integer("split_max_size", asked)
+    if requested is None:
+        return sys.maxsize if container.one_file else SHARD_BYTES
+    size = as_integer("split_max_size", requested)
     if size <= 0:
         raise RequestError("`split_max_size` must be positive", found=size)
     if container.model_parallel:
@@ -84,3 +87,25 @@ def shard_bytes(asked: int | None, container: Container, default: int) -> int:
             f'`split_max_size` does not go with `to="{container.name}"`', hint="`mp` says how many files"
         )
     return size
+
+
+def kept_kv_cache(
+    source: StoredCheckpoint, target: Target, dst: Path, *, dequantize: bool, allow_nonfinite: bool
+) -> tuple[KvCache | None, list[str]]:  # fmt: skip
+    """What a conversion writes again, as it is, of its source's quantized key/value cache, and notes for the user.
+
+    Raises:
+        NonFiniteError, CheckpointError: see `KvCache.require_sound`.
+    """
+    cache = source.kv_cache
+    if cache is None or not cache.rewritable or dequantize or target.name not in _WITH_KV_CACHE:
+        return None, dropped_kv_cache(source, dst)
+    cache.require_sound(allow_nonfinite=allow_nonfinite)
+    return cache, [f"{dst}: the scheme and scales of the KV cache are carried as they are"]
+
+
+def dropped_kv_cache(source: StoredCheckpoint, dst: Path) -> list[str]:
+    """A note where an output says nothing of the quantized key/value cache of its source."""
+    if source.kv_cache is None:
+        return []
+    return [f"{dst}: the scheme and scales of the KV cache are dropped: readers keep the cache in floats"]

@@ -503,7 +503,7 @@ def test_many_shards_have_an_index_that_transformers_reads(
 ) -> None:
     source = _source(tmp_path / "float", eos_token_id=None)
     quantkit.quantize(source, tmp_path / "whole", scheme, method="rtn")
-    monkeypatch.setattr("quantkit.jobs.prepare.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("quantkit.jobs.target.SHARD_BYTES", 20_000)
     out = tmp_path / "out"
     quantkit.quantize(source, out, scheme, method="rtn")
     index = json.loads((out / "model.safetensors.index.json").read_text())

@@ -51,9 +51,9 @@ import os, signal, sys
 import torch
 import quantkit
 from quantkit.data.files import EXCERPT
-from quantkit.jobs import conversion, output, prepare
+from quantkit.jobs import output, target
 output.CHECKPOINT_BYTES = 50_000
-conversion.SHARD_BYTES = prepare.SHARD_BYTES = 300_000
+target.SHARD_BYTES = 300_000
 torch.set_num_threads(1)  # sums of floats depend on it
 src, dst, limit = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
@@ -67,8 +67,7 @@ def progress(phase, done, total, unit):
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "CHECKPOINT_BYTES", 50_000)
-    monkeypatch.setattr("quantkit.jobs.conversion.SHARD_BYTES", 300_000)
-    monkeypatch.setattr("quantkit.jobs.prepare.SHARD_BYTES", 300_000)
+    monkeypatch.setattr("quantkit.jobs.target.SHARD_BYTES", 300_000)
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -315,9 +314,9 @@ SLOW = (
     "import sys, time\n"
     "from quantkit.cli.entry import main\n"
     "from quantkit.formats.output import sink\n"
-    "from quantkit.jobs import conversion, output\n"
+    "from quantkit.jobs import output, target\n"
     "output.CHECKPOINT_BYTES = 50_000\n"
-    "conversion.SHARD_BYTES = 300_000\n"
+    "target.SHARD_BYTES = 300_000\n"
     "append, steps = sink.Sink.append, iter([0.1] * 8)\n"
     "def slowly(self, name, data):\n"
     "    time.sleep(next(steps, 60))\n"  # it must not be done before the signal comes

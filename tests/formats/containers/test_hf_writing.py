@@ -26,10 +26,11 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.journal import NAME
 from quantkit.formats.registry import HF, target
 from quantkit.jobs import output as outputs
-from quantkit.jobs.output import SHARD_BYTES, Work, writing
+from quantkit.jobs.output import Work, writing
 from quantkit.jobs.prepare import prepare, tensor_blocks
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.scheme_map import SchemeMap
+from quantkit.jobs.target import SHARD_BYTES
 from quantkit.progress import silent
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.recipe import Override, Recipe

@@ -16,7 +16,7 @@ from partial import Change, contents, interrupted, no_hang, partial, rewrite_las
 
 import quantkit
 from quantkit.errors import DestinationError, ResumeError
-from quantkit.jobs import conversion, output
+from quantkit.jobs import output, target
 
 JOURNAL = ".quantkit-journal.jsonl"
 SECRET = b"somebody's only copy"
@@ -26,7 +26,7 @@ NOT_OURS = "not what the interrupted run left"
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "CHECKPOINT_BYTES", 50_000)
-    monkeypatch.setattr(conversion, "SHARD_BYTES", 300_000)
+    monkeypatch.setattr(target, "SHARD_BYTES", 300_000)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def left(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What an interrupted conversion leaves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output, "CHECKPOINT_BYTES", 50_000)
-        patch.setattr(conversion, "SHARD_BYTES", 300_000)
+        patch.setattr(target, "SHARD_BYTES", 300_000)
         return interrupted(quantkit.convert, demo_model, tmp_path_factory.mktemp("left") / "out")
 
 
@@ -347,8 +347,8 @@ def test_a_run_killed_after_the_rename_leaves_a_whole_model(demo_model: Path, tm
     quantkit.convert(demo_model, whole)
     killed = (
         "import os, signal, sys, quantkit\n"
-        "from quantkit.jobs import conversion\n"
-        "conversion.SHARD_BYTES = 300_000\n"
+        "from quantkit.jobs import target\n"
+        "target.SHARD_BYTES = 300_000\n"
         "unlink = os.unlink\n"
         "def stop(path, **options):\n"
         "    if 'journal' in str(path):\n"
