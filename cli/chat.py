@@ -85,11 +85,7 @@ def chat(**given: Any) -> None:
 
 
 def _validate(given: dict[str, Any]) -> None:
-    """
-    Raises:
-        RequestError: if numbers are out of range, or the model has no chat template.
-        CheckpointError: if there is no model, or its settings are damaged.
-    """
+    """Raise a `RequestError` or `CheckpointError` for an option, a model or a chat template that cannot be used."""
     options.requested_sampling(given)
     checked_count(given["max_new_tokens"])
     require_models(given["path"])

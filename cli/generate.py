@@ -151,10 +151,7 @@ class GenerateArgs:
         require_models(self.path, self.draft)
 
     def _require_compatible(self) -> None:
-        """
-        Raises:
-            RequestError: if options do not go together.
-        """
+        """Raise a `RequestError` if options do not go together."""
         xla, drafts, many = self.backend == "xla", self.draft is not None, self.prompts is not None
         of_files = self.output is not None or self.resume or self.batch is not None or self.template is not None
         steps = self.int8_cache or self.compiled is not None or self.warmup

@@ -11,17 +11,7 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class, shell_complete
 
-from quantkit.errors import (
-    CheckpointError,
-    DestinationError,
-    GroupError,
-    NonFiniteError,
-    QualityError,
-    QuantkitError,
-    RequestError,
-    ResumeError,
-    UnsupportedError,
-)
+from quantkit import errors
 from quantkit.jobs.option_fields import OTHER
 
 COMPLETION = "_QUANTKIT_COMPLETE"
@@ -34,15 +24,15 @@ BROKEN = 12
 
 EXIT_CODES: dict[int, str] = {
     0: "done",
-    QuantkitError.exit_code: "a bug in quantkit",
-    RequestError.exit_code: "a request that makes no sense",
-    CheckpointError.exit_code: "the source is damaged or incomplete",
-    UnsupportedError.exit_code: "the source is of a kind that is not supported",
-    DestinationError.exit_code: "the destination cannot be written",
-    ResumeError.exit_code: "an interrupted or running job is in the way",
-    NonFiniteError.exit_code: "weights or logits are NaN or Inf",
-    QualityError.exit_code: "the result is too far from its source",
-    GroupError.exit_code: "processes of one job differ, or one is lost",
+    errors.QuantkitError.exit_code: "a bug in quantkit",
+    errors.RequestError.exit_code: "a request that makes no sense",
+    errors.CheckpointError.exit_code: "the source is damaged or incomplete",
+    errors.UnsupportedError.exit_code: "the source is of a kind that is not supported",
+    errors.DestinationError.exit_code: "the destination cannot be written",
+    errors.ResumeError.exit_code: "an interrupted or running job is in the way",
+    errors.NonFiniteError.exit_code: "weights or logits are NaN or Inf",
+    errors.QualityError.exit_code: "the result is too far from its source",
+    errors.GroupError.exit_code: "processes of one job differ, or one is lost",
     10: "verify: within the bound of the scheme",
     11: "verify: different",
     BROKEN: "doctor: something would break",

@@ -36,27 +36,21 @@ _MEASURED = "What is measured"
         "--task-data", type=options.PATH, help="Folder with data of tasks: TASK.jsonl, .json, .parquet or .txt."
     ),
     click.option(
-        "--against",
-        metavar="[NAME=]PATH",
-        shell_complete=options.complete_named,
+        "--against", metavar="[NAME=]PATH", shell_complete=options.complete_named,
         help="The model that the others are compared with.",
     ),
     click.option("--window", type=int, help="Tokens in a window. Default: see docs/evals.md."),
     click.option(
-        "--positions",
-        type=int,
-        metavar="TOKENS",
+        "--positions", type=int, metavar="TOKENS",
         help="Also measure divergence by position, up to this many tokens, with a float and an int8 cache.",
     ),
     click.option(
-        "--position-windows",
-        type=int,
-        metavar="N",
+        "--position-windows", type=int, metavar="N",
         help=f"Number of --positions windows in each text. Default: as many as fit in {TOKENS} tokens.",
     ),
     click.option("--cache-logits", type=options.PATH, help="Folder that keeps the reference's results for later runs."),
     click.option("--speed", is_flag=True, help="Also measure decoding."),
-)
+)  # fmt: skip
 @section(RUN, options.device)
 @section(
     "Output", options.table, options.report, options.data,

@@ -89,44 +89,25 @@ if TYPE_CHECKING:
     from quantkit.text.tokenizer import Tokenizer as Tokenizer
 
 _JOBS = {
-    "ChatSession": "quantkit.runtime.chat_session",
-    "Llama": "quantkit.jobs.llama",
-    "Progress": "quantkit.progress",
-    "Tokenizer": "quantkit.text.tokenizer",
-    "chat_format": "quantkit.text.chat",
-    "convert": "quantkit.jobs.convert",
-    "diagnose": "quantkit.doctor.diagnose",
-    "evaluate": "quantkit.evals.evaluate",
-    "generate": "quantkit.runtime.generate",
-    "generate_batch": "quantkit.runtime.generate_batch",
-    "generate_file": "quantkit.jobs.generate_file",
-    "inspect": "quantkit.jobs.inspect",
-    "load": "quantkit.jobs.load",
-    "open_checkpoint": "quantkit.formats.detect",
-    "quantize": "quantkit.jobs.quantize",
-    "sampling_defaults": "quantkit.runtime.generation_config",
-    "stream": "quantkit.runtime.generate",
+    "ChatSession": "quantkit.runtime.chat_session", "Llama": "quantkit.jobs.llama", "Progress": "quantkit.progress",
+    "Tokenizer": "quantkit.text.tokenizer", "chat_format": "quantkit.text.chat", "convert": "quantkit.jobs.convert",
+    "diagnose": "quantkit.doctor.diagnose", "evaluate": "quantkit.evals.evaluate",
+    "generate": "quantkit.runtime.generate", "generate_batch": "quantkit.runtime.generate_batch",
+    "generate_file": "quantkit.jobs.generate_file", "inspect": "quantkit.jobs.inspect", "load": "quantkit.jobs.load",
+    "open_checkpoint": "quantkit.formats.detect", "quantize": "quantkit.jobs.quantize",
+    "sampling_defaults": "quantkit.runtime.generation_config", "stream": "quantkit.runtime.generate",
     "verify": "quantkit.quality.verify",
-}
+}  # fmt: skip
 _TYPES = {
-    "Completion": "quantkit.runtime.request",
-    "ConvertResult": "quantkit.jobs.result",
-    "Diagnosis": "quantkit.doctor.report",
-    "Estimate": "quantkit.jobs.estimate",
-    "Evaluation": "quantkit.evals.results",
-    "FolderReport": "quantkit.quality.manifest_check",
-    "Gate": "quantkit.quality.gate",
-    "GeneratedFile": "quantkit.jobs.generate_file",
-    "Inspection": "quantkit.jobs.inspect",
-    "Logprobs": "quantkit.runtime.request",
-    "Override": "quantkit.tensors.recipe",
-    "QuantScheme": "quantkit.tensors.scheme",
-    "QuantizeResult": "quantkit.jobs.result",
-    "Recipe": "quantkit.tensors.recipe",
-    "SamplingParams": "quantkit.runtime.sampling_params",
-    "Verdict": "quantkit.quality.verify",
-    "VerifyReport": "quantkit.quality.verify",
-}
+    "Completion": "quantkit.runtime.request", "ConvertResult": "quantkit.jobs.result",
+    "Diagnosis": "quantkit.doctor.report", "Estimate": "quantkit.jobs.estimate", "Evaluation": "quantkit.evals.results",
+    "FolderReport": "quantkit.quality.manifest_check", "Gate": "quantkit.quality.gate",
+    "GeneratedFile": "quantkit.jobs.generate_file", "Inspection": "quantkit.jobs.inspect",
+    "Logprobs": "quantkit.runtime.request", "Override": "quantkit.tensors.recipe",
+    "QuantScheme": "quantkit.tensors.scheme", "QuantizeResult": "quantkit.jobs.result",
+    "Recipe": "quantkit.tensors.recipe", "SamplingParams": "quantkit.runtime.sampling_params",
+    "Verdict": "quantkit.quality.verify", "VerifyReport": "quantkit.quality.verify",
+}  # fmt: skip
 _MODULES = {"errors": "quantkit.errors", "plan": "quantkit.jobs.plan"}
 
 # Without the types: pydoc shows all that is named here in full, and of a dataclass that is mostly its machinery.

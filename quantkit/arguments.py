@@ -79,9 +79,7 @@ def as_strings(name: str, value: object) -> list[str]:
     """One string or several."""
     if isinstance(value, str):
         return [value]
-    if not is_several(value):
-        raise wrong_type(name, value, "a string, or several in a list")
-    return [as_string(name, one) for one in value]
+    return [as_string(name, one) for one in _several(name, value, "a string")]
 
 
 def as_path(name: str, value: object) -> Path:
@@ -98,9 +96,13 @@ def as_paths(name: str, value: object) -> list[Path]:
     """One path or several."""
     if isinstance(value, str | os.PathLike):
         return [as_path(name, value)]
+    return [as_path(name, one) for one in _several(name, value, "a path")]
+
+
+def _several(name: str, value: object, kind: str) -> Iterable[object]:
     if not is_several(value):
-        raise wrong_type(name, value, "a path, or several in a list")
-    return [as_path(name, one) for one in value]
+        raise wrong_type(name, value, f"{kind}, or several in a list")
+    return value
 
 
 def token_rows(value: object) -> list[list[int]]:

@@ -109,20 +109,20 @@ class Settings:
 
     def integer(self, key: str, low: int, high: int) -> int:
         """An integer; floats, strings and booleans are refused."""
-        value = self.need(key)
+        value, expected = self.need(key), f"an integer from {low} to {high}"
         if type(value) is not int:
-            self.wrong_type(key, f"an integer from {low} to {high}")
+            self.wrong_type(key, expected)
         if not low <= value <= high:
-            self._out_of_range(key, f"an integer from {low} to {high}")
+            self._out_of_range(key, expected)
         return value
 
     def number(self, key: str, low: float, high: float) -> float:
         """An integer or a float."""
-        value = self.need(key)
+        value, expected = self.need(key), f"a number from {low:g} to {high:g}"
         if type(value) not in (int, float):
-            self.wrong_type(key, f"a number from {low:g} to {high:g}")
+            self.wrong_type(key, expected)
         if not low <= value <= high:  # NaN is not
-            self._out_of_range(key, f"a number from {low:g} to {high:g}")
+            self._out_of_range(key, expected)
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

@@ -98,13 +98,11 @@ def _metadata(prepared: Prepared, method: QuantMethod, base: str | None) -> str:
     if license is not None and license != carried.get("license"):
         carried = {"license": license} | {key: carried[key] for key in carried if not key.startswith("license")}
     facts: dict[str, Any] = {
-        **carried,
-        "base_model": base,
-        "base_model_relation": "quantized" if base else None,
+        **carried, "base_model": base, "base_model_relation": "quantized" if base else None,
         "library_name": "transformers" if _loads_in_transformers(prepared, method) else None,
         "pipeline_tag": "text-generation" if source.config.runnable else before.get("pipeline_tag"),
         "tags": ["quantkit", method.name, *prepared.scheme_map.counts()],
-    }
+    }  # fmt: skip
     return ModelCardData(**facts).to_yaml(original_order=list(facts))
 
 

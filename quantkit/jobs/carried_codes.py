@@ -110,10 +110,7 @@ def widened(source: Checkpoint, module: str, codes: CodeFormat) -> bool:
 
 
 def require_representable(source: Checkpoint, codes: CodeFormat, to_round: Mapping[str, Rounding]) -> None:
-    """
-    Raises:
-        NotRepresentableError: naming the first tensor of a scheme, or of sizes, that a format has not.
-    """
+    """Raise a `NotRepresentableError` for the first tensor whose scheme, or shape, a format does not support."""
     for module, scheme in schemes(source).items():
         name = f"{module}.weight"
         if name in to_round or widened(source, module, codes):

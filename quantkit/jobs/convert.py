@@ -260,11 +260,8 @@ def _suggest_requantize(options: ConvertOptions) -> Iterator[None]:
 
 
 def _require_convertible(source: StoredCheckpoint, target: Target, options: ConvertOptions) -> None:
-    """
-    Raises:
-        RequestError: for options that do not go with this source.
-        UnsupportedError: if it is quantized, and the options would change that.
-    """
+    """Raise a `RequestError` for options that do not go with the source, an `UnsupportedError` if they would change
+    codes."""
     quantized, integers = schemes(source), read_as_floats(source)
     if not source.config.runnable:
         if not target.container.methods:

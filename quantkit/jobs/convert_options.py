@@ -70,10 +70,7 @@ class ConvertOptions:
     tensors_only: bool = option(OTHER, default=False)
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            RequestError: for a value of the wrong type, or an unknown float type.
-        """
+        """Raise a `RequestError` for a value of the wrong type, or an unknown float type."""
         require_flags(
             resume=self.resume, allow_nonfinite=self.allow_nonfinite, source_check=self.source_check,
             tensors_only=self.tensors_only, dequantize=self.dequantize, requantize=self.requantize,

@@ -94,11 +94,9 @@ class Estimate:
         """The report for people."""
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layers.items()) or "unknown"
         out = [
-            f"linear layers: {kinds}",
-            f"memory: {size_text(self.memory_bytes)}, in {self.phase}",
-            f"disk: {size_text(self.disk_bytes)}",
-            f"time: about {_duration(self.seconds)} on this machine",
-        ]
+            f"linear layers: {kinds}", f"memory: {size_text(self.memory_bytes)}, in {self.phase}",
+            f"disk: {size_text(self.disk_bytes)}", f"time: about {_duration(self.seconds)} on this machine",
+        ]  # fmt: skip
         if self.device_bytes:
             out.insert(2, f"GPU memory: {size_text(self.device_bytes)}")
         if self.scratch_bytes:
@@ -189,10 +187,7 @@ def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
 
 
 def require_buildable(dst: Path, encoder: Encoder, *, resume: bool) -> None:
-    """
-    Raises:
-        DestinationError, ResumeError: if an output cannot be built there.
-    """
+    """Raise a `DestinationError` or `ResumeError` if an output cannot be built there."""
     partial = partial_folder(dst)
     require_output_absent(dst, output_files(dst, encoder.files()), partial)
     require_room_to_build(partial, resume=resume)

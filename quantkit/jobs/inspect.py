@@ -138,33 +138,20 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
     size, bits_per_weight = weight_size(checkpoint)
     kinds, made = Counter(map(_kind, specs)), _manifest(checkpoint.path)
     return Inspection(
-        path=str(path),
-        format=checkpoint.layout,
-        architecture=config.architecture,
-        layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        vocabulary=config.vocab_size,
-        context=config.max_context,
-        rope=_ropes(config) if config.runnable else "unknown",
-        tied_embeddings=config.tied_embeddings,
-        experts=0 if config.experts is None else config.experts.count,
+        path=str(path), format=checkpoint.layout, architecture=config.architecture, layers=config.num_layers,
+        hidden_size=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads,
+        vocabulary=config.vocab_size, context=config.max_context, rope=_ropes(config) if config.runnable else "unknown",
+        tied_embeddings=config.tied_embeddings, experts=0 if config.experts is None else config.experts.count,
         experts_per_token=0 if config.experts is None else config.experts.per_token,
-        parameters=parameter_count(checkpoint),
-        active_parameters=active_parameter_count(checkpoint),
-        weight_bytes=size,
-        bits_per_weight=bits_per_weight,
-        tensors=dict(kinds.most_common()),
+        parameters=parameter_count(checkpoint), active_parameters=active_parameter_count(checkpoint), weight_bytes=size,
+        bits_per_weight=bits_per_weight, tensors=dict(kinds.most_common()),
         tokenizer="none" if tokenizer is None else _describe(tokenizer),
         made_by=f"quantkit {made.get('quantkit_version')} ({made.get('job')})" if made else None,
-        readers=checkpoint.readers(),
-        notes=[*checkpoint.notes, *notes],
-        runnable=config.runnable,
+        readers=checkpoint.readers(), notes=[*checkpoint.notes, *notes], runnable=config.runnable,
         schemes_chosen=_schemes_chosen(made),
         kv_cache=None if checkpoint.kv_cache is None else checkpoint.kv_cache.line(),
         positions=None if made.get("positions") is None else PositionCertificate.from_json(made["positions"], path),
-    )
+    )  # fmt: skip
 
 
 def _kind(spec: TensorSpec) -> str:

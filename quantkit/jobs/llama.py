@@ -76,17 +76,10 @@ class Llama:
 
     @staticmethod
     def build(
-        ckpt_dir: str | Path,
-        tokenizer_path: str | Path,
-        max_seq_len: int,
-        max_batch_size: int,
-        model_parallel_size: int | None = None,
-        seed: int = 1,
-        *,
-        device: str | torch.device | None = None,
-        dtype: FloatName | torch.dtype | None = None,
-        backend: BackendName | None = None,
-    ) -> Llama:
+        ckpt_dir: str | Path, tokenizer_path: str | Path, max_seq_len: int, max_batch_size: int,
+        model_parallel_size: int | None = None, seed: int = 1, *, device: str | torch.device | None = None,
+        dtype: FloatName | torch.dtype | None = None, backend: BackendName | None = None,
+    ) -> Llama:  # fmt: skip
         """Load a model.
 
         Args:
@@ -135,14 +128,9 @@ class Llama:
         return Llama(Engine(model, length, slots=slots), tokenizer, length, seed)
 
     def generate(
-        self,
-        prompt_tokens: Sequence[TokenIds],
-        max_gen_len: int,
-        temperature: float = 0.6,
-        top_p: float = 0.9,
-        logprobs: bool = False,
-        echo: bool = False,
-    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        self, prompt_tokens: Sequence[TokenIds], max_gen_len: int, temperature: float = 0.6, top_p: float = 0.9,
+        logprobs: bool = False, echo: bool = False,
+    ) -> tuple[list[list[int]], list[list[float]] | None]:  # fmt: skip
         """Continue prompts, up to an end token, which is not given out.
 
         Args:
@@ -209,14 +197,9 @@ class Llama:
         return tokens, [one[:stop] for one, stop in zip(found, kept, strict=True)] if logprobs else None
 
     def text_completion(
-        self,
-        prompts: Sequence[str],
-        temperature: float = 0.6,
-        top_p: float = 0.9,
-        max_gen_len: int | None = None,
-        logprobs: bool = False,
-        echo: bool = False,
-    ) -> list[CompletionPrediction]:
+        self, prompts: Sequence[str], temperature: float = 0.6, top_p: float = 0.9, max_gen_len: int | None = None,
+        logprobs: bool = False, echo: bool = False,
+    ) -> list[CompletionPrediction]:  # fmt: skip
         """Continue texts.
 
         Args:
@@ -235,13 +218,9 @@ class Llama:
         return [{"generation": self._text(one), **self._details(one, values)} for one, values in _pairs(*found)]
 
     def chat_completion(
-        self,
-        dialogs: Sequence[Sequence[Message]],
-        temperature: float = 0.6,
-        top_p: float = 0.9,
-        max_gen_len: int | None = None,
-        logprobs: bool = False,
-    ) -> list[ChatPrediction]:
+        self, dialogs: Sequence[Sequence[Message]], temperature: float = 0.6, top_p: float = 0.9,
+        max_gen_len: int | None = None, logprobs: bool = False,
+    ) -> list[ChatPrediction]:  # fmt: skip
         """Answer conversations, in the format of Llama 3 where the tokenizer has its headers, else of Llama 2.
 
         Args:

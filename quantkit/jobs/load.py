@@ -29,15 +29,10 @@ if TYPE_CHECKING:
 
 
 def load(
-    path: str | Path,
-    *,
-    device: str | torch.device | None = None,
-    dtype: FloatName | torch.dtype | None = None,
-    backend: BackendName | None = None,
-    weights: WeightKind | None = None,
-    tp: ProcessGroup = SINGLE,
+    path: str | Path, *, device: str | torch.device | None = None, dtype: FloatName | torch.dtype | None = None,
+    backend: BackendName | None = None, weights: WeightKind | None = None, tp: ProcessGroup = SINGLE,
     progress: Progress | None = None,
-) -> tuple[Decoder, Tokenizer]:
+) -> tuple[Decoder, Tokenizer]:  # fmt: skip
     """Open a checkpoint, quantized or not, with its tokenizer.
 
     Args:
@@ -76,14 +71,9 @@ def load(
 
 
 def load_xla(
-    path: str | Path,
-    *,
-    devices: int | None = None,
-    dtype: FloatName | torch.dtype | None = None,
-    weights: WeightKind | None = None,
-    multi_host: bool = False,
-    progress: Progress | None = None,
-) -> tuple[XlaModel, Tokenizer]:
+    path: str | Path, *, devices: int | None = None, dtype: FloatName | torch.dtype | None = None,
+    weights: WeightKind | None = None, multi_host: bool = False, progress: Progress | None = None,
+) -> tuple[XlaModel, Tokenizer]:  # fmt: skip
     """What `load` does, for the devices that JAX finds; the process can't `torch.compile` from then on.
 
     Args:

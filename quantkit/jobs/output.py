@@ -68,13 +68,11 @@ class Work:
         """What a run must have in common with the interrupted run that it resumes; the writer adds copied files."""
         written = {name: content for name, content in self.side_files.items() if isinstance(content, bytes)}
         return {
-            "job": self.job,
-            "quantkit": __version__,
-            "source": manifest.identity(self.source.files()),
+            "job": self.job, "quantkit": __version__, "source": manifest.identity(self.source.files()),
             **{option_key(key): value for key, value in self.options.items()},
             **{f"file {name}": _sha256(written[name]) for name in TOKENIZER_FILES if name in written},
             **self.computed_by,
-        }
+        }  # fmt: skip
 
 
 def option_key(name: str) -> str:

@@ -69,13 +69,9 @@ def quantize(options: QuantizeOptions) -> Estimate:
 
 
 def generate(
-    model: str | Path | Checkpoint,
-    target: str,
-    *,
-    batch: int = 1,
-    context: int | None = None,
+    model: str | Path | Checkpoint, target: str, *, batch: int = 1, context: int | None = None,
     dtype: FloatName | torch.dtype | None = None,
-) -> SliceEstimate:
+) -> SliceEstimate:  # fmt: skip
     """What generation takes of each chip of a TPU slice, as the compiler for that slice says; no TPU is needed.
 
     Args:

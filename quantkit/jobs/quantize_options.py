@@ -158,11 +158,8 @@ class QuantizeOptions:
     tensors_only: bool = option(OTHER, default=False)
 
     def __post_init__(self) -> None:
-        """Check the values, as far as this needs no model.
-
-        Raises:
-            RequestError: for a value of the wrong type or out of its range, and for options that exclude each other.
-        """
+        """Raise a `RequestError` for a value of the wrong type or out of range, and for options that exclude each
+        other, as far as this needs no model."""
         require_flags(**{name: getattr(self, name) for name in _FLAGS})
         as_path("dst", self.dst)
         for value, pattern, name, expected in (
@@ -187,10 +184,7 @@ class QuantizeOptions:
         return size_target(self.target_bits, self.max_size, self.scheme)
 
     def require_no_calibration(self) -> None:
-        """
-        Raises:
-            RequestError: for an option that only GPTQ uses.
-        """
+        """Raise a `RequestError` for an option that only GPTQ uses."""
         for name in _FOR_GPTQ:
             if (value := getattr(self, name)) is not None and value is not False:
                 raise RequestError(f'`{name}` goes with `method="gptq"`')

@@ -108,11 +108,9 @@ class QuantizeResult:
         gate together, and those of a certificate; of a size to fit before it what was chosen, and its size in both."""
         size = self.weight_bytes if self.allocation is None else self.allocation.weight_bytes  # which is of files
         facts = [
-            _schemes(self.schemes),
-            *([f"embedding {self.embedding}"] if self.embedding else []),
-            _size(size, self.bits_per_weight),
-            *_lost(self.quality),
-        ]
+            _schemes(self.schemes), *([f"embedding {self.embedding}"] if self.embedding else []),
+            _size(size, self.bits_per_weight), *_lost(self.quality),
+        ]  # fmt: skip
         chosen = [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]
         by_position = [] if self.positions is None else self.positions.lines()
         return [*chosen, f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}", *by_position]

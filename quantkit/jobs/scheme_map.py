@@ -205,10 +205,7 @@ def _naming(
 def _require_fine(
     recipe: Recipe, requested: Mapping[str, QuantScheme | None], on_disk: Mapping[str, str]
 ) -> None:  # fmt: skip
-    """
-    Raises:
-        RequestError: if linears that carry a state are to have few bits.
-    """
+    """Raise a `RequestError` if linears that carry a state would get few bits."""
     for module, scheme in requested.items():
         if scheme is not None and scheme.bits < _FINE:
             names = (module, on_disk.get(module, module))
@@ -286,10 +283,7 @@ def _routers(config: ModelConfig) -> set[str]:
 
 
 def _require_one_scheme(schemes: Mapping[str, QuantScheme], config: ModelConfig) -> None:
-    """
-    Raises:
-        RequestError: if linears that are one module on disk have several schemes.
-    """
+    """Raise a `RequestError` if linears that are one module on disk have several schemes."""
     for tensor in disk_tensors(config, schemes):
         if not tensor.quantizable:
             continue

@@ -177,10 +177,7 @@ def gptq_settings(
 
 
 def _required(tokenizer: Tokenizer | None, source: Checkpoint) -> Tokenizer:
-    """
-    Raises:
-        RequestError: if there is none.
-    """
+    """The tokenizer; raises a `RequestError` if there is none."""
     if tokenizer is None:
         raise RequestError(
             "calibration needs a tokenizer, and the source has none", path=source.path,
