@@ -23,18 +23,12 @@ from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.qtensor import ROUNDING, SCALES_CAST, QuantTensor, cast_scales, quantize_rtn, relative_error
 from quantkit.tensors.scheme import QuantScheme
 
-_MAX_BITS_OF_INT4 = 5.2
-"""Bits a weight, scales included, up to which integers whose codes are not carried are rounded to int4."""
+_MAX_BITS_OF_INT4 = 5.2  # a weight, scales included, up to which integers that are not carried are rounded to int4
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What becomes of a weight that a format cannot hold exactly.
-
-    Attributes:
-        scheme: to which it is rounded.
-        reason: why, in words.
-    """
+    """A weight that a format cannot hold exactly is rounded to this scheme, for a reason in words."""
 
     scheme: QuantScheme
     reason: str
@@ -42,12 +36,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class ScaleCast:
-    """What becomes of a weight of which a format cannot hold the scales alone.
-
-    Attributes:
-        dtypes: to which they are rounded, one after the other.
-        reason: why, in words.
-    """
+    """The scales of a weight, which a format cannot hold exactly, are cast to these types, one after the other."""
 
     dtypes: tuple[DType, ...]
     reason: str
@@ -55,12 +44,8 @@ class ScaleCast:
 
 @dataclass(frozen=True)
 class Changes:
-    """What becomes of the weights that a format cannot hold exactly, by name; none is in both.
-
-    Attributes:
-        rounded: those whose codes are rounded anew.
-        cast: those that keep their codes and zero points.
-    """
+    """What becomes of the weights that a format cannot hold exactly, by name: some are rounded anew, others keep their
+    codes and zero points."""
 
     rounded: Mapping[str, Rounding] = field(default_factory=dict)
     cast: Mapping[str, ScaleCast] = field(default_factory=dict)
@@ -73,11 +58,10 @@ def needed_changes(source: StoredCheckpoint, codes: CodeFormat, *, weights: bool
     codes are not carried are rounded in the linears that `quantize` takes; others become floats.
 
     Args:
-        codes: the format.
-        weights: whether to look at the weights too, and not at headers alone.
+        weights: whether to read the weights too, not headers alone.
 
     Raises:
-        UnsupportedError: if it has nothing for such a weight at all.
+        UnsupportedError: if no scheme of the format supports a weight.
     """
     found: dict[str, Rounding] = {}
     cast: dict[str, ScaleCast] = {}
@@ -120,12 +104,8 @@ def require_representable(source: Checkpoint, codes: CodeFormat, to_round: Mappi
 
 
 def common_scale_dtype(source: Checkpoint, codes: CodeFormat, changes: Changes, *, look: bool) -> DType | None:
-    """The type of all scales: the format's, that of the cast ones, or the model's; None where each weight's own has to
-    stay.
-
-    Args:
-        look: whether to look at scales of other types, and not at headers alone.
-    """
+    """The type of all scales: the format's, that of the cast ones, or the model's, which with `look` is compared with
+    scales of other types; None where each weight keeps its own."""
     if codes.scale_dtype is not None:
         return codes.scale_dtype
     if changes.cast:
@@ -167,10 +147,7 @@ def _together(source: StoredCheckpoint, found: Mapping[str, Rounding]) -> dict[s
 def rounded(
     value: Tensor | QuantTensor, scheme: QuantScheme, scale_dtype: torch.dtype, name: str, path: Path
 ) -> tuple[QuantTensor, Mapping[str, object]]:
-    """A weight rounded again from the float32 numbers that it means, with what the manifest says of it.
-
-    Args:
-        path: what errors name.
+    """A weight rounded again from the float32 numbers that it means, with its record for the manifest.
 
     Raises:
         NonFiniteError: if it holds NaN or Inf, or its scales overflow their type.
@@ -184,7 +161,7 @@ def rounded(
 
 
 def cast(value: QuantTensor, dtypes: tuple[DType, ...]) -> tuple[QuantTensor, Mapping[str, object]]:
-    """A weight with scales of another type, see `ScaleCast`, with what the manifest says of it."""
+    """A weight with scales of another type, see `ScaleCast`, with its record for the manifest."""
     found = cast_scales(value, *(dtype.torch for dtype in dtypes))
     assert found is not None, "it was cast when the conversion was planned"
     error = relative_error(found, value.dequantize())

@@ -118,11 +118,8 @@ def _value(plan: Conversion, spec: TensorSpec) -> tuple[Tensor | QuantTensor, Ma
 def _compare(
     plan: Conversion, writer: Writer, result: StoredCheckpoint, progress: Progress
 ) -> tuple[Exact | None, Gate | None]:
-    """Compare a result with its source: the codes that are carried over, and by the gate if any were changed.
-
-    Raises:
-        QualityError: if it differs too much.
-    """
+    """Compare a result with its source: the codes that are carried over, and by the gate if any were changed; raises a
+    `QualityError` if it differs too much."""
     source, changes = plan.work.source, plan.changes
     exact, gate = None, None
     if plan.kv_cache is not None:
@@ -165,13 +162,8 @@ class Conversion:
     """A planned conversion.
 
     Attributes:
-        dst: the folder, or the file, to create.
-        options: of the job.
-        work: what the writer writes.
-        target: the format.
         changes: what happens to weights that the format cannot hold exactly.
-        precise: the source for weights that are rounded anew: what it reads as floats is float32.
-        notes: for the user.
+        precise: the source for weights that are rounded anew: it reads stored integers as float32.
         kv_cache: the settings of a quantized KV cache to write; None for none.
     """
 
@@ -182,7 +174,7 @@ class Conversion:
     changes: Changes
     precise: Checkpoint
     notes: list[str]
-    kv_cache: KvCache | None = None
+    kv_cache: KvCache | None
 
 
 def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> Conversion:
@@ -242,11 +234,7 @@ def _open(src: Path, options: ConvertOptions, floats_as: DType | None) -> Stored
 
 @contextmanager
 def _suggest_requantize(options: ConvertOptions) -> Iterator[None]:
-    """Add `requantize` as the hint of an error about a tensor that a format cannot hold, unless it is set.
-
-    Raises:
-        NotRepresentableError: from the body, with the hint.
-    """
+    """Add `requantize` as the hint of a `NotRepresentableError` from the body, unless it is set."""
     try:
         yield
     except NotRepresentableError as error:
@@ -337,12 +325,8 @@ def _code_notes(
 def _specs(
     source: Checkpoint, cast: DType | None, changes: Changes | None, scale_dtype: DType | None, target: Target
 ) -> list[TensorSpec]:
-    """The tensors of the output, in order.
-
-    Args:
-        changes: to weights that the format cannot hold exactly; None if all weights become floats.
-        scale_dtype: of all scales; None if each weight keeps its own.
-    """
+    """The tensors of the output, in order. Without `changes` all are floats; without `scale_dtype` scales keep their
+    types."""
     config = replace(
         source.config, tied_embeddings=source.config.tied_embeddings and not target.container.stores_tied_head
     )

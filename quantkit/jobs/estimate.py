@@ -128,10 +128,7 @@ def estimate_conversion(planned: Conversion, *, source_check: bool) -> Estimate:
 
 
 def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
-    """What a quantization takes.
-
-    Args:
-        fit: chooses the schemes; those of `prepared` stand for them.
+    """What a quantization takes; with a `fit`, the schemes of `prepared` stand for those that it chooses.
 
     Raises:
         RequestError: if samples are longer than the model's context.
@@ -143,8 +140,8 @@ def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
     phases = {"writing": _streaming(source, encoder)}
     checked = _checked_tokens(source, prepared.options.source_check)
     scratch, on_device, flops, seconds = 0, 0, 0, 0.0
-    if config.runnable:
-        phases["the gate"] = _gate(source)
+    if config.runnable:  # the gate holds the hidden states of three models on all texts
+        phases["the gate"] = _forward(source, measured_tokens(source), models=3)
         flops = forward_flops(config, 3 * measured_tokens(source) + checked)
         seconds = _pass_seconds(config, 3 + bool(checked))
     if certified is not None:
@@ -213,11 +210,6 @@ def _checked_tokens(source: Checkpoint, source_check: bool) -> int:
     """Tokens on which the source is tried before anything is written."""
     tokenizer, _ = checked_tokenizer(source)
     return window_length(source) if source_check and tokenizer is not None else 0
-
-
-def _gate(source: Checkpoint) -> int:
-    """Peak of the gate, which holds the hidden states of three models on all texts."""
-    return _forward(source, measured_tokens(source), models=3)
 
 
 def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:

@@ -89,11 +89,15 @@ class Inspection:
             f" vocabulary {self.vocabulary}, context {self.context}, rope {self.rope}"
             + (", tied embeddings" if self.tied_embeddings else "")
         )
+        experts = (
+            f"  experts: {self.experts} in a layer, {self.experts_per_token} for a token, which meets"
+            f" {count_text(self.active_parameters)} parameters"
+        )
         return [
             f"{self.path}: {self.format}, {self.architecture}, {count_text(self.parameters)} parameters,"
             f" {self.weight_bytes / 1e6:.1f} MB, {self.bits_per_weight:.2f} bits per weight",
             sizes if self.runnable else "  known by its tensors only: not run here",
-            *([self._experts_line()] if self.experts else []),
+            *([experts] if self.experts else []),
             f"  tensors: {kinds}",
             *([f"  tokenizer: {self.tokenizer}"] if self.runnable else []),
             *([f"  KV cache: {self.kv_cache}"] if self.kv_cache else []),
@@ -103,12 +107,6 @@ class Inspection:
             *(f"  {line}" for line in ([] if self.positions is None else self.positions.lines())),
             *(f"  note: {note}" for note in self.notes),
         ]
-
-    def _experts_line(self) -> str:
-        return (
-            f"  experts: {self.experts} in a layer, {self.experts_per_token} for a token, which meets"
-            f" {count_text(self.active_parameters)} parameters"
-        )
 
 
 def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only: bool = False) -> Inspection:
@@ -145,7 +143,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         experts_per_token=0 if config.experts is None else config.experts.per_token,
         parameters=parameter_count(checkpoint), active_parameters=active_parameter_count(checkpoint), weight_bytes=size,
         bits_per_weight=bits_per_weight, tensors=dict(kinds.most_common()),
-        tokenizer="none" if tokenizer is None else _describe(tokenizer),
+        tokenizer=_describe(tokenizer),
         made_by=f"quantkit {made.get('quantkit_version')} ({made.get('job')})" if made else None,
         readers=checkpoint.readers(), notes=[*checkpoint.notes, *notes], runnable=config.runnable,
         schemes_chosen=_schemes_chosen(made),
@@ -169,8 +167,8 @@ def _rope(rope: RopeConfig) -> str:
     return f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}")
 
 
-def _describe(tokenizer: Tokenizer) -> str:
-    return f"{tokenizer.kind}, {tokenizer.vocab_size} tokens, BOS {tokenizer.bos_id}"
+def _describe(tokenizer: Tokenizer | None) -> str:
+    return "none" if tokenizer is None else f"{tokenizer.kind}, {tokenizer.vocab_size} tokens, BOS {tokenizer.bos_id}"
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

@@ -162,35 +162,29 @@ class Llama:
                 "more prompts than the model was built for", found=len(prompts),
                 expected=f"at most {self._engine.slots}", hint="give `Llama.build` a larger `max_batch_size`",
             )  # fmt: skip
-        with self._turn:
-            return self._generate(prompts, count, sampling, logprobs=logprobs, echo=echo)
-
-    def _generate(
-        self, prompts: list[list[int]], count: int, sampling: SamplingOptions, *, logprobs: bool, echo: bool
-    ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """`generate`, of arguments that are checked."""
         tokens: list[list[int]] = [prompt if echo else [] for prompt in prompts]
         found: list[list[float]] = [[] for _ in prompts]
         requests: dict[int, Request] = {}
-        for number, prompt in enumerate(prompts):
-            if len(prompt) > self._max_seq_len:
-                raise RequestError(
-                    f"prompt {number} is longer than max_seq_len", found=len(prompt), expected=self._max_seq_len,
-                    hint="give a shorter prompt, or `Llama.build` a larger `max_seq_len`",
-                )  # fmt: skip
-            new, seed = min(count, self._max_seq_len - len(prompt)), self._seeds.getrandbits(64)
-            checked_length(self.model.config, prompt, new)
-            if new or (logprobs and echo):
-                requests[number] = checked_request(
-                    self.model.config, prompt, new, {**sampling, "seed": seed}, logprobs=0 if logprobs else None,
-                    echo=echo,
-                )  # fmt: skip
-        with lost_as_error():
-            numbers = list(requests)
-            for one in completions(self._engine, list(requests.values()), None, [()] * len(requests)):
-                tokens[numbers[one.prompt]] = one.token_ids
-                if one.logprobs is not None:
-                    found[numbers[one.prompt]] = [value or 0.0 for value in one.logprobs.tokens]
+        with self._turn:
+            for number, prompt in enumerate(prompts):
+                if len(prompt) > self._max_seq_len:
+                    raise RequestError(
+                        f"prompt {number} is longer than max_seq_len", found=len(prompt), expected=self._max_seq_len,
+                        hint="give a shorter prompt, or `Llama.build` a larger `max_seq_len`",
+                    )  # fmt: skip
+                new, seed = min(count, self._max_seq_len - len(prompt)), self._seeds.getrandbits(64)
+                checked_length(self.model.config, prompt, new)
+                if new or (logprobs and echo):
+                    requests[number] = checked_request(
+                        self.model.config, prompt, new, {**sampling, "seed": seed}, logprobs=0 if logprobs else None,
+                        echo=echo,
+                    )  # fmt: skip
+            with lost_as_error():
+                numbers = list(requests)
+                for one in completions(self._engine, list(requests.values()), None, [()] * len(requests)):
+                    tokens[numbers[one.prompt]] = one.token_ids
+                    if one.logprobs is not None:
+                        found[numbers[one.prompt]] = [value or 0.0 for value in one.logprobs.tokens]
         ends = self.model.config.eos_token_ids
         kept = [next((at for at, token in enumerate(one) if token in ends), len(one)) for one in tokens]
         tokens = [one[:stop] for one, stop in zip(tokens, kept, strict=True)]

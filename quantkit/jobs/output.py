@@ -87,10 +87,6 @@ def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress
     An error of the source removes the partial output, as it would occur again. An interruption, a full disk, unknown
     files in the partial folder, or a result of low quality keep it for ``resume``, if it has any tensor.
 
-    Args:
-        dst: the folder, or the file, to create.
-        source_check: whether to check the source.
-
     Raises:
         QuantkitError: see `Staging` and `check_source`.
     """
@@ -159,11 +155,7 @@ class Writer:
         return [] if note is None else [f"{self._work.source.path}: {note}"]
 
     def read_source(self, *, check: bool) -> None:
-        """Hash the source in the background, and check it on a sample text.
-
-        Raises:
-            CheckpointError, NonFiniteError: see `check_source`.
-        """
+        """Hash the source in the background, and `check` it on a sample text; see `check_source`."""
         source = self._work.source
         path = source.path
         extra = tokenizer_files(path) if path.is_dir() else []  # a single file contains its tokenizer
@@ -246,14 +238,11 @@ class Writer:
         self._staging.require_in_place()
 
     def commit(self, details: Mapping[str, object], files: Mapping[str, bytes] | None = None) -> dict[str, Any]:
-        """Write the manifest and rename the output to its final name.
+        """Write the manifest, which it returns, and rename the output to its final name.
 
         Args:
             details: the job's part of the manifest.
             files: further side files, if the output is a folder.
-
-        Returns:
-            The manifest.
         """
         for name, content in (files or {}).items() if self._in_folder else ():
             self._add_file(name, content)
