@@ -23,7 +23,7 @@ from quantkit.cli.main import main
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import RequestError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs.estimate import Estimate
+from quantkit.jobs.plan import Estimate
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.settings import gptq_settings
 from quantkit.tensors.scheme import QuantScheme

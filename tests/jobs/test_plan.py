@@ -104,7 +104,7 @@ def test_no_samples_are_drawn(demo_model: Path, tmp_path: Path, monkeypatch: pyt
 def test_time_counts_what_does_not_shrink_with_the_model(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.jobs.estimate._flop_rate", lambda *_: 1e30)
+    monkeypatch.setattr("quantkit.jobs.plan._flop_rate", lambda *_: 1e30)
     dst = tmp_path / "out"
     seconds = [
         quantkit.plan.convert(demo_model, dst, source_check=False).seconds,
