@@ -137,11 +137,7 @@ def _answer_lines(session: ChatSession, group: ProcessGroup) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """The lines of stdin that are not empty.
-
-    Raises:
-        RequestError: if one is not UTF-8.
-    """
+    """The lines of stdin that are not empty. Raises `RequestError` if one is not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
             text = line.decode().strip()
@@ -196,11 +192,8 @@ def _answer(session: ChatSession, group: ProcessGroup, question: str) -> None:
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
     """Yields a function that returns whether Ctrl-C was pressed. From its first call on, Ctrl-C raises nothing: a step
-    that has begun is finished.
-
-    Raises:
-        KeyboardInterrupt: at once if Ctrl-C is pressed before, while the question is prepared.
-    """
+    that has begun is finished. Raises `KeyboardInterrupt` at once if Ctrl-C is pressed before, while the question is
+    prepared."""
     pressed = polled = False
 
     def remember(number: int, frame: FrameType | None) -> None:

@@ -208,11 +208,8 @@ def _has_int4(scheme: QuantScheme | Recipe | None) -> bool:
 
 
 def _job_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `quantkit.quantize` for the options of the command.
-
-    Raises:
-        RequestError: unless there is one of a scheme, a recipe and a size, or if a head goes with a recipe.
-    """
+    """The arguments of `quantkit.quantize` for the options of the command. Raises `RequestError` unless there is one of
+    a scheme, a recipe and a size, or if a head goes with a recipe."""
     from quantkit.tensors.recipe import Recipe
 
     path, old = given.pop("recipe"), given.pop("plan")

@@ -57,11 +57,7 @@ def interruptible() -> Iterator[None]:
 
 
 def raise_if_interrupted() -> None:
-    """Raise the interrupt again if other code has swallowed it, as imports do.
-
-    Raises:
-        KeyboardInterrupt: if a signal was received.
-    """
+    """Raise the KeyboardInterrupt of a received signal again, as other code may have swallowed it: imports do."""
     if _received:
         raise _RAISED[_received[0]]
 

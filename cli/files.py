@@ -114,11 +114,8 @@ def _json(value: Any) -> str:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file completely or not at all; a pipe, a device or the target of a link is written to directly.
-
-    Raises:
-        DestinationError: if it cannot be written.
-    """
+    """Write a file completely or not at all; a pipe, a device or the target of a link is written to directly. Raises
+    `DestinationError` if it cannot be written."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         if _is_special(path):

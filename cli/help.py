@@ -77,11 +77,7 @@ class Command(click.Command):
 
 
 def exit_codes(*codes: int) -> str:
-    """The end of a help page: the meaning of exit codes.
-
-    Args:
-        codes: the ones to list; all without any.
-    """
+    """The end of a help page: the meaning of these exit codes, or of all if none are given."""
     chosen = codes or EXIT_CODES
     return "\n".join(["\b", "Exit codes:", *(f"  {code:>3}  {EXIT_CODES[code]}" for code in chosen)])
 

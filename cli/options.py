@@ -59,11 +59,7 @@ _AMOUNT = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+) *(?P<unit>[KMGT]I?)?(?P<byt
 
 
 def memory(text: str) -> int:
-    """The type of options that are amounts of memory, such as ``4GB``, ``512MB``, ``2GiB``; in bytes.
-
-    Raises:
-        RequestError: for anything else.
-    """
+    """Parse an amount of memory, such as ``4GB``, ``512MB``, ``2GiB``, to bytes. Raises `RequestError` otherwise."""
     if _AMOUNT.fullmatch(text.strip()) and text.strip()[-1] in "0123456789.":
         note(f"amounts of memory have units now: {text.strip()}GB; without one it goes with the next release")
         text += "G"
@@ -71,11 +67,7 @@ def memory(text: str) -> int:
 
 
 def file_size(text: str) -> int:
-    """The type of options that are sizes of files: spelled like `memory`, or a number of bytes.
-
-    Raises:
-        RequestError: for anything else.
-    """
+    """Parse the size of a file: as `memory` does, or a number of bytes. Raises `RequestError` otherwise."""
     return _bytes(f"{text.strip()}B" if text.strip().isdecimal() else text, "size of a file")
 
 
@@ -134,23 +126,14 @@ source_check = click.option(
 
 
 def target(default: str, *, quantized: bool = False) -> Decorator:
-    """The option for the format of the output.
-
-    Args:
-        default: in words.
-        quantized: whether it is for quantized models only.
-    """
+    """The option for the format of the output, with `quantized` only for quantized models; `default` is in words."""
     names = [name for name, one in targets().items() if one.codes is not None or not quantized]
     about = f"{', '.join(names)}. Default: {default}; gguf if DST ends in .gguf."
     return click.option("--to", type=click.Choice(names), metavar="FORMAT", help=about)
 
 
 def max_new_tokens(default: int | None, about: str = "") -> Decorator:
-    """The option for the length of what is generated.
-
-    Args:
-        about: for its help.
-    """
+    """The option for the length of what is generated; `about` is added to its help."""
     return click.option(
         "--max-new-tokens", type=int, default=default, show_default=default is not None,
         help=f"Maximum number of tokens to generate{about}.",
@@ -181,11 +164,8 @@ _KINDS: dict[type | str, dict[str, Any]] = {
 
 
 def of_job(job_options: type, own: Mapping[str, Decorator] | None = None) -> Decorator:
-    """The options of a command, from the fields of its job's options.
-
-    Args:
-        own: options of this command for fields without a help, instead of the shared ones.
-    """
+    """The options of a command, from the fields of its job's options. `own` ones replace the shared ones for fields
+    without a help text."""
     shared = {**_SHARED, **(own or {})}
 
     def decorated(command: Any) -> Any:
@@ -221,22 +201,15 @@ def split_sampling(given: Mapping[str, Any]) -> tuple[SamplingOptions, dict[str,
 
 
 def requested_sampling(given: Mapping[str, Any]) -> SamplingOptions:
-    """The sampling options among the arguments of a command with `sampling`; checked, without torch.
-
-    Raises:
-        RequestError: for a value out of its range.
-    """
+    """The sampling options among the arguments of a command with `sampling`; checked, without torch. Raises
+    `RequestError` for a value out of its range."""
     requested, _ = split_sampling(given)
     SamplingParams(**requested)
     return requested
 
 
 def token_bias(text: str) -> tuple[int, float]:
-    """The type of options that add to the logits of a token: ``1234=-100``.
-
-    Raises:
-        RequestError: for anything else.
-    """
+    """Parse what is added to the logits of a token: ``1234=-100``. Raises `RequestError` otherwise."""
     token, _, bias = text.partition("=")
     try:
         return int(token), float(bias)
@@ -245,12 +218,7 @@ def token_bias(text: str) -> tuple[int, float]:
 
 
 def backend(*others: str, more: str = "") -> Decorator:
-    """The option for kernels.
-
-    Args:
-        others: more choices.
-        more: for its help.
-    """
+    """The option for kernels, with `others` as further choices; `more` is added to its help."""
     about = f"Kernels of quantized layers: {', '.join(BACKENDS)}; see docs/kernels.md."
     return click.option("--backend", type=click.Choice([*BACKENDS, *others]), metavar="NAME", help=about + more)
 

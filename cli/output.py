@@ -110,11 +110,8 @@ def open_missing_streams() -> None:
 
 
 def require_stdout() -> None:
-    """Refuse to compute what would only be printed, if standard output is closed.
-
-    Raises:
-        DestinationError: if it was closed when the process began.
-    """
+    """Raise a `DestinationError` if standard output was closed when the process began, before text is generated that
+    only goes there."""
     if _STDOUT in _missing:
         raise DestinationError(
             "standard output is closed, and the generated text goes there",

@@ -93,11 +93,8 @@ def _single(
 def _speculative(
     args: GenerateArgs, model: Decoder, draft: Decoder, draft_tokenizer: Tokenizer, prompt: str, ids: list[int]
 ) -> Iterator[int]:
-    """The new tokens, with the help of a smaller model.
-
-    Raises:
-        RequestError: if its tokenizer gives other tokens for the prompt.
-    """
+    """The new tokens, with the help of a smaller model. Raises `RequestError` if its tokenizer gives other tokens for
+    the prompt."""
     from quantkit.runtime.speculative import DRAFT_TOKENS, speculate
 
     if _ids(args, prompt, model.config, draft_tokenizer) != ids:
@@ -144,11 +141,8 @@ def _engine(args: GenerateArgs, model: Decoder, prompt_tokens: int) -> Engine:
 
 
 def _prompt(args: GenerateArgs) -> str:
-    """The prompt; from a file, without the newline at its end.
-
-    Raises:
-        RequestError: if the file cannot be read, is not UTF-8, or is empty.
-    """
+    """The prompt; from a file, without the newline at its end. Raises `RequestError` if the file cannot be read, is not
+    UTF-8, or is empty."""
     file = STDIN if args.text == STDIN else args.prompt_file
     if file is None:
         return args.prompt or args.text or ""
@@ -205,11 +199,7 @@ def _report_speed(args: GenerateArgs, pace: Pace, prompt_tokens: int, model: Dec
 
 
 def file_job(args: GenerateArgs) -> FileJob:
-    """The job for a file of prompts.
-
-    Raises:
-        RequestError: for invalid options.
-    """
+    """The job for a file of prompts. Raises `RequestError` for invalid options."""
     assert args.prompts is not None and args.output is not None
     return FileJob(
         args.path, as_path("prompts", args.prompts),

@@ -49,14 +49,7 @@ def model_card_files(
     prepared: Prepared, drawn: Calibration | None, weight_bytes: int, bits_per_weight: float,
     gate: Gate | WeightsOnly, certificate: PositionCertificate | None,
 ) -> dict[str, bytes]:  # fmt: skip
-    """The card, and its picture of schemes chosen for a size, by file name; nothing for a single file.
-
-    Args:
-        drawn: the calibration samples; None for rounding.
-        weight_bytes, bits_per_weight: as in `QuantizeResult`.
-        gate: what the result lost; for a model that cannot be run, the errors of its tensors.
-        certificate: what it lost by position, if this was requested.
-    """
+    """The card, and its picture of schemes chosen for a size, by file name; nothing for a single file."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     method = prepared.target.method
@@ -217,12 +210,7 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
 
 
 def _quantize_command(src: str, dst: str, prepared: Prepared, drawn: Calibration | None) -> tuple[str, str | None]:
-    """The command that repeats the call, and the content of the recipe file that it names, if it needs one.
-
-    Args:
-        src, dst: names for the folders.
-        drawn: the calibration samples; None for rounding.
-    """
+    """The command that repeats the call, and the content of the recipe file that it names, if it needs one."""
     options, recipe = prepared.options, prepared.scheme_map.recipe
     result_options = [name for name, info in declared(QuantizeOptions).items() if info.changes_result]
     values = {name: getattr(options, name) for name in result_options}

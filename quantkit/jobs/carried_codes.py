@@ -147,11 +147,8 @@ def _together(source: StoredCheckpoint, found: Mapping[str, Rounding]) -> dict[s
 def rounded(
     value: Tensor | QuantTensor, scheme: QuantScheme, scale_dtype: torch.dtype, name: str, path: Path
 ) -> tuple[QuantTensor, Mapping[str, object]]:
-    """A weight rounded again from the float32 numbers that it means, with its record for the manifest.
-
-    Raises:
-        NonFiniteError: if it holds NaN or Inf, or its scales overflow their type.
-    """
+    """A weight rounded again from the float32 numbers that it means, with its record for the manifest. Raises
+    `NonFiniteError` if it holds NaN or Inf, or its scales overflow their type."""
     floats = value.dequantize() if isinstance(value, QuantTensor) else value
     checked_cast(floats, floats.dtype, name, path, False, "repair the source; such numbers cannot be rounded")
     found = quantize_rtn(floats, scheme, scale_dtype)

@@ -31,37 +31,24 @@ _STATES_OF_ATTENTION = 9  # as wide as queries, that a block holds together: the
 
 @dataclass(frozen=True)
 class CertifiedText:
-    """What a model is certified on.
-
-    Attributes:
-        name, sha256: of the text.
-        asked: the requested number of positions.
-        windows: token ids [W, T].
-        notes: what a user should know about it.
-    """
+    """The text on which a model is certified: token ids in `windows` [W, T], of `requested` positions or fewer."""
 
     name: str
     sha256: str
-    asked: int
+    requested: int
     windows: Tensor
     notes: list[str]
 
     def certificate(
         self, source: Checkpoint, result: Checkpoint, schemes: Iterable[QuantScheme], progress: Progress
     ) -> PositionCertificate:
-        """Measure a result against its source.
-
-        Args:
-            schemes: of the quantized modules, whose fewest bits say how far it may be.
-
-        Raises:
-            NonFiniteError: if a model's logits are NaN or Inf.
-        """
+        """Measure a result against its source. The scheme with the fewest bits decides the bound. Raises
+        `NonFiniteError` if a model's logits are NaN or Inf."""
         bound = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in schemes).kl
         (caches,) = divergence_by_position(source, [result], self.windows, progress=progress)
         found = {cache: [one.rounded() for one in buckets] for cache, buckets in caches.items()}
         count, length = self.windows.shape
-        return PositionCertificate(self.name, self.sha256, self.asked, length, count, bound, found)
+        return PositionCertificate(self.name, self.sha256, self.requested, length, count, bound, found)
 
     def memory_bytes(self, config: ModelConfig) -> int:
         """What the hidden states take of the source and of the result with either cache, what attention makes of one

@@ -336,11 +336,7 @@ def _answers(
     engine: Engine | Runner[Any], tokenizer: Tokenizer, prompts: Sequence[tuple[int, Prompt]],
     counted: Callable[[int], None],
 ) -> Iterator[tuple[int, list[Line]]]:  # fmt: skip
-    """The lines of each prompt, with its number, as soon as all its continuations have ended.
-
-    Args:
-        counted: called after each step with the number of new tokens.
-    """
+    """The lines of each prompt, with its number, as soon as all its continuations have ended."""
     from quantkit.runtime.generate_batch import completions
 
     texts = _TokenTexts(tokenizer)

@@ -210,11 +210,8 @@ def _estimate_conversion(planned: Conversion) -> Estimate:
 
 
 def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
-    """What a quantization takes; with a `fit`, the schemes of `prepared` stand for those that it chooses.
-
-    Raises:
-        RequestError: if samples are longer than the model's context.
-    """
+    """What a quantization takes; with a `fit`, the schemes of `prepared` stand for those that it chooses. Raises
+    `RequestError` if samples are longer than the model's context."""
     encoder, certified = prepared.encoder, prepared.certified
     source, settings, notes = prepared.source, prepared.settings, list(prepared.notes)
     assigned, config = prepared.scheme_map.assigned, source.config

@@ -89,11 +89,8 @@ class Prepared:
 
     @cached_property
     def output(self) -> Output:
-        """What is to be written.
-
-        Raises:
-            RequestError, CheckpointError: see `shard_bytes` and `carried_templates`.
-        """
+        """What is to be written. Raises `RequestError` or `CheckpointError`: see `shard_bytes` and
+        `carried_templates`."""
         options, target = self.options, self.target
         return Output(
             self.source, self.source.config, [spec for block in self.blocks for spec in block.tensors],
@@ -163,11 +160,7 @@ def _require_floats(source: StoredCheckpoint) -> None:
 def _assigned(
     source: StoredCheckpoint, recipe: Recipe, dst: Path, target: Target, *, strict: bool = False
 ) -> tuple[SchemeMap, list[str]]:
-    """A recipe applied to a source, and notes on it.
-
-    Raises:
-        RequestError, UnsupportedError: as `quantize` does.
-    """
+    """A recipe applied to a source, and notes on it. Raises `RequestError` or `UnsupportedError` as `quantize` does."""
     scheme_map = SchemeMap.of(recipe, source.config)
     misfits = scheme_map.misfit_lines()
     if misfits and strict:
@@ -248,11 +241,8 @@ def size_fit(prepared: Prepared) -> Fit | None:
 def choose_schemes(
     prepared: Prepared, fit: Fit, drawn: Calibration, *, group: ProcessGroup, progress: Progress
 ) -> Prepared:
-    """The source with the schemes chosen on samples; a resumed run keeps the choice of the interrupted one.
-
-    Raises:
-        QuantkitError: as `quantize` does.
-    """
+    """The source with the schemes chosen on samples; a resumed run keeps the choice of the interrupted one. Raises
+    `QuantkitError` as `quantize` does."""
     settings = prepared.settings
     assert settings is not None  # a size goes with GPTQ only
     allocation = group.broadcast_from_rank0(_of_interrupted(prepared, drawn) if prepared.options.resume else None)

@@ -202,11 +202,8 @@ def input_bytes(file: str | Path, what: str) -> bytes:
 
 
 def checked(options: Mapping[str, Any]) -> Request:
-    """The options for all lines, as a request without its prompt.
-
-    Raises:
-        RequestError: for a value of the wrong type or out of its range.
-    """
+    """The options for all lines, as a request without its prompt. Raises `RequestError` for a value of the wrong type
+    or out of its range."""
     others = dict(options)
     stop_strings(others.pop("stop", ()))
     return _request(others)
@@ -233,11 +230,8 @@ def _as_token(key: Any) -> Any:
 
 
 def _kind(given: Mapping[str, Any]) -> str:
-    """Which key holds the prompt.
-
-    Raises:
-        RequestError: unless there is just one, and nothing that goes with another.
-    """
+    """Which key holds the prompt. Raises `RequestError` unless there is just one, and nothing that goes with
+    another."""
     kinds = [key for key in _PROMPTS if key in given]
     if not kinds:
         raise RequestError("there is no prompt", found=", ".join(given) or "no keys", expected=_EXPECTED)
@@ -262,11 +256,8 @@ def _require_known(values: Mapping[str, Any]) -> None:
 
 
 def _lines(content: bytes, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file, by numbers of their lines; blank lines at the end are none.
-
-    Raises:
-        RequestError: if it is empty, not text, or of another kind.
-    """
+    """The objects of a file, by numbers of their lines; blank lines at the end are none. Raises `RequestError` if it is
+    empty, not text, or of another kind."""
     try:
         text = content.decode("utf-8-sig").rstrip()
     except UnicodeDecodeError as error:

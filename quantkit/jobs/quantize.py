@@ -188,11 +188,8 @@ def _computed_by(settings: GptqSettings, drawn: Calibration, group: ProcessGroup
 def _check(
     prepared: Prepared, result: Checkpoint, writer: Writer, progress: Progress
 ) -> tuple[Gate | WeightsOnly, PositionCertificate | None]:
-    """Compare a result with its source; the tensors of a model that cannot be run.
-
-    Raises:
-        QualityError: if it is too far from it, unless that is accepted.
-    """
+    """Compare a result with its source; the tensors of a model that cannot be run. Raises `QualityError` if it is too
+    far from it, unless that is accepted."""
     source, certified, schemes = prepared.source, prepared.certified, prepared.scheme_map.schemes
     if not source.config.runnable:
         return weights_only(result, writer.records), None
@@ -258,11 +255,7 @@ def _accepted(dst: Path, *checks: Gate | WeightsOnly | PositionCertificate | Non
 
 
 def _starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelConfig) -> list[str]:
-    """A note where experts were sent too few calibration tokens.
-
-    Args:
-        records: what was found for tensors, by name.
-    """
+    """A note where experts were sent too few calibration tokens, by the tensors' records."""
     found: dict[tuple[int | None, int], list[Mapping[str, object]]] = {}
     experts = set()
     for parameter in parameters(config):

@@ -105,12 +105,8 @@ class SchemeMap:
 
     @classmethod
     def of(cls, recipe: Recipe, config: ModelConfig) -> SchemeMap:
-        """Apply a recipe.
-
-        Raises:
-            RequestError: if nothing would be quantized, a pattern matches nothing, an override wants what cannot
-                be, or linears that are one module on disk would have several schemes.
-        """
+        """Apply a recipe. Raises `RequestError` if nothing would be quantized, a pattern matches nothing, an override
+        wants what cannot be, or linears that are one module on disk would have several schemes."""
         columns, kept, recurrent = linear_columns(config), kept_unless_named(config), recurrent_linears(config)
         if not columns:
             raise RequestError("nothing would be quantized: no tensor is known for the weight of a linear layer")
@@ -134,14 +130,8 @@ class SchemeMap:
         return cls(recipe, tuple(columns), schemes, misfits, reasons)
 
     def without(self, too_far: Mapping[str, str]) -> SchemeMap:
-        """The same with some modules that keep their floats.
-
-        Args:
-            too_far: they, each with the reason.
-
-        Raises:
-            QualityError: if nothing is left to quantize.
-        """
+        """The same, but the modules of `too_far` keep their floats, each for a reason. Raises `QualityError` if nothing
+        is left to quantize."""
         schemes = {module: scheme for module, scheme in self.schemes.items() if module not in too_far}
         if not schemes:
             module, reason = next(iter(too_far.items()))
@@ -233,11 +223,8 @@ def _without_numbers(module: str) -> str:
 
 
 def _embedding_scheme(recipe: Recipe, config: ModelConfig) -> QuantScheme | None:
-    """The scheme of the embedding; None if it keeps its floats.
-
-    Raises:
-        RequestError: if it does not support the requested one, or a head that is tied to it has another.
-    """
+    """The scheme of the embedding; None if it keeps its floats. Raises `RequestError` if it does not support the
+    requested one, or a head that is tied to it has another."""
     named = next((one for one in reversed(recipe.overrides) if one.matches(EMBEDDING)), None)
     found = None if named is None else named.scheme
     if named is not None and found is not None and not config.runnable:

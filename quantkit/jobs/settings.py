@@ -69,10 +69,8 @@ class GptqSettings:
         self, tokenizer: Tokenizer | None, source: Checkpoint, *, group: ProcessGroup = SINGLE,
         progress: Progress = silent,
     ) -> Calibration:  # fmt: skip
-        """Draw the calibration samples for a model; from the packaged text only those that the source predicts.
-
-        Args:
-            group: the processes that share the samples; rank 0 decides which.
+        """Draw the calibration samples for a model; from the packaged text only those that the source predicts, as
+        rank 0 of the group finds.
 
         Raises:
             RequestError: if the source has no tokenizer, or as `load_calibration` and `PackagedText` do.
@@ -92,11 +90,7 @@ class GptqSettings:
         return text.draw(samples=self.samples, length=length, seed=self.seed, near_uniform=near_uniform)
 
     def require_text(self, tokenizer: Tokenizer | None, source: Checkpoint) -> None:
-        """Make the checks of `draw`, without drawing samples.
-
-        Raises:
-            RequestError: as `draw` does.
-        """
+        """Make the checks of `draw`, without drawing samples. Raises `RequestError` as `draw` does."""
         tokenizer = _required(tokenizer, source)
         length = self.sample_length(source)
         if self.text is None:
@@ -105,22 +99,14 @@ class GptqSettings:
             require_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
 
     def require_plausible(self, source: Checkpoint) -> None:
-        """Check the numbers as far as this is possible without the text.
-
-        Raises:
-            RequestError: as `draw` does.
-        """
+        """Check the numbers as far as this is possible without the text. Raises `RequestError` as `draw` does."""
         length = self.sample_length(source)
         if self.text is None and self.samples > 0:
             require_plausible(self.samples, length)
         require_samples(self.samples, length)
 
     def sample_length(self, source: Checkpoint) -> int:
-        """Tokens in each sample.
-
-        Raises:
-            RequestError: if the model's context is shorter.
-        """
+        """Tokens in each sample. Raises `RequestError` if the model's context is shorter."""
         context = source.config.max_context
         length = min(context, MAX_LENGTH) if self.length is None else self.length
         if length > context:
@@ -142,9 +128,6 @@ def gptq_settings(
 ) -> GptqSettings | None:
     """The settings of GPTQ, which solves int4, and chooses schemes for a size, unless another method was requested;
     None for rounding.
-
-    Args:
-        schemes: of the layers.
 
     Raises:
         RequestError: if the source cannot be calibrated though int4 or a size needs it; if options of GPTQ are given

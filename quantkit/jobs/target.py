@@ -23,11 +23,8 @@ _WITH_KV_CACHE = (CompressedTensors.name, Int8Activations.name, HF.name)
 
 
 def requested_target(to: str | None, dst: Path, *, dequantize: bool = False, requantize: bool = False) -> Target | None:
-    """The requested target, by name or by the suffix of the destination; None if it follows from the source.
-
-    Raises:
-        RequestError: for an unknown name, and for requests that contradict each other.
-    """
+    """The requested target, by name or by the suffix of the destination; None if it follows from the source. Raises
+    `RequestError` for an unknown name, and for requests that contradict each other."""
     if dequantize and requantize:
         raise RequestError("`dequantize=True` and `requantize=True` exclude each other")
     found = None if to is None else target(as_string("to", to))
@@ -59,11 +56,7 @@ def target_of(source: StoredCheckpoint, *, dequantize: bool) -> Target:
 
 
 def quantized_target(to: str | None, dst: Path) -> Target:
-    """As what a model is quantized.
-
-    Raises:
-        RequestError: for what holds floats only; see also `requested_target`.
-    """
+    """As what a model is quantized. Raises `RequestError` for what holds floats only; see also `requested_target`."""
     found = requested_target(to, dst) or target(NATIVE)
     if found.codes is None:
         able = ", ".join(one.name for one in targets().values() if one.codes is not None)
@@ -72,11 +65,8 @@ def quantized_target(to: str | None, dst: Path) -> Target:
 
 
 def shard_bytes(requested: int | None, container: Container) -> int:
-    """The bytes of the largest file of weights.
-
-    Raises:
-        RequestError: for a size that no file can have, or a container whose files are not split by size.
-    """
+    """The bytes of the largest file of weights. Raises `RequestError` for a size that no file can have, or a container
+    whose files are not split by size."""
     if requested is None:
         return sys.maxsize if container.one_file else SHARD_BYTES
     size = as_integer("split_max_size", requested)
@@ -93,10 +83,7 @@ def kept_kv_cache(
     source: StoredCheckpoint, target: Target, dst: Path, *, dequantize: bool, allow_nonfinite: bool
 ) -> tuple[KvCache | None, list[str]]:  # fmt: skip
     """What a conversion writes again, as it is, of its source's quantized key/value cache, and notes for the user.
-
-    Raises:
-        NonFiniteError, CheckpointError: see `KvCache.require_sound`.
-    """
+    Raises `NonFiniteError` or `CheckpointError`: see `KvCache.require_sound`."""
     cache = source.kv_cache
     if cache is None or not cache.rewritable or dequantize or target.name not in _WITH_KV_CACHE:
         return None, dropped_kv_cache(source, dst)

@@ -26,11 +26,11 @@ _NAMED_RECURRENT = 12
 
 
 def kept_parts(config: ModelConfig, raw: Mapping[str, Any], quantized: Collection[str]) -> list[str]:
-    """What of a model known by its tensors only is not rounded though it is large, in a few words for people.
+    """Which large parts of a model known by its tensors only are not rounded, in a few words for people.
 
     Args:
         raw: its config.json.
-        quantized: the linear modules that are.
+        quantized: the linear modules that are rounded.
     """
     parts: dict[str, list[OpaqueTensor]] = {}
     for tensor in config.tensors or ():
@@ -53,11 +53,8 @@ def kept_parts(config: ModelConfig, raw: Mapping[str, Any], quantized: Collectio
 
 
 def kept_recurrent(config: ModelConfig, quantized: Collection[str]) -> str | None:
-    """Which linears that carry a state keep their floats, and why, in a sentence for people; None if none does.
-
-    Args:
-        quantized: the linear modules that are.
-    """
+    """Which linears that carry a state are not among the `quantized` modules, and why, in a sentence for people; None
+    if all are."""
     kept = [one for one in config.tensors or () if one.role == "recurrent" and one.module not in quantized]
     if not kept:
         return None
