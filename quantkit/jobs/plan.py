@@ -210,8 +210,7 @@ def _estimate_conversion(planned: Conversion) -> Estimate:
 
 
 def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
-    """What a quantization takes; with a `fit`, the schemes of `prepared` stand for those that it chooses. Raises
-    `RequestError` if samples are longer than the model's context."""
+    """What a quantization takes; with a `fit`, the schemes of `prepared` stand for those that it chooses."""
     encoder, certified = prepared.encoder, prepared.certified
     source, settings, notes = prepared.source, prepared.settings, list(prepared.notes)
     assigned, config = prepared.scheme_map.assigned, source.config
@@ -229,7 +228,7 @@ def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
         flops += costs.forward_flops(config, certified.tokens) + certified.attention_flops(config)
         seconds += _pass_seconds(config, 3 * len(certified.windows))
     if settings is not None:
-        shape = settings.samples, settings.sample_length(source)
+        shape = settings.samples, settings.length
         effort = settings.effort(config, shape)
         notes += too_few_tokens(shape, config)
         device = settings.device

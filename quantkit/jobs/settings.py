@@ -41,8 +41,7 @@ class GptqSettings:
     """How GPTQ is calibrated.
 
     Attributes:
-        text, samples, length, seed: see `load_calibration`; the default is the packaged text, and without a
-            length the model's context, at most `MAX_LENGTH`.
+        text, samples, length, seed: see `load_calibration`; without a text the packaged one is used.
         thorough: follow the float model on all samples.
         memory_bytes: of activations kept in memory.
         device: computes.
@@ -50,7 +49,7 @@ class GptqSettings:
 
     text: str | Path | None
     samples: int
-    length: int | None
+    length: int
     seed: int
     thorough: bool
     memory_bytes: int
@@ -76,9 +75,8 @@ class GptqSettings:
             RequestError: if the source has no tokenizer, or as `load_calibration` and `PackagedText` do.
         """
         tokenizer = _required(tokenizer, source)
-        length = self.sample_length(source)
         if self.text is not None:
-            return load_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
+            return load_calibration(self.text, tokenizer, samples=self.samples, length=self.length, seed=self.seed)
         choices = min(tokenizer.vocab_size, source.config.vocab_size)
         report = in_phase(progress, "calibration samples")
 
@@ -87,39 +85,19 @@ class GptqSettings:
             return group.broadcast_from_rank0(found)
 
         text = self._packaged(tokenizer, source)
-        return text.draw(samples=self.samples, length=length, seed=self.seed, near_uniform=near_uniform)
+        return text.draw(samples=self.samples, length=self.length, seed=self.seed, near_uniform=near_uniform)
 
     def require_text(self, tokenizer: Tokenizer | None, source: Checkpoint) -> None:
         """Make the checks of `draw`, without drawing samples. Raises `RequestError` as `draw` does."""
         tokenizer = _required(tokenizer, source)
-        length = self.sample_length(source)
         if self.text is None:
-            self._packaged(tokenizer, source).require(self.samples, length)
+            self._packaged(tokenizer, source).require(self.samples, self.length)
         else:
-            require_calibration(self.text, tokenizer, samples=self.samples, length=length, seed=self.seed)
-
-    def require_plausible(self, source: Checkpoint) -> None:
-        """Check the numbers as far as this is possible without the text. Raises `RequestError` as `draw` does."""
-        length = self.sample_length(source)
-        if self.text is None and self.samples > 0:
-            require_plausible(self.samples, length)
-        require_samples(self.samples, length)
-
-    def sample_length(self, source: Checkpoint) -> int:
-        """Tokens in each sample. Raises `RequestError` if the model's context is shorter."""
-        context = source.config.max_context
-        length = min(context, MAX_LENGTH) if self.length is None else self.length
-        if length > context:
-            raise RequestError(
-                "samples are longer than the model's context", found=f"{length} tokens", expected=f"at most {context}",
-                hint="give a smaller `length`",
-            )  # fmt: skip
-        return length
+            require_calibration(self.text, tokenizer, samples=self.samples, length=self.length, seed=self.seed)
 
     def _packaged(self, tokenizer: Tokenizer, source: Checkpoint) -> PackagedText:
         chat, notes = _chat(source, tokenizer)
-        tokens = self.samples * self.sample_length(source)
-        text = PackagedText.of(tokenizer, chat, seed=self.seed, wanted=tokens)
+        text = PackagedText.of(tokenizer, chat, seed=self.seed, wanted=self.samples * self.length)
         return replace(text, notes=(*notes, *text.notes))
 
 
@@ -149,14 +127,20 @@ def gptq_settings(
             f"int4 is solved by GPTQ, and the source cannot be calibrated: {lack}", path=source.path,
             hint='round it with `method="rtn"`',
         )  # fmt: skip
-    found = GptqSettings(
-        options.calibration, SAMPLES if options.samples is None else options.samples, options.length,
-        SEED if options.seed is None else options.seed, options.thorough,
-        ACTIVATION_MEMORY if options.activation_memory is None else int(options.activation_memory),
-        usable_device(options.device),
-    )  # fmt: skip
-    found.require_plausible(source)
-    return found
+    device, context = usable_device(options.device), source.config.max_context
+    samples = SAMPLES if options.samples is None else options.samples
+    length = min(context, MAX_LENGTH) if options.length is None else options.length
+    if length > context:
+        raise RequestError(
+            "samples are longer than the model's context", found=f"{length} tokens", expected=f"at most {context}",
+            hint="give a smaller `length`",
+        )  # fmt: skip
+    if options.calibration is None and samples > 0:
+        require_plausible(samples, length)
+    require_samples(samples, length)
+    memory_bytes = ACTIVATION_MEMORY if options.activation_memory is None else int(options.activation_memory)
+    seed = SEED if options.seed is None else options.seed
+    return GptqSettings(options.calibration, samples, length, seed, options.thorough, memory_bytes, device)
 
 
 def _required(tokenizer: Tokenizer | None, source: Checkpoint) -> Tokenizer:
