@@ -29,12 +29,7 @@ _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}{postfix}
 
 @dataclass
 class _Phase:
-    """The progress of a phase.
-
-    Attributes:
-        first, began: what was done when it began, and the time then.
-        done, since: what is done, and the time of the last change.
-    """
+    """The progress of a phase: `first` was done when it began, and `done` since the last change."""
 
     name: str
     total: int

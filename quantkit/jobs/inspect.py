@@ -160,11 +160,10 @@ def _kind(spec: TensorSpec) -> str:
 
 
 def _ropes(config: ModelConfig) -> str:
-    return _rope(config.rope) + (f"; {_rope(config.window_rope)} in a window" if config.window_rope else "")
+    def shown(rope: RopeConfig) -> str:
+        return f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}")
 
-
-def _rope(rope: RopeConfig) -> str:
-    return f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}")
+    return shown(config.rope) + (f"; {shown(config.window_rope)} in a window" if config.window_rope else "")
 
 
 def _describe(tokenizer: Tokenizer | None) -> str:

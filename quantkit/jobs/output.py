@@ -47,9 +47,6 @@ class Work:
     """What a job writes.
 
     Attributes:
-        job: its name.
-        source: the checkpoint that it reads.
-        encoder: turns the tensors into files.
         side_files: the files that go with the weights, by name: content, or a file to copy.
         options: all options that determine the bytes of the weights.
         computed_by: properties of the machine that determine these bytes; they are not in the manifest.
@@ -64,14 +61,14 @@ class Work:
     computed_by: Mapping[str, object] = field(default_factory=dict)
     scratch_bytes: int = 0
 
-    def fingerprint(self) -> dict[str, object]:
-        """What a run must have in common with the interrupted run that it resumes; the writer adds copied files."""
+    def fingerprint(self, copied_hashes: Mapping[str, str]) -> dict[str, object]:
+        """What a run must have in common with the interrupted run that it resumes."""
         written = {name: content for name, content in self.side_files.items() if isinstance(content, bytes)}
         return {
             "job": self.job, "quantkit": __version__, "source": manifest.identity(self.source.files()),
             **{option_key(key): value for key, value in self.options.items()},
             **{f"file {name}": _sha256(written[name]) for name in TOKENIZER_FILES if name in written},
-            **self.computed_by,
+            **self.computed_by, **{f"file {name}": digest for name, digest in copied_hashes.items()},
         }  # fmt: skip
 
 
@@ -111,9 +108,10 @@ class Writer:
     def __init__(self, work: Work, dst: Path, *, resume: bool, progress: Progress) -> None:
         """See `writing`, which also closes it."""
         self._work, self._encoder, self._progress = work, work.encoder, progress
-        copied = {name: value for name, value in work.side_files.items() if isinstance(value, Path)}
-        self._copied_hashes = {name: _sha256(_content(path)) for name, path in copied.items()}
-        fingerprint = work.fingerprint() | {f"file {name}": digest for name, digest in self._copied_hashes.items()}
+        self._copied_hashes = {
+            name: _sha256(_content(value)) for name, value in work.side_files.items() if isinstance(value, Path)
+        }
+        fingerprint = work.fingerprint(self._copied_hashes)
         files = output_files(dst, self._encoder.files())
         self._in_folder = files is None
         if work.side_files and not self._in_folder:

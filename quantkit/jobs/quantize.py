@@ -24,7 +24,6 @@ from quantkit.jobs.plan import Estimate, estimate_quantization, require_buildabl
 from quantkit.jobs.prepare import BIT_ALLOCATION, Prepared, choose_schemes, prepare, size_fit, too_few_tokens
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.result import QuantizeResult
-from quantkit.jobs.settings import GptqSettings
 from quantkit.jobs.target import NATIVE
 from quantkit.jobs.weights_only import within_bounds
 from quantkit.progress import Progress, deduplicated, in_phase, without_phase
@@ -164,25 +163,20 @@ def _work(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) ->
         recorded["split_max_size"] = options.split_max_size
     if prepared.allocation is not None:
         recorded[BIT_ALLOCATION] = prepared.allocation.to_json()
-    computed_by, scratch = {}, 0
+    computed_by: dict[str, object] = {}
+    scratch = 0
     if settings is not None and drawn is not None:
         recorded |= {"calibration": drawn.to_json(), "thorough": settings.thorough}
-        computed_by = _computed_by(settings, drawn, group)
+        computed_by = {
+            "number of processes": group.size, "kind of device": settings.device.type,
+            "samples multiplied in": str(compute_dtype(settings.device)),
+        }  # fmt: skip
+        if settings.text is None:
+            computed_by["calibration samples"] = drawn.fingerprint()  # the source's own figures have chosen them
         _, scratch, _ = settings.activation_bytes(source.config, drawn.tokens.shape)
     if options.template is not None:
         recorded["template"] = Path(options.template).name
     return Work("quantize", source, prepared.encoder, prepared.side_files, recorded, computed_by, scratch)
-
-
-def _computed_by(settings: GptqSettings, drawn: Calibration, group: ProcessGroup) -> dict[str, object]:
-    """Properties of the machine that GPTQ's results depend on."""
-    found: dict[str, object] = {
-        "number of processes": group.size, "kind of device": settings.device.type,
-        "samples multiplied in": str(compute_dtype(settings.device)),
-    }  # fmt: skip
-    if settings.text is None:
-        found["calibration samples"] = drawn.fingerprint()  # the source's own figures have chosen them
-    return found
 
 
 def _check(

@@ -115,7 +115,9 @@ class SchemeMap:
             columns, kept = {EMBEDDING: config.hidden_size, **columns}, kept | {EMBEDDING}
         on_disk = _names_on_disk(config, columns)
         _of_stored(recipe, config).require_matches([*columns, *on_disk.values()], _routers(config))
-        named = _naming(recipe, recurrent, columns, on_disk)
+        stateless = columns.keys() - recurrent
+        own, others = ({*some, *(on_disk[m] for m in some if m in on_disk)} for some in (recurrent, stateless))
+        named = recipe.naming(own, others)  # of linears that carry a state
         requested = {
             module: (named if module in recurrent else recipe).requested(module, on_disk.get(module), kept)
             for module in columns
@@ -170,31 +172,20 @@ class SchemeMap:
             for (requested, used), modules in layers.items()
         ]
 
-    def describe(self, records: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+    def describe(self, records: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
         """What the manifest says of every linear layer; `records` hold what was found for each weight."""
-        return {module: self._describe(module, records.get(module + ".weight", {})) for module in self.modules}
-
-    def _describe(self, module: str, record: Mapping[str, object]) -> dict[str, object]:
-        if module not in self.schemes:
-            return {"scheme": None, "reason": self.reasons.get(module, "kept as float by the recipe")}
-        facts: dict[str, object] = {"scheme": str(self.schemes[module]), **record}
-        if module in self.misfits:
-            facts["reason"] = f"{self.misfits[module]} does not divide the row"
+        facts: dict[str, dict[str, object]] = {}
+        for module, scheme in self.assigned.items():
+            if scheme is None:
+                facts[module] = {"scheme": None, "reason": self.reasons.get(module, "kept as float by the recipe")}
+                continue
+            facts[module] = {"scheme": str(scheme), **records.get(f"{module}.weight", {})}
+            if module in self.misfits:
+                facts[module]["reason"] = f"{self.misfits[module]} does not divide the row"
         return facts
 
 
-def _naming(
-    recipe: Recipe, recurrent: Collection[str], modules: Collection[str], on_disk: Mapping[str, str]
-) -> Recipe:  # fmt: skip
-    """What a recipe says of linears that carry a state."""
-    others = {module for module in modules if module not in recurrent}
-    own, further = ({*some, *(on_disk[one] for one in some if one in on_disk)} for some in (recurrent, others))
-    return recipe.naming(own, further)
-
-
-def _require_fine(
-    recipe: Recipe, requested: Mapping[str, QuantScheme | None], on_disk: Mapping[str, str]
-) -> None:  # fmt: skip
+def _require_fine(recipe: Recipe, requested: Mapping[str, QuantScheme | None], on_disk: Mapping[str, str]) -> None:
     """Raise a `RequestError` if linears that carry a state would get few bits."""
     for module, scheme in requested.items():
         if scheme is not None and scheme.bits < _FINE:
@@ -209,17 +200,14 @@ def _require_fine(
 def _nothing(recurrent: Collection[str], others: Collection[str]) -> RequestError:
     """The error where no linear gets a scheme."""
     if recurrent and not others:
-        named = f'{{"pattern": "{_without_numbers(min(recurrent))}", "scheme": "int8"}}'
+        module = min(recurrent)
+        pattern = f"*.{module.split('.')[-2]}.*" if module.count(".") > 1 else module
+        named = f'{{"pattern": "{pattern}", "scheme": "int8"}}'
         return RequestError(
             "nothing would be quantized: all linear layers carry a state from token to token, and keep their floats",
             hint=f"a recipe that names them gives them int8: {named}",
         )
     return RequestError("the recipe keeps every layer; nothing would be quantized")
-
-
-def _without_numbers(module: str) -> str:
-    """A pattern for all linears of a module, whatever their layer."""
-    return f"*.{module.split('.')[-2]}.*" if module.count(".") > 1 else module
 
 
 def _embedding_scheme(recipe: Recipe, config: ModelConfig) -> QuantScheme | None:
