@@ -12,9 +12,8 @@ import click
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.help import BROKEN, Command, exit_codes, section
-from quantkit.cli.output import columns, mention, note
+from quantkit.cli.output import ProgressDisplay, columns, mention, note
 from quantkit.cli.processes import require_models, together
-from quantkit.cli.progress import ProgressDisplay
 from quantkit.doctor.findings import RUNTIMES, Runtime
 from quantkit.errors import RequestError
 from quantkit.jobs.convert_options import ConvertOptions

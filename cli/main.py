@@ -16,9 +16,8 @@ from quantkit.cli.entry import interrupted_code, interruptible, report_interrupt
 from quantkit.cli.generate import generate
 from quantkit.cli.help import COMPLETION, complete, completion, exit_codes
 from quantkit.cli.measure import bench, evaluate
-from quantkit.cli.output import as_options, drop_output, open_missing_streams
+from quantkit.cli.output import as_options, drop_output, open_missing_streams, room_to_print
 from quantkit.cli.processes import INTERNAL_ERROR
-from quantkit.cli.progress import room_to_print
 from quantkit.errors import DestinationError, QuantkitError
 from quantkit.version import __version__
 

@@ -9,17 +9,9 @@ from pathlib import Path
 import torch
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.calibration import effort
 from quantkit.calibration.data import Calibration, load_calibration, require_calibration, require_samples
-from quantkit.calibration.effort import (
-    ACTIVATION_MEMORY,
-    MAX_LENGTH,
-    SAMPLES,
-    SEED,
-    STANDARD,
-    THOROUGH,
-    Effort,
-    activation_bytes,
-)
+from quantkit.calibration.effort import Effort
 from quantkit.calibration.estimate import gpu_activation_bytes
 from quantkit.calibration.packaged import PackagedText, near_uniform_pieces, require_plausible
 from quantkit.distributed.group import SINGLE, ProcessGroup
@@ -57,12 +49,12 @@ class GptqSettings:
 
     def effort(self, config: ModelConfig, shape: Sequence[int]) -> Effort:
         """How samples of shape [N, T] follow the float model."""
-        return (THOROUGH if self.thorough else STANDARD).for_samples(config, shape)
+        return (effort.THOROUGH if self.thorough else effort.STANDARD).for_samples(config, shape)
 
     def activation_bytes(self, config: ModelConfig, shape: Sequence[int]) -> tuple[int, int, int]:
         """Bytes of the activations of samples of shape [N, T] in memory, on disk, and on the GPU that computes."""
         room = gpu_activation_bytes(config, shape, self.device)
-        return activation_bytes(config, shape, self.effort(config, shape), self.memory_bytes, room)
+        return effort.activation_bytes(config, shape, self.effort(config, shape), self.memory_bytes, room)
 
     def draw(
         self, tokenizer: Tokenizer | None, source: Checkpoint, *, group: ProcessGroup = SINGLE,
@@ -128,8 +120,8 @@ def gptq_settings(
             hint='round it with `method="rtn"`',
         )  # fmt: skip
     device, context = usable_device(options.device), source.config.max_context
-    samples = SAMPLES if options.samples is None else options.samples
-    length = min(context, MAX_LENGTH) if options.length is None else options.length
+    samples = effort.SAMPLES if options.samples is None else options.samples
+    length = min(context, effort.MAX_LENGTH) if options.length is None else options.length
     if length > context:
         raise RequestError(
             "samples are longer than the model's context", found=f"{length} tokens", expected=f"at most {context}",
@@ -138,8 +130,8 @@ def gptq_settings(
     if options.calibration is None and samples > 0:
         require_plausible(samples, length)
     require_samples(samples, length)
-    memory_bytes = ACTIVATION_MEMORY if options.activation_memory is None else int(options.activation_memory)
-    seed = SEED if options.seed is None else options.seed
+    memory_bytes = effort.ACTIVATION_MEMORY if options.activation_memory is None else int(options.activation_memory)
+    seed = effort.SEED if options.seed is None else options.seed
     return GptqSettings(options.calibration, samples, length, seed, options.thorough, memory_bytes, device)
 
 

@@ -19,8 +19,7 @@ from partial import interrupted
 from terminal import on_terminal, screen
 
 import quantkit
-from quantkit.cli.output import note
-from quantkit.cli.progress import ProgressDisplay
+from quantkit.cli.output import ProgressDisplay, note
 from quantkit.data.files import EXCERPT
 from quantkit.progress import Progress
 
