@@ -106,11 +106,8 @@ def _several(name: str, value: object, kind: str) -> Iterable[object]:
 
 
 def token_rows(value: object) -> list[list[int]]:
-    """Token ids in a list or array, [T] or [B, T], as B rows.
-
-    Raises:
-        TypeError: for anything else, and for a collection without an order.
-    """
+    """Token ids in a list or array, [T] or [B, T], as B rows. Raises `TypeError` for anything else, and for a
+    collection without an order."""
     listed = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
         raise TypeError("not a list")

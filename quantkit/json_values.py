@@ -17,11 +17,8 @@ _SHOWN = 60
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        CheckpointError: if the file is missing, empty, not JSON, too large or too deep, or not an object.
-    """
+    """Read a JSON object. Raises `CheckpointError` if the file is missing, empty, not JSON, too large or too deep, or
+    not an object."""
     try:
         require_plain_file(path)
         text = path.read_text(encoding="utf-8")
@@ -31,11 +28,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parsed(text: str, path: str | Path) -> dict[str, Any]:
-    """The JSON object in a file's text.
-
-    Raises:
-        CheckpointError: if it is empty, not JSON, too deep, or not an object.
-    """
+    """The JSON object in a file's text. Raises `CheckpointError` if it is empty, not JSON, too deep, or not an
+    object."""
     if not text.strip():
         raise CheckpointError("the file is empty", path=path, expected="a JSON object")
     try:
@@ -50,12 +44,9 @@ def parsed(text: str, path: str | Path) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a JSON object whose numbers are all finite: a model's config, parts of which are written again.
-
-    Raises:
-        CheckpointError: as `read_json` does; also for NaN and Infinity, which JSON does not have, and for numbers
-            that are infinite as floats.
-    """
+    """Read a JSON object whose numbers are all finite: a model's config, parts of which are written again. Raises
+    `CheckpointError` as `read_json` does; also for NaN and Infinity, which JSON does not have, and for numbers that are
+    infinite as floats."""
     value = read_json(path)
     for key, one in value.items():
         if any(isinstance(inner, float) and not math.isfinite(inner) for inner in within(one)):
@@ -89,10 +80,7 @@ class Settings:
     """
 
     def __init__(self, values: Mapping[str, Any], path: object, name: str = "") -> None:
-        """
-        Args:
-            name: the object's key in the file; empty for the whole file.
-        """
+        """`name` is the object's key in the file; empty for the whole file."""
         self.values = values
         self.path = str(path)
         self.name = name

@@ -88,11 +88,8 @@ def _numbers(path: Path) -> dict[str, int]:
 
 @contextmanager
 def enough_memory(path: Path | None) -> Iterator[None]:
-    """Turn the several errors of torch and XLA for a lack of memory into one.
-
-    Raises:
-        RequestError: if memory runs out in the block.
-    """
+    """Turn the several errors of torch and XLA for a lack of memory into one. Raises `RequestError` if memory runs out
+    in the block."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

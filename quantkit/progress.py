@@ -14,14 +14,7 @@ class Progress(Protocol):
     """
 
     def __call__(self, phase: str, done: int, total: int, unit: str, /) -> None:
-        """Receive a report.
-
-        Args:
-            phase: what the job is doing.
-            done: how many units of the phase are done.
-            total: how many units the phase has.
-            unit: what is counted, such as ``layers``.
-        """
+        """Receive a report: in this phase of the job, `done` of `total` units, such as ``layers``, are done."""
         ...
 
 
@@ -38,11 +31,8 @@ silent: Progress = _Silent()
 
 
 def deduplicated(progress: Progress | None) -> Progress:
-    """A callback that skips a report equal to the one before; `silent` for None.
-
-    Raises:
-        RequestError: if it is not callable.
-    """
+    """A callback that skips a report equal to the one before; `silent` for None. Raises `RequestError` if it is not
+    callable."""
     if progress is None or progress is silent:
         return silent
     if not callable(progress):

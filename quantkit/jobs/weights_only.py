@@ -96,11 +96,10 @@ def _part(tensor: OpaqueTensor, raw: Mapping[str, Any]) -> str | None:
     last = tensor.module.rpartition(".")[2]
     if tensor.role in ("linear", "recurrent") or last in ROUTERS or (tensor.role == "float" and last in HEADS):
         return None
+    extra = "further layers for prediction" if is_extra_layer(tensor.name, raw) else None
     if len(tensor.shape) < 2 or tensor.dtype not in FLOATS or is_table(tensor.name):
-        return "further layers for prediction" if not tensor.role and is_extra_layer(tensor.name, raw) else None
-    if is_extra_layer(tensor.name, raw):
-        return "further layers for prediction"
-    return "stacked experts" if len(tensor.shape) > 2 and _EXPERTS.fullmatch(tensor.name) else _OTHERS
+        return None if tensor.role else extra
+    return extra or ("stacked experts" if len(tensor.shape) > 2 and _EXPERTS.fullmatch(tensor.name) else _OTHERS)
 
 
 def within_bounds(
@@ -116,22 +115,16 @@ def within_bounds(
         QualityError: if none may be quantized.
     """
     scale_dtype, schemes = DType(source.config.dtype), scheme_map.schemes
-    specs = (
-        TensorSpec(f"{module}.weight", source.info(f"{module}.weight").shape, scale_dtype, scheme)
-        for module, scheme in schemes.items()
-    )
     quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
     too_far = {}
-    for index, spec in enumerate(specs):
+    for index, (module, scheme) in enumerate(schemes.items()):
         progress("rounding errors", index, len(schemes), "weights")
-        for name, _, record in quantizer.solve(TensorBlock(None, (spec,))):
+        spec = TensorSpec(f"{module}.weight", source.info(f"{module}.weight").shape, scale_dtype, scheme)
+        for _, _, record in quantizer.solve(TensorBlock(None, (spec,))):
             assert record is not None
-            assert spec.scheme is not None
-            error, bound = float(str(record["relative_error"])), ROUNDING_BOUNDS[f"int{spec.scheme.bits}"]
+            error, bound = float(str(record["relative_error"])), ROUNDING_BOUNDS[f"int{scheme.bits}"]
             if not error <= bound:
-                too_far[name.removesuffix(".weight")] = (
-                    f"rounding to {spec.scheme} changes it by {error:.3g} of its norm, more than {bound:g}"
-                )
+                too_far[module] = f"rounding to {scheme} changes it by {error:.3g} of its norm, more than {bound:g}"
     progress("rounding errors", len(schemes), len(schemes), "weights")
     if not too_far:
         return scheme_map, []
