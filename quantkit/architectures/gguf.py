@@ -7,8 +7,7 @@ import functools
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, Place, disk_tensor, rotary_order
 from quantkit.architectures.families import families
-from quantkit.architectures.families.family import Family, StackedExperts
-from quantkit.architectures.families.gguf_architecture import GgufArchitecture
+from quantkit.architectures.families.family import Family, GgufArchitecture, StackedExperts
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import UnsupportedError
 

@@ -22,7 +22,7 @@ from quantkit.architectures.config import (
     ModelConfig,
 )
 from quantkit.architectures.families import config_from_hf
-from quantkit.architectures.families.gguf_architecture import WINDOWED_BASE, GgufArchitecture
+from quantkit.architectures.families.family import WINDOWED_BASE, GgufArchitecture
 from quantkit.architectures.families.keys import only_window
 from quantkit.architectures.gguf import gguf_architecture, sharing_families
 from quantkit.architectures.gguf_rope import KEYS as ROPE_KEYS

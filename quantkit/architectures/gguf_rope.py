@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantkit.architectures.config import MAX_CONTEXT, MAX_HEADS, ModelConfig
-from quantkit.architectures.families.gguf_architecture import WINDOWED_BASE, GgufArchitecture
+from quantkit.architectures.families.family import WINDOWED_BASE, GgufArchitecture
 from quantkit.architectures.gguf import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, gguf_architecture
 from quantkit.architectures.rope import DEFAULT_THETA, MAX_THETA, MIN_THETA, SCALE, RopeConfig
 from quantkit.errors import CheckpointError, UnsupportedError

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quantkit.architectures.disk import DiskTensor
+from quantkit.architectures.families import ignored_rope_settings
 from quantkit.architectures.families.opaque import is_extra_layer
-from quantkit.architectures.ignored_rope import ignored_rope_settings
 from quantkit.architectures.names import is_derived_buffer
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import CONFIG

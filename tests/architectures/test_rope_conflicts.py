@@ -13,8 +13,7 @@ import torch
 from command import Capture, run
 
 import quantkit
-from quantkit.architectures.families import config_from_hf
-from quantkit.architectures.ignored_rope import ignored_rope_settings
+from quantkit.architectures.families import config_from_hf, ignored_rope_settings
 from quantkit.errors import CheckpointError, UnsupportedError
 
 _YARN = {"rope_type": "yarn", "factor": 4.0}

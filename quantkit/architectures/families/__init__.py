@@ -1,27 +1,30 @@
-"""The families that quantkit supports, one file each, found automatically."""
+"""The families that quantkit supports, found automatically, and config.json: reading, writing, ignored settings."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families.family import Family
+from quantkit.architectures.rope import FULL, SLIDING
 from quantkit.errors import UnsupportedError
-from quantkit.json_values import Settings
+from quantkit.json_values import Settings, shown
 
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
+_THETA, _ORIGINAL, _PARTIAL = "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"
+_WITH_ORIGINAL = ("yarn", "llama3", "longrope")
+_NEW, _OLD = "rope_parameters", "rope_scaling"
 
 
 @functools.cache
 def families() -> dict[str, Family]:
     """Every family by its ``model_type``."""
     modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    found = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
-    return {family.model_type: family for family in found}
+    return {family.model_type: family for module in modules for family in getattr(module, "FAMILIES", ())}
 
 
 def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
@@ -67,3 +70,62 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         **config.rope.to_hf(config.head_dim),
         **family.write(config),
     }
+
+
+def ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:
+    """One line for each rotary setting of a config.json that transformers 5 ignores in favour of another value.
+
+    Readers differ in their order of precedence: what one ignores another uses. Values of the wrong type are ignored
+    here; the reader of `raw` refuses them.
+    """
+    new, old = _object(raw, _NEW), _object(raw, _OLD)
+    family = families().get(str(raw.get("model_type")))
+    if not {FULL, SLIDING}.isdisjoint(new) or (family is not None and "windowed_theta" in family.options):
+        return list(_by_layer(raw, new, old))
+    used, name = (old, _OLD) if old else (new, _NEW)
+    lines = list(_spelled_twice(used, name))
+    for key in (_THETA, _PARTIAL):
+        lines += _differing(raw.get(key), key, used.get(key), f"{name}.{key}")
+    lines += _differing(used.get(_ORIGINAL), f"{name}.{_ORIGINAL}", raw.get(_ORIGINAL), _ORIGINAL)
+    if old and new:
+        stated = {_THETA: raw.get(_THETA), _PARTIAL: raw.get(_PARTIAL), "rope_type": old.get("type"), **old}
+        lines += _overridden(new, _NEW, stated)
+    return lines
+
+
+def _by_layer(raw: Mapping[str, Any], new: Mapping[str, Any], old: Mapping[str, Any]) -> Iterator[str]:
+    full, sliding = _object(new, FULL), _object(new, SLIDING)
+    places = {FULL: f"{_NEW}.{FULL}", SLIDING: f"{_NEW}.{SLIDING}"}
+    merged = {**full, **old}
+    yield from _overridden({key: value for key, value in full.items() if key in old}, places[FULL], old)
+    for settings, name, base in ((merged, places[FULL], _THETA), (sliding, places[SLIDING], "rope_local_base_freq")):
+        yield from _spelled_twice(settings, name)
+        yield from _differing(raw.get(base), base, settings.get(_THETA), f"{name}.{_THETA}")
+        if settings.get("rope_type", settings.get("type")) in _WITH_ORIGINAL:
+            own = settings.get(_ORIGINAL)
+            used = f"{name}.{_ORIGINAL}" if own is not None else "max_position_embeddings"
+            yield from _differing(
+                raw.get(_ORIGINAL), _ORIGINAL, raw.get("max_position_embeddings") if own is None else own, used
+            )
+
+
+def _spelled_twice(settings: Mapping[str, Any], name: str) -> Iterator[str]:
+    yield from _differing(settings.get("type"), f"{name}.type", settings.get("rope_type"), f"{name}.rope_type")
+
+
+def _overridden(settings: Mapping[str, Any], name: str, by: Mapping[str, Any]) -> Iterator[str]:
+    """The settings that ``rope_scaling`` states differently, or not at all."""
+    for key, value in settings.items():
+        if value is not None and by.get(key) != value and key != "type":
+            found = f"states {shown(by[key])}" if by.get(key) is not None else "is used and does not have it"
+            yield f"{name}.{key} {shown(value)} is ignored: {_OLD} {found}"
+
+
+def _differing(ignored: Any, where: str, used: Any, place: str) -> Iterator[str]:
+    if ignored is not None and used is not None and ignored != used:
+        yield f"{where} {shown(ignored)} is ignored: {place} is {shown(used)}"
+
+
+def _object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = raw.get(key)
+    return value if isinstance(value, dict) else {}

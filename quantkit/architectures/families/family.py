@@ -15,11 +15,16 @@ from quantkit.architectures.config import (
     LayerConfig,
     ModelConfig,
 )
-from quantkit.architectures.families.gguf_architecture import GgufArchitecture
 from quantkit.architectures.families.keys import Keys, layer_count
 from quantkit.architectures.rope import DEFAULT_THETA, RopeConfig, ropes_by_layer
 from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings
+
+WINDOWED_BASE = "rope.freq_base_swa"
+"""The rotary base of layers with a window."""
+EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+ALL_BIASES = ("qkv", "output", "mlp")
+MAX_MULTIPLIER = 1e6
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,54 @@ class StackedExperts:
 
 
 @dataclass(frozen=True)
+class GgufArchitecture:
+    """An architecture of llama.cpp, which families may share: what a GGUF file can state, and what llama.cpp computes.
+
+    Sources: llama.cpp's converter (what it writes for each family) and its loader (what it does with it).
+
+    Attributes:
+        name: the value of ``general.architecture``.
+        keys: its keys in addition to those that all architectures have, without its name.
+        interleaved_rotary: whether the two rows of a rotary pair are adjacent.
+        fused: roles of linears that are stored as one tensor.
+        window_period: if a file does not say which layers have a window: all but the last of each period; None if
+            llama.cpp ignores windows.
+        default_window: the width where a file states none; such an architecture cannot do without.
+        biases: the linears that may have one: ``qkv``, ``output`` (of attention), ``mlp``.
+        rope_freqs: whether it supports a factor for each frequency, as in Llama 3.
+        long_rope: whether it supports LongRoPE's factors.
+        partial_rotary: whether some dimensions of a head may stay unrotated.
+        normalized: whether the weights of a token's experts add up to 1; None if it has no experts.
+        dense_too: whether files without experts exist as well.
+        tied: True if the head always is the embedding, False if it never is, None if files without a head exist.
+        full_width: whether the widths of all heads must add up to the hidden size.
+        wide_scale_layers: the number of layers at which attention is scaled by the hidden size over the heads.
+        one_rotary_base: whether layers with a window use the base of the others.
+        refused: features that llama.cpp does not compute, by their description in errors.
+        read: keys of config.json that follow from a file's own keys and the size of its heads.
+    """
+
+    name: str
+    keys: tuple[str, ...] = ()
+    interleaved_rotary: bool = False
+    fused: tuple[str, ...] = ()
+    window_period: int | None = None
+    default_window: int | None = None
+    biases: tuple[str, ...] = ()
+    rope_freqs: bool = False
+    long_rope: bool = False
+    partial_rotary: bool = False
+    normalized: bool | None = None
+    dense_too: bool = False
+    tied: bool | None = None
+    full_width: bool = False
+    wide_scale_layers: int | None = None
+    one_rotary_base: bool = False
+    refused: Mapping[str, Callable[[ModelConfig], bool]] = field(default_factory=dict)
+    read: Callable[[Settings, int], dict[str, Any]] = lambda keys, head_dim: {}
+
+
+@dataclass(frozen=True)
 class Family:
     """A family: its config.json, and its names on disk that are not canonical.
 
@@ -55,7 +108,6 @@ class Family:
         fused: linears that are one on disk: the fused role of the topology to the module's name.
         stacked: experts that are one tensor on disk.
         interleaved_rotary: whether the dimensions of a rotary pair are adjacent on disk.
-        rope_by_layer: whether its configs have rotary settings by kind of layer: see `ropes_by_layer`.
         runs: whether the decoder computes everything that its configs state.
         gguf: its architecture in llama.cpp; None if it is not read or written as GGUF.
         gguf_mark: the key of config.json that only this one has among the families with the same GGUF architecture.
@@ -70,7 +122,6 @@ class Family:
     fused: Mapping[str, str] = field(default_factory=dict)
     stacked: tuple[StackedExperts, ...] = ()
     interleaved_rotary: bool = False
-    rope_by_layer: bool = False
     runs: bool = True
     gguf: GgufArchitecture | None = None
     gguf_mark: Literal["sliding_window", "num_experts"] | None = None
@@ -93,24 +144,13 @@ class Family:
 
 
 def read_config(
-    settings: Settings,
-    *,
-    windows: Sequence[int | None] | None = None,
-    rotary: Sequence[bool] | None = None,
-    sparse: Sequence[bool] | None = None,
-    activations: tuple[str, ...] = ("silu", "swish"),
-    activation_key: str = "hidden_act",
-    kv_heads_required: bool = True,
-    head_dim: int | None = None,
-    head_dim_required: bool = False,
-    tied_by_default: bool = False,
-    default_theta: float = DEFAULT_THETA,
-    windowed_theta: tuple[str, float] | None = None,
-    rope_types: tuple[str, ...] | None = None,
-    partial_rotary: float | None = None,
-    query_scaling: bool = False,
-    **features: Any,
-) -> ModelConfig:
+    settings: Settings, *, windows: Sequence[int | None] | None = None, rotary: Sequence[bool] | None = None,
+    sparse: Sequence[bool] | None = None, activations: tuple[str, ...] = ("silu", "swish"),
+    activation_key: str = "hidden_act", kv_heads_required: bool = True, head_dim: int | None = None,
+    head_dim_required: bool = False, tied_by_default: bool = False, default_theta: float = DEFAULT_THETA,
+    windowed_theta: tuple[str, float] | None = None, rope_types: tuple[str, ...] | None = None,
+    partial_rotary: float | None = None, query_scaling: bool = False, **features: Any,
+) -> ModelConfig:  # fmt: skip
     """Read the keys that all families have.
 
     Args:
@@ -196,3 +236,8 @@ def with_default_rope(settings: Settings, default: Mapping[str, Any]) -> Setting
     if settings.has("rope_parameters") or settings.values.get("rope_scaling"):
         return settings
     return Settings({**settings.values, "rope_parameters": default, "rope_scaling": None}, settings.path)
+
+
+def optional_number(keys: Settings, key: str) -> float | None:
+    """A multiplier or soft cap; absent, null and 0 are None."""
+    return (keys.number(key, 0, MAX_MULTIPLIER) or None) if keys.has(key) else None

@@ -1,27 +1,150 @@
-"""Gemma 1 (2403.08295): Llama whose norms add 1 to their weights, with GELU and larger embeddings."""
+"""Gemma 1 to 3: Llama whose norms add 1 to their weights, with GELU and larger embeddings."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from quantkit.architectures.families.family import Family
-from quantkit.architectures.families.gemma2 import ACTIVATION, HEAD_DIM, causal_features
-from quantkit.architectures.families.gguf_architecture import GgufArchitecture
-from quantkit.architectures.families.keys import ATTENTION_BIAS, Keys
+from quantkit.architectures.config import MAX_HEADS, MAX_WIDTH, ModelConfig
+from quantkit.architectures.families.family import WINDOWED_BASE, Family, GgufArchitecture, optional_number
+from quantkit.architectures.families.keys import (
+    ATTENTION_BIAS,
+    LAYER_ROPES,
+    Keys,
+    number,
+    only_window,
+    windows_by_kind,
+)
+from quantkit.architectures.names import BLOCK
+from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings
 
+_ACTIVATION = "gelu_pytorch_tanh"
+_HEAD_DIM = 256
+_ATTENTION_CAP, _LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
+_CAPS = (1e-3, 1e6)
+_SCALAR = "query_pre_attn_scalar"
 
-def _read(settings: Settings) -> dict[str, Any]:
-    own = settings.has("hidden_activation")
+
+def _causal_features(settings: Settings) -> dict[str, Any]:
+    """The features of all Gemma models, for `read_config`.
+
+    Raises:
+        UnsupportedError: for bidirectional attention.
+    """
+    if settings.flag("use_bidirectional_attention", False):
+        raise UnsupportedError("bidirectional attention is not supported", path=settings.path)
     return {
-        "activation_key": "hidden_activation" if own else "hidden_act",
-        "activations": (ACTIVATION,) if own else (ACTIVATION, "gelu"),  # the published files' name for it
-        **causal_features(settings),
+        "activation": "gelu_tanh",
+        "tied_by_default": True,
+        "norm_offset": 1.0,
+        "embedding_multiplier": math.sqrt(settings.integer("hidden_size", 1, MAX_WIDTH)),
     }
 
 
-GGUF = GgufArchitecture("gemma", tied=True, read=lambda keys, head_dim: {"hidden_activation": ACTIVATION})
-FAMILY = Family(
-    "gemma", "GemmaForCausalLM", (Keys(_read, lambda config: {"hidden_activation": ACTIVATION}), ATTENTION_BIAS),
-    options={"head_dim": HEAD_DIM}, gguf=GGUF,
+# Gemma 1 (2403.08295).
+def _read_gemma(settings: Settings) -> dict[str, Any]:
+    own = settings.has("hidden_activation")
+    return {
+        "activation_key": "hidden_activation" if own else "hidden_act",
+        "activations": (_ACTIVATION,) if own else (_ACTIVATION, "gelu"),  # the published files' name for it
+        **_causal_features(settings),
+    }
+
+
+_GEMMA = Family(
+    "gemma", "GemmaForCausalLM",
+    (Keys(_read_gemma, lambda config: {"hidden_activation": _ACTIVATION}), ATTENTION_BIAS),
+    options={"head_dim": _HEAD_DIM},
+    gguf=GgufArchitecture("gemma", tied=True, read=lambda keys, head_dim: {"hidden_activation": _ACTIVATION}),
 )  # fmt: skip
+
+
+# Gemma 2 (2408.00118): norms before and after attention and feed-forward, soft caps, windows in every other layer.
+def _read(settings: Settings) -> dict[str, Any]:
+    head_dim = settings.integer("head_dim", 1, MAX_HEADS) if settings.has("head_dim") else _HEAD_DIM
+    scalar = settings.integer(_SCALAR, 1, MAX_HEADS) if settings.has(_SCALAR) else _HEAD_DIM
+    return {
+        "activation_key": "hidden_activation",
+        "activations": (_ACTIVATION,),
+        "head_dim": head_dim,
+        "norms": "both",
+        "attention_scale": None if scalar == head_dim else scalar**-0.5,
+        **_causal_features(settings),
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    scale = config.attention_scale
+    return {"hidden_activation": _ACTIVATION, _SCALAR: config.head_dim if scale is None else round(scale**-2)}
+
+
+_FEATURES = Keys(_read, _write)  # of Gemma 2 and 3
+_NORMS = {
+    "attention.output_norm": BLOCK + "post_attention_layernorm",
+    "mlp.norm": BLOCK + "pre_feedforward_layernorm",
+    "mlp.output_norm": BLOCK + "post_feedforward_layernorm",
+}
+_DEFAULT_CAPS = {_ATTENTION_CAP: 50.0, _LOGIT_CAP: 30.0}  # of transformers, if the keys are absent; null means none
+
+
+def _read_gguf2(keys: Settings, head_dim: int) -> dict[str, Any]:
+    """llama.cpp has its own defaults for caps; it would divide by a cap of 0."""
+    stated = {key: keys.number(key, *_CAPS) if keys.has(key) else default for key, default in _DEFAULT_CAPS.items()}
+    return {"hidden_activation": _ACTIVATION, **stated}
+
+
+_GEMMA2 = Family(
+    "gemma2", "Gemma2ForCausalLM",
+    (
+        _FEATURES, ATTENTION_BIAS, windows_by_kind(2),
+        number(_LOGIT_CAP, "logit_softcap", *_CAPS, _DEFAULT_CAPS[_LOGIT_CAP], null=None),
+        number(_ATTENTION_CAP, "attention_softcap", *_CAPS, _DEFAULT_CAPS[_ATTENTION_CAP], null=None),
+    ),
+    names=_NORMS,
+    gguf=GgufArchitecture(
+        "gemma2", keys=(_ATTENTION_CAP, _LOGIT_CAP), window_period=2, default_window=4096, tied=True,
+        wide_scale_layers=46, read=_read_gguf2,
+        refused={
+            "logits without soft caps": lambda config: config.attention_softcap is None or config.logit_softcap is None,
+            "layers none of which has a window": lambda config: only_window(config) is None,
+        },
+    ),
+)  # fmt: skip
+
+# Gemma 3, text (2503.19786): Gemma 2 with norms of each head's queries and keys, and windows in five of six layers,
+# which have different rotary positions.
+_INTERVAL = 6
+_PATTERN = "sliding_window_pattern"
+_LOCAL = "rope_local_base_freq", 10000.0
+
+
+def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
+    written: dict[str, Any] = {_ATTENTION_CAP: None}  # no reader caps attention, whatever a config states
+    full = [window is None for window in config.windows]
+    if not all(full):
+        written[_LOCAL[0]] = (config.window_rope or config.rope).theta
+    interval = full.index(True) + 1 if any(full) else config.num_layers + 1
+    if full == [(layer + 1) % interval == 0 for layer in range(config.num_layers)]:
+        written[_PATTERN] = interval  # for older readers, without ``layer_types``
+    return written
+
+
+_GEMMA3 = Family(
+    "gemma3_text", "Gemma3ForCausalLM",
+    (
+        _FEATURES, ATTENTION_BIAS, windows_by_kind(_INTERVAL, _PATTERN),
+        number(_LOGIT_CAP, "logit_softcap", *_CAPS, None, null=None), Keys(write=_write_gemma3), LAYER_ROPES,
+    ),
+    options={"qk_norm": "head", "default_theta": 1e6, "windowed_theta": _LOCAL},
+    names=_NORMS,
+    gguf=GgufArchitecture(
+        "gemma3", keys=(WINDOWED_BASE, _LOGIT_CAP), window_period=_INTERVAL, wide_scale_layers=62,
+        read=lambda keys, head_dim: {
+            "hidden_activation": _ACTIVATION, _LOGIT_CAP: optional_number(keys, _LOGIT_CAP)
+        },
+        refused={"a soft cap of logits": lambda config: config.logit_softcap is not None},
+    ),
+)  # fmt: skip
+
+FAMILIES = (_GEMMA, _GEMMA2, _GEMMA3)

@@ -1,13 +1,224 @@
-"""Llama 1 to 3.x and CodeLlama (2302.13971, 2307.09288, 2407.21783)."""
+"""Llama, and the families that differ from it in a few features: Mistral's, Granite, SmolLM3, Phi-3 and GLM-4."""
 
-from quantkit.architectures.families.family import Family
-from quantkit.architectures.families.gguf_architecture import ALL_BIASES, EXPERT_KEYS, GgufArchitecture
-from quantkit.architectures.families.keys import ATTENTION_BIAS, MLP_BIAS
+from __future__ import annotations
 
-GGUF = GgufArchitecture(
+from dataclasses import replace
+from typing import Any
+
+from quantkit.architectures.config import MAX_LAYERS, ModelConfig
+from quantkit.architectures.families.family import (
+    ALL_BIASES,
+    EXPERT_KEYS,
+    Family,
+    GgufArchitecture,
+    optional_number,
+    with_default_rope,
+)
+from quantkit.architectures.families.keys import (
+    ATTENTION_BIAS,
+    DEFAULT_WINDOW,
+    MLP_BIAS,
+    Keys,
+    experts,
+    flag,
+    layer_count,
+    layer_types,
+    number,
+    one_window,
+    sliding_window,
+    switched_windows,
+    windows_of,
+    written_layer_types,
+)
+from quantkit.architectures.names import BLOCK, CANONICAL
+from quantkit.architectures.rope import FULL, SLIDING
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.json_values import Settings, shown
+
+# Llama 1 to 3.x and CodeLlama (2302.13971, 2307.09288, 2407.21783).
+_LLAMA_GGUF = GgufArchitecture(
     "llama", keys=EXPERT_KEYS[:2], interleaved_rotary=True, biases=ALL_BIASES, rope_freqs=True, long_rope=True,
     normalized=True, dense_too=True,
 )  # fmt: skip
-FAMILY = Family(
-    "llama", "LlamaForCausalLM", (ATTENTION_BIAS, MLP_BIAS), options={"kv_heads_required": False}, gguf=GGUF
+_LLAMA = Family(
+    "llama", "LlamaForCausalLM", (ATTENTION_BIAS, MLP_BIAS), options={"kv_heads_required": False}, gguf=_LLAMA_GGUF
 )  # fmt: skip
+
+# Mistral (2310.06825): a sliding window in every layer.
+_EVERY_WINDOW = one_window(DEFAULT_WINDOW)
+
+
+def _mistral_windows(settings: Settings) -> dict[str, Any]:
+    found = _EVERY_WINDOW.read(settings)
+    if FULL in layer_types(settings, layer_count(settings)) and found["windows"][0] is not None:
+        raise UnsupportedError("mixed attention layers in a Mistral model are not supported", path=settings.path)
+    return found
+
+
+_MISTRAL = Family(
+    "mistral", "MistralForCausalLM", (Keys(_mistral_windows, _EVERY_WINDOW.write),), gguf=_LLAMA_GGUF,
+    gguf_mark="sliding_window",
+)  # fmt: skip
+
+# Ministral 3 (Mistral AI): Mistral with YaRN, and queries scaled by their positions, as in Llama 4.
+# The published models also have a vision tower, and the name ``mistral3``.
+_MINISTRAL_ROPE = {  # of transformers, if a config has no rotary settings
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+_MINISTRAL3 = Family(
+    "ministral3", "Ministral3ForCausalLM", (one_window(None),), options={"head_dim": 128, "query_scaling": True},
+    prepare=lambda settings: with_default_rope(settings, _MINISTRAL_ROPE),
+)  # fmt: skip
+
+# Mixtral (2401.04088): Mistral whose feed-forward is a mixture of experts, each with its own tensors on disk.
+_MOE = BLOCK + "block_sparse_moe."
+_MIXTRAL = Family(
+    "mixtral", "MixtralForCausalLM", (one_window(None), experts("num_local_experts")),
+    options={"default_theta": 1e6},
+    names={
+        "router": _MOE + "gate", "expert.gate": _MOE + "experts.{expert}.w1", "expert.up": _MOE + "experts.{expert}.w3",
+        "expert.down": _MOE + "experts.{expert}.w2",
+    },
+    gguf=_LLAMA_GGUF, gguf_mark="num_experts",
+)  # fmt: skip
+
+# Granite 3 (IBM): four multipliers: of embeddings, residual branches, attention scores and logits.
+_MULTIPLIERS = (
+    ("embedding_multiplier", "embedding_multiplier"), ("residual_multiplier", "residual_multiplier"),
+    ("attention_multiplier", "attention_scale"), ("logits_scaling", "logit_multiplier"),
+)  # fmt: skip
+_GRANITE_KEYS = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+
+
+def _read_granite(keys: Settings, head_dim: int) -> dict[str, Any]:
+    if not keys.flag("rope.scaling.finetuned", True):  # in llama.cpp a model without rotary positions
+        raise UnsupportedError(
+            "a model without rotary positions is not supported", path=keys.path, found="'rope.scaling.finetuned' false"
+        )
+    keys.need("logit_scale")
+    stated = {name: optional_number(keys, key) for key, name in _GRANITE_KEYS.items()}
+    return {**stated, "attention_multiplier": stated["attention_multiplier"] or head_dim**-0.5}
+
+
+_GRANITE = Family(
+    "granite", "GraniteForCausalLM",
+    (
+        ATTENTION_BIAS, MLP_BIAS,
+        *(  # bounds far beyond what is published
+            number(key, field, 1e-6, 1e6, 1.0, null=1.0, inverse=key == "logits_scaling") for key, field in _MULTIPLIERS
+        ),
+    ),
+    options={"kv_heads_required": False},
+    gguf=GgufArchitecture(
+        "granite", keys=tuple(_GRANITE_KEYS), interleaved_rotary=True, biases=ALL_BIASES, rope_freqs=True,
+        long_rope=True, read=_read_granite,
+    ),
+)  # fmt: skip
+
+# SmolLM3: layers without rotary positions (2501.18795), every fourth unless the config lists them.
+_INTERVAL = 4
+
+
+def _smollm_windows(settings: Settings) -> list[int | None]:
+    count = layer_count(settings)
+    enabled = settings.flag("use_sliding_window", False)
+    windowed = [kind == SLIDING for kind in layer_types(settings, count)]
+    window = sliding_window(settings, None)
+    if not windowed:  # otherwise the flag has no effect, as in transformers
+        windowed = [enabled and window is not None and not rotated for rotated in _rotary(settings, count)]
+    return windows_of(settings, windowed, window)
+
+
+def _rotary(settings: Settings, count: int) -> list[bool]:
+    """Whether each layer has rotary positions: 1 in ``no_rope_layers``, in spite of its name."""
+    key = "no_rope_layers"
+    if not settings.has(key):
+        interval_key = "no_rope_layer_interval"
+        interval = settings.integer(interval_key, 1, MAX_LAYERS) if settings.has(interval_key) else _INTERVAL
+        return [(layer + 1) % interval != 0 for layer in range(count)]
+    stated = settings.need(key)
+    listed = isinstance(stated, list) and all(type(one) is int and one in (0, 1) for one in stated)
+    if not listed or len(stated) < count:
+        raise CheckpointError(
+            f"{key} does not fit the layers", path=settings.path, found=shown(stated),
+            expected=f"0 or 1 for each of {count}",
+        )  # fmt: skip
+    return [rotated == 1 for rotated in stated[:count]]
+
+
+_ROTARY = Keys(
+    lambda settings: {"rotary": _rotary(settings, layer_count(settings))},
+    lambda config: {"no_rope_layers": [int(layer.rotary) for layer in config.layers]},
+)
+_SMOLLM_WINDOWS = switched_windows(_smollm_windows, lambda config: {"layer_types": written_layer_types(config)})
+_SMOLLM3 = Family(
+    "smollm3", "SmolLM3ForCausalLM", (ATTENTION_BIAS, MLP_BIAS, _ROTARY, _SMOLLM_WINDOWS),
+    options={"tied_by_default": True, "default_theta": 2e6},
+    gguf=GgufArchitecture(
+        "smollm3", interleaved_rotary=True,
+        read=lambda keys, head_dim: {"no_rope_layer_interval": _INTERVAL},  # llama.cpp has no key for it
+    ),
+)  # fmt: skip
+
+# Phi-3, 3.5 and 4 (2404.14219): fused projections on disk: one tensor for q, k, v, one for gate and up.
+_CONTEXT = "original_max_position_embeddings"
+_PHI_DEFAULTS = {_CONTEXT: 4096}  # of transformers, whatever the scaling itself states
+_OLD_NAME = "yarn"  # of LongRoPE in this family's first configs; another was "su"
+_FUSED = ("attention.qkv", "mlp.gate_up")
+
+
+def _with_new_names(settings: Settings) -> Settings:
+    values = _PHI_DEFAULTS | {key: value for key, value in settings.values.items() if value is not None}
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(scaling := values.get(key), dict):
+            values[key] = {
+                name: "longrope" if name in ("type", "rope_type") and value == _OLD_NAME else value
+                for name, value in scaling.items()
+            }
+    return Settings(values, settings.path)
+
+
+def _write_phi(config: ModelConfig) -> dict[str, Any]:
+    rope = config.rope
+    if rope.type != "longrope" or not (rope.short_factor and rope.long_factor and rope.original_context):
+        return {}
+    # Older readers accept only these three keys.
+    scaling: dict[str, Any] = {
+        "type": rope.type, "short_factor": [*rope.short_factor], "long_factor": [*rope.long_factor]
+    }  # fmt: skip
+    if rope.factor != config.max_context / rope.original_context:
+        scaling["factor"] = rope.factor
+    if rope.attention_factor is not None:
+        scaling["attention_factor"] = rope.attention_factor
+    return {_CONTEXT: rope.original_context, "rope_scaling": scaling}
+
+
+_PHI3 = Family(
+    "phi3", "Phi3ForCausalLM", (one_window(None), Keys(write=_write_phi)),
+    options={"kv_heads_required": False, "partial_rotary": 1.0, "rope_types": ("default", "longrope")},
+    prepare=_with_new_names, fused={role: CANONICAL[role] for role in _FUSED},
+    gguf=GgufArchitecture("phi3", fused=_FUSED, long_rope=True, partial_rotary=True, full_width=True),
+)  # fmt: skip
+
+# GLM-4 of 2024 (2406.12793): biases of queries, keys and values; half of each head is rotated, in adjacent pairs.
+# GLM-4 of 2025 (0414) also has norms after attention and feed-forward.
+_PARTIAL = Keys(  # written also if all of a head is rotated
+    write=lambda config: {"partial_rotary_factor": (config.rope.rotary_dim or config.head_dim) / config.head_dim}
+)
+_GLM = Family(
+    "glm", "GlmForCausalLM", (flag("attention_bias", "qkv_bias", default=True), _PARTIAL),
+    options={"head_dim": 128, "partial_rotary": 0.5},  # of transformers, if the keys are absent
+    fused={"mlp.gate_up": CANONICAL["mlp.gate_up"]}, interleaved_rotary=True,
+)  # fmt: skip
+_GLM4 = replace(
+    _GLM, model_type="glm4", class_name="Glm4ForCausalLM", options={**_GLM.options, "norms": "both"},
+    names={
+        "attention.output_norm": BLOCK + "post_self_attn_layernorm", "mlp.output_norm": BLOCK + "post_mlp_layernorm",
+    },
+)  # fmt: skip
+
+FAMILIES = (_LLAMA, _MISTRAL, _MINISTRAL3, _MIXTRAL, _GRANITE, _SMOLLM3, _PHI3, _GLM, _GLM4)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, unread_experts
-from quantkit.architectures.families import config_from_hf, config_to_hf
+from quantkit.architectures.families import config_from_hf, config_to_hf, ignored_rope_settings
 from quantkit.architectures.families.opaque import opaque_config
-from quantkit.architectures.ignored_rope import ignored_rope_settings
 from quantkit.architectures.names import is_derived_buffer, is_embedding, split_derived
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
