@@ -13,7 +13,7 @@ from quantkit.architectures.names import CANONICAL
 from quantkit.architectures.topology import Linear, Parameter, parameters
 from quantkit.errors import CheckpointError
 
-_EXPERT_ROLES = ("expert.gate", "expert.up", "expert.down")
+EXPERT_ROLES = ("expert.gate", "expert.up", "expert.down")
 _STACKED = (
     StackedExperts(CANONICAL["expert.gate_up"].replace(".{expert}", ""), ("expert.gate", "expert.up")),
     StackedExperts(CANONICAL["expert.down"].replace(".{expert}", ""), ("expert.down",)),
@@ -219,8 +219,8 @@ def rotary_order(head_dim: int, rotary_dim: int | None, *, interleaved: bool) ->
 
 def _expert_forms(family: Family) -> list[ExpertForm]:
     """The forms in which a family's experts are read, its own form first."""
-    own = {role: family.names.get(role, CANONICAL[role]) for role in _EXPERT_ROLES}
-    canonical = {role: CANONICAL[role] for role in _EXPERT_ROLES}
+    own = {role: family.names.get(role, CANONICAL[role]) for role in EXPERT_ROLES}
+    canonical = {role: CANONICAL[role] for role in EXPERT_ROLES}
     forms = [ExpertForm(stacked=family.stacked)] if family.stacked else []
     forms += [ExpertForm(own)] + ([ExpertForm(canonical)] if canonical != own else [])
     joined = dict.fromkeys(_joined(family, names["expert.gate"]) for names in (own, canonical))
@@ -235,8 +235,8 @@ def _joined(family: Family, gate: str) -> tuple[StackedExperts, ...]:
         gate: the name of an expert's gate where each expert is a separate module.
     """
     bank = gate.partition("experts.{expert}")[0] + ("experts" if family.stacked else "switch_mlp")
-    modules = [f"{bank}.{CANONICAL[role].rpartition('.')[2]}" for role in _EXPERT_ROLES]
-    pairs = zip(_EXPERT_ROLES, modules, strict=True)
+    modules = [f"{bank}.{CANONICAL[role].rpartition('.')[2]}" for role in EXPERT_ROLES]
+    pairs = zip(EXPERT_ROLES, modules, strict=True)
     return tuple(StackedExperts(f"{module}.weight", (role,), bias=f"{module}.bias") for role, module in pairs)
 
 

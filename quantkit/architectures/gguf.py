@@ -5,48 +5,16 @@ from __future__ import annotations
 import functools
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import DiskTensor, Place, disk_tensor, rotary_order
+from quantkit.architectures.disk import EXPERT_ROLES, DiskTensor, Place, disk_tensor, rotary_order
 from quantkit.architectures.families import families
 from quantkit.architectures.families.family import Family, GgufArchitecture, StackedExperts
+from quantkit.architectures.names import GGUF
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import UnsupportedError
-
-_BLOCK = "blk.{layer}."
-NAMES = {
-    "embedding": "token_embd",
-    "norm": "output_norm",
-    "head": "output",
-    "attention.norm": _BLOCK + "attn_norm",
-    "attention.q": _BLOCK + "attn_q",
-    "attention.k": _BLOCK + "attn_k",
-    "attention.v": _BLOCK + "attn_v",
-    "attention.qkv": _BLOCK + "attn_qkv",
-    "attention.output": _BLOCK + "attn_output",
-    "attention.q_norm": _BLOCK + "attn_q_norm",
-    "attention.k_norm": _BLOCK + "attn_k_norm",
-    "attention.output_norm": _BLOCK + "post_attention_norm",
-    "mlp.norm": _BLOCK + "ffn_norm",
-    "mlp.gate": _BLOCK + "ffn_gate",
-    "mlp.up": _BLOCK + "ffn_up",
-    "mlp.gate_up": _BLOCK + "ffn_up",
-    "mlp.down": _BLOCK + "ffn_down",
-    "mlp.output_norm": _BLOCK + "post_ffw_norm",
-    "router": _BLOCK + "ffn_gate_inp",
-    "expert.gate": _BLOCK + "ffn_gate_exps",
-    "expert.up": _BLOCK + "ffn_up_exps",
-    "expert.down": _BLOCK + "ffn_down_exps",
-    "shared_expert.router": _BLOCK + "ffn_gate_inp_shexp",
-    "shared_expert.gate": _BLOCK + "ffn_gate_shexp",
-    "shared_expert.up": _BLOCK + "ffn_up_shexp",
-    "shared_expert.down": _BLOCK + "ffn_down_shexp",
-}
-"""Modules by role."""
 
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 """Factors that divide the frequency of each rotary pair: always, beyond the original context, within it."""
 ROPE_TENSORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
-
-_EXPERTS = ("expert.gate", "expert.up", "expert.down")
 
 
 @functools.cache
@@ -114,11 +82,11 @@ def _name(architecture: GgufArchitecture, parameter: Parameter) -> str:
     linear = parameter.linear
     role = linear.fused if linear is not None and linear.fused in architecture.fused else parameter.role
     assert role is not None
-    if role not in NAMES:
+    if role not in GGUF:
         raise UnsupportedError("the architecture is not written as GGUF", found=f"'{parameter.name}'")
-    return f"{NAMES[role].format(layer=parameter.layer)}.{parameter.leaf}"
+    return f"{GGUF[role].format(layer=parameter.layer)}.{parameter.leaf}"
 
 
 def _stacked(parameter: Parameter) -> StackedExperts | None:
     """How the tensor that a parameter is part of holds experts, if it does."""
-    return StackedExperts(NAMES[parameter.role], (parameter.role,)) if parameter.role in _EXPERTS else None
+    return StackedExperts(GGUF[parameter.role], (parameter.role,)) if parameter.role in EXPERT_ROLES else None

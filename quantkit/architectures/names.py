@@ -1,4 +1,4 @@
-"""Tables of names over the topology's roles: quantkit's own (canonical), Meta's, and gpt-fast's.
+"""Names of modules by the topology's roles: quantkit's own (canonical), Meta's, gpt-fast's, and llama.cpp's.
 
 Canonical names are those that most Hugging Face folders have, and the decoder's modules; a family whose names on disk
 differ says so in its file. Canonical rows of queries and keys lie in Hugging Face's rotary layout (rotate-half).
@@ -12,62 +12,60 @@ from collections.abc import Iterable
 BLOCK = "model.layers.{layer}."
 """What the names of a layer's tensors begin with."""
 
-CANONICAL = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attention.norm": BLOCK + "input_layernorm",
-    "attention.output_norm": BLOCK + "attention_output_layernorm",
-    "attention.q": BLOCK + "self_attn.q_proj",
-    "attention.k": BLOCK + "self_attn.k_proj",
-    "attention.v": BLOCK + "self_attn.v_proj",
-    "attention.qkv": BLOCK + "self_attn.qkv_proj",
-    "attention.output": BLOCK + "self_attn.o_proj",
-    "attention.q_norm": BLOCK + "self_attn.q_norm",
-    "attention.k_norm": BLOCK + "self_attn.k_norm",
-    "attention.sinks": BLOCK + "self_attn.sinks",
-    "attention.q_down": BLOCK + "self_attn.q_a_proj",
-    "attention.q_down_norm": BLOCK + "self_attn.q_a_layernorm",
-    "attention.q_up": BLOCK + "self_attn.q_b_proj",
-    "attention.kv_down": BLOCK + "self_attn.kv_a_proj_with_mqa",
-    "attention.kv_down_norm": BLOCK + "self_attn.kv_a_layernorm",
-    "attention.kv_up": BLOCK + "self_attn.kv_b_proj",
-    "attention.qkv_down": BLOCK + "self_attn.qkv_a_proj",
-    "mlp.norm": BLOCK + "post_attention_layernorm",
-    "mlp.output_norm": BLOCK + "mlp_output_layernorm",
-    "mlp.gate": BLOCK + "mlp.gate_proj",
-    "mlp.up": BLOCK + "mlp.up_proj",
-    "mlp.gate_up": BLOCK + "mlp.gate_up_proj",
-    "mlp.down": BLOCK + "mlp.down_proj",
-    "router": BLOCK + "mlp.gate",
-    "router.score_correction": BLOCK + "mlp.gate.e_score_correction_bias",
-    "shared_expert.router": BLOCK + "mlp.shared_expert_gate",
-    "expert.gate": BLOCK + "mlp.experts.{expert}.gate_proj",
-    "expert.up": BLOCK + "mlp.experts.{expert}.up_proj",
-    "expert.gate_up": BLOCK + "mlp.experts.{expert}.gate_up_proj",
-    "expert.down": BLOCK + "mlp.experts.{expert}.down_proj",
-    "shared_expert.gate": BLOCK + "mlp.shared_experts.gate_proj",
-    "shared_expert.up": BLOCK + "mlp.shared_experts.up_proj",
-    "shared_expert.gate_up": BLOCK + "mlp.shared_experts.gate_up_proj",
-    "shared_expert.down": BLOCK + "mlp.shared_experts.down_proj",
-}
+# Each role, its canonical module, and Meta's and llama.cpp's, if they have one.
+_TABLE = """
+    embedding                model.embed_tokens                 tok_embeddings   token_embd
+    norm                     model.norm                         norm             output_norm
+    head                     lm_head                            output           output
+    attention.norm           input_layernorm                    attention_norm   attn_norm
+    attention.output_norm    attention_output_layernorm         -                post_attention_norm
+    attention.q              self_attn.q_proj                   attention.wq     attn_q
+    attention.k              self_attn.k_proj                   attention.wk     attn_k
+    attention.v              self_attn.v_proj                   attention.wv     attn_v
+    attention.qkv            self_attn.qkv_proj                 -                attn_qkv
+    attention.output         self_attn.o_proj                   attention.wo     attn_output
+    attention.q_norm         self_attn.q_norm                   -                attn_q_norm
+    attention.k_norm         self_attn.k_norm                   -                attn_k_norm
+    attention.sinks          self_attn.sinks                    -                -
+    attention.q_down         self_attn.q_a_proj                 -                -
+    attention.q_down_norm    self_attn.q_a_layernorm            -                -
+    attention.q_up           self_attn.q_b_proj                 -                -
+    attention.kv_down        self_attn.kv_a_proj_with_mqa       -                -
+    attention.kv_down_norm   self_attn.kv_a_layernorm           -                -
+    attention.kv_up          self_attn.kv_b_proj                -                -
+    attention.qkv_down       self_attn.qkv_a_proj               -                -
+    mlp.norm                 post_attention_layernorm           ffn_norm         ffn_norm
+    mlp.output_norm          mlp_output_layernorm               -                post_ffw_norm
+    mlp.gate                 mlp.gate_proj                      feed_forward.w1  ffn_gate
+    mlp.up                   mlp.up_proj                        feed_forward.w3  ffn_up
+    mlp.gate_up              mlp.gate_up_proj                   -                ffn_up
+    mlp.down                 mlp.down_proj                      feed_forward.w2  ffn_down
+    router                   mlp.gate                           -                ffn_gate_inp
+    router.score_correction  mlp.gate.e_score_correction_bias   -                -
+    shared_expert.router     mlp.shared_expert_gate             -                ffn_gate_inp_shexp
+    expert.gate              mlp.experts.{expert}.gate_proj     -                ffn_gate_exps
+    expert.up                mlp.experts.{expert}.up_proj       -                ffn_up_exps
+    expert.gate_up           mlp.experts.{expert}.gate_up_proj  -                -
+    expert.down              mlp.experts.{expert}.down_proj     -                ffn_down_exps
+    shared_expert.gate       mlp.shared_experts.gate_proj       -                ffn_gate_shexp
+    shared_expert.up         mlp.shared_experts.up_proj         -                ffn_up_shexp
+    shared_expert.gate_up    mlp.shared_experts.gate_up_proj    -                -
+    shared_expert.down       mlp.shared_experts.down_proj       -                ffn_down_shexp
+"""
+_OUTSIDE = ("embedding", "norm", "head")  # of the layers
+
+
+def _column(number: int, block: str) -> dict[str, str]:
+    """Modules by role, as one column of the table names them."""
+    rows = map(str.split, _TABLE.strip().splitlines())
+    return {row[0]: ("" if row[0] in _OUTSIDE else block) + row[number] for row in rows if row[number] != "-"}
+
+
+CANONICAL = _column(1, BLOCK)
 """Modules by role, those that fused linears get among them."""
-
-META = {
-    "embedding": "tok_embeddings",
-    "norm": "norm",
-    "head": "output",
-    "attention.norm": "layers.{layer}.attention_norm",
-    "attention.q": "layers.{layer}.attention.wq",
-    "attention.k": "layers.{layer}.attention.wk",
-    "attention.v": "layers.{layer}.attention.wv",
-    "attention.output": "layers.{layer}.attention.wo",
-    "mlp.norm": "layers.{layer}.ffn_norm",
-    "mlp.gate": "layers.{layer}.feed_forward.w1",
-    "mlp.up": "layers.{layer}.feed_forward.w3",
-    "mlp.down": "layers.{layer}.feed_forward.w2",
-}
-
+META = _column(2, "layers.{layer}.")
+GGUF = _column(3, "blk.{layer}.")
+"""llama.cpp's names."""
 GPT_FAST = META | dict.fromkeys(("attention.q", "attention.k", "attention.v"), "layers.{layer}.attention.wqkv")
 """Meta's, but for queries, keys and values, whose rows lie one below the other in one linear."""
 
