@@ -88,7 +88,7 @@ def train(out: Path, sources: list[Path]) -> None:
 
 def write(out: Path, folders: list[Path], sources: list[Path]) -> None:
     from quantkit.files.gguf_io import build_header
-    from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
+    from quantkit.text.export import tokenizer_metadata
     from quantkit.text.tokenizer import load_tokenizer
 
     out.mkdir(parents=True, exist_ok=True)

@@ -234,10 +234,9 @@ class ModelConfig:
         """
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
-                "attention heads are not a multiple of the KV heads",
-                path=str(path),
+                "attention heads are not a multiple of the KV heads", path=str(path),
                 found=f"{self.num_heads} and {self.num_kv_heads}",
-            )
+            )  # fmt: skip
         if self.head_dim % 2 or not self.head_dim:
             raise CheckpointError("head_dim must be even for rotary embedding", path=str(path), found=self.head_dim)
         for rope in (self.rope, self.window_rope or self.rope):

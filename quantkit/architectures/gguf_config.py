@@ -45,14 +45,9 @@ _SOFTMAX = 1
 
 
 def config_of(
-    metadata: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    factors: Mapping[str, Sequence[float]],
-    path: object,
-    *,
-    tied: bool,
-    dtype: str,
-) -> ModelConfig:
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Sequence[float]],
+    path: object, *, tied: bool, dtype: str,
+) -> ModelConfig:  # fmt: skip
     """The config of a file's model.
 
     Args:
@@ -92,29 +87,17 @@ def config_of(
     llama_ends = [general.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = general.ids(EOS_IDS) or tuple(dict.fromkeys(end for one in llama_ends for end in one))
     raw: dict[str, Any] = {
-        "vocab_size": embedding[0],
-        "hidden_size": hidden,
-        "intermediate_size": _one(keys, "feed_forward_length", MAX_WIDTH),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": _one(keys, "attention.head_count_kv", MAX_HEADS, heads),
-        "head_dim": head_dim,
-        "rms_norm_eps": keys.number(_EPS, MIN_EPS, MAX_EPS),
-        "max_position_embeddings": context,
-        "tie_word_embeddings": tied,
-        "torch_dtype": dtype,
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-        "layer_types": [SLIDING if one else FULL for one in windowed],
-        "bos_token_id": starts[0] if starts else None,
-        "eos_token_id": list(ends) or None,
-        "attention_bias": "blk.0.attn_q.bias" in shapes,
-        "qkv_bias": "blk.0.attn_q.bias" in shapes,
-        "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
-        **read_rope(keys, architecture, factors, head_dim, context),
-        **_experts(keys, architecture),
-        **architecture.read(keys, head_dim),
-    }
+        "vocab_size": embedding[0], "hidden_size": hidden,
+        "intermediate_size": _one(keys, "feed_forward_length", MAX_WIDTH), "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": _one(keys, "attention.head_count_kv", MAX_HEADS, heads),
+        "head_dim": head_dim, "rms_norm_eps": keys.number(_EPS, MIN_EPS, MAX_EPS), "max_position_embeddings": context,
+        "tie_word_embeddings": tied, "torch_dtype": dtype, "sliding_window": window,
+        "use_sliding_window": window is not None, "layer_types": [SLIDING if one else FULL for one in windowed],
+        "bos_token_id": starts[0] if starts else None, "eos_token_id": list(ends) or None,
+        "attention_bias": "blk.0.attn_q.bias" in shapes, "qkv_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in shapes, **read_rope(keys, architecture, factors, head_dim, context),
+        **_experts(keys, architecture), **architecture.read(keys, head_dim),
+    }  # fmt: skip
     if architecture.wide_scale_layers is not None:
         raw["query_pre_attn_scalar"] = hidden // heads if architecture.wide_scale_layers == layers else head_dim
     raw["model_type"] = _family(metadata, architecture, raw)
@@ -132,31 +115,22 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
     architecture = gguf_architecture(config)
     _require_computed(config, architecture)
     own: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_context,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        _EPS: float(config.norm_eps),
-        **_written_windows(config, architecture),
-    }
+        "vocab_size": config.vocab_size, "context_length": config.max_context, "embedding_length": config.hidden_size,
+        "block_count": config.num_layers, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads, "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        _EPS: float(config.norm_eps), **_written_windows(config, architecture),
+    }  # fmt: skip
     experts = config.experts
     if experts is not None:
         own |= {"expert_count": experts.count, "expert_used_count": experts.per_token}
     stated = {
         "expert_feed_forward_length": None if experts is None else experts.size,
         "expert_shared_feed_forward_length": None if experts is None else experts.shared_size,
-        "attn_logit_softcapping": config.attention_softcap,
-        "final_logit_softcapping": config.logit_softcap,
-        "attention.scale": config.attention_scale,
-        "embedding_scale": config.embedding_multiplier,
-        "residual_scale": config.residual_multiplier,
-        "logit_scale": 1 / config.logit_multiplier,
-    }
+        "attn_logit_softcapping": config.attention_softcap, "final_logit_softcapping": config.logit_softcap,
+        "attention.scale": config.attention_scale, "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier, "logit_scale": 1 / config.logit_multiplier,
+    }  # fmt: skip
     for key, value in stated.items():
         if key in architecture.keys and value is not None:
             own[key] = value if key.endswith("length") else float(value)
@@ -199,10 +173,8 @@ def _own_keys(metadata: Mapping[str, Any], architecture: GgufArchitecture, path:
     prefix = f"{architecture.name}."
     found = {key.removeprefix(prefix): shortest(value) for key, value in metadata.items() if key.startswith(prefix)}
     usual = {
-        "expert_gating_func": _SOFTMAX,
-        "expert_weights_scale": 1.0,
-        "expert_weights_norm": architecture.normalized,
-    }
+        "expert_gating_func": _SOFTMAX, "expert_weights_scale": 1.0, "expert_weights_norm": architecture.normalized,
+    }  # fmt: skip
     known = {*_KEYS, *architecture.keys}
     unknown = [key for key, value in found.items() if key not in known and value and value != usual.get(key)]
     if unknown:

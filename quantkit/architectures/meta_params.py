@@ -40,14 +40,9 @@ _NOT_IN_META = {
 
 
 def config_from_meta(
-    params: Mapping[str, Any],
-    path: object,
-    *,
-    vocab_size: int,
-    intermediate_size: int,
-    tied_embeddings: bool,
+    params: Mapping[str, Any], path: object, *, vocab_size: int, intermediate_size: int, tied_embeddings: bool,
     dtype: str,
-) -> ModelConfig:
+) -> ModelConfig:  # fmt: skip
     """Read Meta's params.json; vocabulary and feed-forward width come from the tensors.
 
     ``vocab_size`` in the file may be -1 (Llama 2), and the feed-forward width is only given by a formula, so both come
@@ -78,27 +73,17 @@ def config_from_meta(
     layers = settings.integer("n_layers", 1, MAX_LAYERS)
     norm_eps = settings.number("norm_eps", MIN_EPS, MAX_EPS)
     rope = _rope(settings, dim)
+    context = _family_context(rope, norm_eps)
+    if settings.has("max_seq_len"):
+        context = settings.integer("max_seq_len", 1, MAX_CONTEXT)
     return ModelConfig(
-        architecture="llama",
-        vocab_size=vocab_size,
-        hidden_size=dim,
-        intermediate_size=intermediate_size,
-        layers=(LayerConfig(),) * layers,
-        num_heads=heads,
+        architecture="llama", vocab_size=vocab_size, hidden_size=dim, intermediate_size=intermediate_size,
+        layers=(LayerConfig(),) * layers, num_heads=heads,
         num_kv_heads=settings.integer("n_kv_heads", 1, MAX_HEADS) if settings.has("n_kv_heads") else heads,
         head_dim=settings.integer("head_dim", 1, MAX_HEADS) if settings.has("head_dim") else dim // heads,
-        norm_eps=norm_eps,
-        rope=rope,
-        max_context=(
-            settings.integer("max_seq_len", 1, MAX_CONTEXT)
-            if settings.has("max_seq_len")
-            else _family_context(rope, norm_eps)
-        ),
-        tied_embeddings=tied_embeddings,
-        dtype=dtype,
-        bos_token_id=None,
-        eos_token_ids=(),
-    ).validated(path)
+        norm_eps=norm_eps, rope=rope, max_context=context, tied_embeddings=tied_embeddings, dtype=dtype,
+        bos_token_id=None, eos_token_ids=(),
+    ).validated(path)  # fmt: skip
 
 
 def config_to_meta(config: ModelConfig) -> dict[str, Any]:
@@ -122,15 +107,10 @@ def config_to_meta(config: ModelConfig) -> dict[str, Any]:
         raise UnsupportedError(f"Meta's format cannot hold {', '.join(lost)}", hint="convert to 'hf' instead")
     multiple_of, multiplier = _ffn_formula(config.hidden_size, config.intermediate_size)
     params: dict[str, Any] = {
-        "dim": config.hidden_size,
-        "n_layers": config.num_layers,
-        "n_heads": config.num_heads,
-        "n_kv_heads": config.num_kv_heads,
-        "vocab_size": config.vocab_size,
-        "multiple_of": multiple_of,
-        "norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
-    }
+        "dim": config.hidden_size, "n_layers": config.num_layers, "n_heads": config.num_heads,
+        "n_kv_heads": config.num_kv_heads, "vocab_size": config.vocab_size, "multiple_of": multiple_of,
+        "norm_eps": config.norm_eps, "rope_theta": config.rope.theta,
+    }  # fmt: skip
     if multiplier is not None:
         params["ffn_dim_multiplier"] = multiplier
     if config.rope.type == "llama3":
@@ -154,13 +134,9 @@ def _rope(settings: Settings, dim: int) -> RopeConfig:
     assumed = 8.0 if dim >= _LLAMA_31_MIN_WIDTH else 32.0
     key = "rope_scaling_factor"
     return RopeConfig(
-        theta=theta,
-        type="llama3",
-        factor=settings.number(key, *SCALE) if settings.has(key) else assumed,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_context=_SCALED_ROPE_ORIGINAL_CONTEXT,
-    )
+        theta=theta, type="llama3", factor=settings.number(key, *SCALE) if settings.has(key) else assumed,
+        low_freq_factor=1.0, high_freq_factor=4.0, original_context=_SCALED_ROPE_ORIGINAL_CONTEXT,
+    )  # fmt: skip
 
 
 def _family_context(rope: RopeConfig, norm_eps: float) -> int:

@@ -10,21 +10,14 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shown
 
 _REQUIRED = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor", "long_factor"),
-}
+    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor"),
+}  # fmt: skip
 _OPTIONAL = {
-    "default": (),
-    "linear": (),
-    "dynamic": (),
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    "llama3": (),
+    "default": (), "linear": (), "dynamic": (),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"), "llama3": (),
     "longrope": ("factor", "attention_factor"),
-}
+}  # fmt: skip
 _OLD_NAMES = {"su": "longrope"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The names in configs of layers with full attention, and of layers with a window."""

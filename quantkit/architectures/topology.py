@@ -147,15 +147,10 @@ class InputGroup:
 def sizes(config: ModelConfig) -> dict[str, int]:
     """The numbers behind the names in `dims`."""
     found = {
-        "vocab": config.vocab_size,
-        "hidden": config.hidden_size,
-        "intermediate": config.intermediate_size,
-        "query": config.num_heads * config.head_dim,
-        "kv": config.num_kv_heads * config.head_dim,
-        "heads": config.num_heads,
-        "head_dim": config.head_dim,
-        "one": 1,
-    }
+        "vocab": config.vocab_size, "hidden": config.hidden_size, "intermediate": config.intermediate_size,
+        "query": config.num_heads * config.head_dim, "kv": config.num_kv_heads * config.head_dim,
+        "heads": config.num_heads, "head_dim": config.head_dim, "one": 1,
+    }  # fmt: skip
     if config.experts is not None:
         found |= {
             "experts": config.experts.count,
@@ -165,13 +160,12 @@ def sizes(config: ModelConfig) -> dict[str, int]:
     if config.latent_attention is not None:
         latent = config.latent_attention
         found |= {
-            "query_rank": latent.query_rank or 0,
-            "kv_rank": latent.kv_rank,
+            "query_rank": latent.query_rank or 0, "kv_rank": latent.kv_rank,
             "kv_rank_and_rope": latent.kv_rank + latent.rope_dim,
             "latent_query": config.num_heads * (latent.plain_dim + latent.rope_dim),
             "latent_kv": config.num_heads * (latent.plain_dim + latent.value_dim),
             "latent_value": config.num_heads * latent.value_dim,
-        }
+        }  # fmt: skip
     return found
 
 

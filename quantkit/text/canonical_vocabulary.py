@@ -114,13 +114,10 @@ def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> Cano
     return CanonicalVocabulary(
         contents={rank: content for content, rank in ranks.items()}
         | {number: name.encode() for name, number in specials.items()},
-        kinds=dict.fromkeys(specials.values(), Kind.SPECIAL),
-        spellings=spellings | dict(specials),
-        merges=None,
+        kinds=dict.fromkeys(specials.values(), Kind.SPECIAL), spellings=spellings | dict(specials), merges=None,
         scores={spelling: float(-rank) for spelling, rank in spellings.items()},
-        added={number: AddedToken(number, name) for name, number in specials.items()},
-        settings=settings,
-    )
+        added={number: AddedToken(number, name) for name, number in specials.items()}, settings=settings,
+    )  # fmt: skip
 
 
 def of_sentencepiece(model: SentencePieceFile, added: Collection[tuple[int, str, bool]]) -> CanonicalVocabulary:
@@ -152,15 +149,12 @@ def of_sentencepiece(model: SentencePieceFile, added: Collection[tuple[int, str,
         unknown = next((spelling for spelling, _, kind in model.pieces if kind is PieceType.UNKNOWN), None)
         settings |= {"unk_token": unknown, "fuse_unk": True}
     return CanonicalVocabulary(
-        contents=contents,
-        kinds=kinds,
+        contents=contents, kinds=kinds,
         spellings={spelling: number for number, spelling in enumerate(spellings)}
-        | {spelling: number for number, spelling, _ in beyond},
-        merges=None,
-        scores={spelling: score for spelling, score, kind in model.pieces if kind is PieceType.NORMAL},
-        added=None,
+        | {spelling: number for number, spelling, _ in beyond}, merges=None,
+        scores={spelling: score for spelling, score, kind in model.pieces if kind is PieceType.NORMAL}, added=None,
         settings=settings,
-    )
+    )  # fmt: skip
 
 
 def of_json(
@@ -189,11 +183,8 @@ def of_json(
     kinds |= {number: Kind.SPECIAL if one.special else Kind.ADDED for number, one in added.items()}
     stated = {one["content"]: one["id"] for one in raw.get("added_tokens") or []}
     return CanonicalVocabulary(
-        contents=contents,
-        kinds=kinds,
-        spellings=ids | {one.content: number for number, one in added.items()},
-        merges=None if merges is None else pairs_of(merges),
-        scores=scores,
+        contents=contents, kinds=kinds, spellings=ids | {one.content: number for number, one in added.items()},
+        merges=None if merges is None else pairs_of(merges), scores=scores,
         added={
             number: AddedToken(
                 stated.get(one.content, number), one.content, one.single_word, one.lstrip, one.rstrip, one.normalized
@@ -207,7 +198,7 @@ def of_json(
             **splitting_settings(parts["normalizer"], parts["pre_tokenizer"]),
             **decoder_settings(parts["decoder"]),
         },
-    )
+    )  # fmt: skip
 
 
 def as_in_gguf(found: CanonicalVocabulary, unstated: GgufUnstated) -> CanonicalVocabulary:

@@ -58,15 +58,10 @@ class ChatTemplate:
             raise CheckpointError(f"is not a valid Jinja chat template: {_short(problem)}", path=path)
 
     def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool | str = False,
-        budget: Budget | None = None,
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True, continue_final_message: bool | str = False, budget: Budget | None = None,
         **variables: Any,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """The text of a conversation.
 
         Args:

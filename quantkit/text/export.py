@@ -1,22 +1,93 @@
-"""Write a ``tokenizer.json`` for tokenizers that came as sentencepiece or tiktoken files.
+"""A folder's tokenizer in another form: as GGUF's metadata for llama.cpp, with chat templates and generation settings;
+or, if it is a sentencepiece or tiktoken file, as a ``tokenizer.json``, for which transformers needs no further package.
 
-transformers reads it without further packages. It is first compared with the original: every token, the order of
-merges, and sample texts.
+The result is read back and compared with the original: every token, the order of merges, and sample texts.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.json_values import Settings, read_settings
+from quantkit.text import gguf_vocabulary as keys
+from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.compare import first_difference
-from quantkit.text.folder_vocabulary import FoundTokenizer, sentencepiece_vocabulary, tiktoken_vocabulary
-from quantkit.text.gguf_tokenizer import tokenizer_json
-from quantkit.text.gguf_vocabulary import BPE
+from quantkit.text.folder_vocabulary import (
+    UNREACHED,
+    FoundTokenizer,
+    folder_vocabulary,
+    sentencepiece_vocabulary,
+    tiktoken_vocabulary,
+)
+from quantkit.text.gguf_tokenizer import SAMPLING, text_folder, tokenizer_json, written_folder
+from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.sentencepiece_file import PieceType, read_sentencepiece
+from quantkit.text.special_tokens import special_tokens
 from quantkit.text.tiktoken_file import is_tiktoken
-from quantkit.text.tokenizer import JsonTokenizer, original_tokenizer
+from quantkit.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, original_tokenizer
+
+_NUM_TRIED_SPECIALS = 64
+
+
+def tokenizer_metadata(
+    folder: Path, rows: int, templates: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+    """The metadata from which llama.cpp tokenizes, and makes a prompt of a conversation.
+
+    Args:
+        folder: with the tokenizer, or a GGUF file.
+        rows: of the embedding, to which tokens are filled up.
+        templates: chat templates by name; None for those of the folder.
+
+    Returns:
+        Plain values by key, as for `build_header`; and notes on what llama.cpp does differently.
+
+    Raises:
+        CheckpointError: if there is no tokenizer, it is damaged, or has more tokens than there are rows.
+        UnsupportedError: for a tokenizer that llama.cpp does not have, or would use differently.
+    """
+    folder = text_folder(folder)
+    tokenizer = load_tokenizer(folder)
+    found = folder_vocabulary(folder)
+    vocabulary = _filled(found.vocabulary, rows, folder)
+    ids = _special_ids(folder, tokenizer, found)
+    adds = _adds(tokenizer, ids, folder)
+    metadata: dict[str, Any] = {
+        keys.MODEL: vocabulary.model, keys.PRE: vocabulary.pre or "default",
+        keys.TOKENS: list(vocabulary.tokens), keys.TYPES: [int(kind) for kind in vocabulary.types],
+    }  # fmt: skip
+    if vocabulary.model == keys.SPM:
+        metadata |= {keys.SCORES: list(vocabulary.scores), keys.SPACE_PREFIX: vocabulary.space_prefix}
+    else:
+        metadata[keys.MERGES] = [" ".join(pair) for pair in vocabulary.merges]
+    metadata |= {keys.ID_KEYS[name]: number for name, number in ids.items()}
+    paths = (folder / "config.json", folder / "generation_config.json")
+    listed = [Settings(read_settings(path), path).ids("eos_token_id") for path in paths if path.is_file()]
+    stated = list(dict.fromkeys(number for numbers in listed for number in numbers))
+    ends = list(dict.fromkeys([*tokenizer.eos_ids, *stated]))
+    if ends:
+        metadata[keys.ENDS] = stated or ends
+    metadata |= _end_keys(folder, ends, ids, found.vocabulary)
+    metadata |= {keys.ADD_BOS: adds[0], keys.ADD_EOS: adds[1]}
+    metadata |= _template_keys(ChatTemplates(folder).sources if templates is None else templates)
+    metadata |= _sampling_keys(folder)
+    plain = tokenizer_json(found.vocabulary, ids, adds) if found.pipeline else {}
+    own = {part: value for part, value in found.pipeline.items() if part not in plain or plain[part] != value}
+    if tokenizer.bos_id is None and "bos_token" in ids and not adds[0]:
+        own["bos_token"] = None
+    if own or found.pipeline:  # empty if GGUF's keys state all of it
+        metadata[keys.PIPELINE] = json.dumps(own, ensure_ascii=False)
+    notes = [*found.notes, *_require_equal(tokenizer, found.vocabulary, metadata, folder)]
+    if others := sorted(keys.eos_by_spelling(found.vocabulary.ids()) - {*(stated or ends)}):
+        spellings = ", ".join(found.vocabulary.tokens[number] for number in others)
+        notes.append(f"llama.cpp also ends a generation at {spellings}, by the spelling")
+    return metadata, [f"{folder}: {note}" for note in notes]
 
 
 def export_json(path: Path, scratch: Path) -> dict[str, bytes] | None:
@@ -37,17 +108,144 @@ def export_json(path: Path, scratch: Path) -> dict[str, bytes] | None:
         return None
     ids = {name: number for name, number in found.ids.items() if name != "pad_token"}
     raw = tokenizer_json(found.vocabulary, ids, (original.bos_id is not None, False))
-    if found.vocabulary.model == BPE:  # special tokens follow the vocabulary
+    if found.vocabulary.model == keys.BPE:  # special tokens follow the vocabulary
         for token in raw["added_tokens"]:
             del raw["model"]["vocab"][token["content"]]
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+        **{name: found.vocabulary.tokens[ids[name]] for name in ("bos_token", "eos_token", "unk_token") if name in ids},
+    }  # fmt: skip
     files = {
         "tokenizer.json": str(Engine.from_str(json.dumps(raw)).to_str()).encode(),
-        "tokenizer_config.json": json.dumps(_settings(found, ids), indent=2).encode() + b"\n",
+        "tokenizer_config.json": json.dumps(settings, indent=2).encode() + b"\n",
     }
     for name, content in files.items():
         (scratch / name).write_bytes(content)
     written = JsonTokenizer(scratch / "tokenizer.json")
     return files if first_difference(original, written, ()) is None else None
+
+
+def _filled(vocabulary: Vocabulary, rows: int, folder: Path) -> Vocabulary:
+    """The vocabulary with a token for each row of the embedding."""
+    count = len(vocabulary.tokens)
+    if count > rows:
+        raise CheckpointError(
+            "the tokenizer has more tokens than the embedding has rows", path=folder, found=f"{count} tokens",
+            expected=f"at most {rows}", hint="the tokenizer is another model's",
+        )  # fmt: skip
+    more = range(count, rows)
+    return replace(
+        vocabulary,
+        tokens=[*vocabulary.tokens, *map(keys.filler, more)],
+        types=[*vocabulary.types, *(PieceType.UNUSED for _ in more)],
+        scores=[*vocabulary.scores, *(UNREACHED for _ in more)] if vocabulary.model == keys.SPM else [],
+    )
+
+
+def _special_ids(folder: Path, tokenizer: Tokenizer, found: FoundTokenizer) -> dict[str, int]:
+    """The special tokens' ids by transformers' names: from files next to the tokenizer, from itself, or from
+    config.json."""
+    numbers = found.vocabulary.ids()
+    config = Settings(read_settings(folder / "config.json") if (folder / "config.json").is_file() else {}, folder)
+    own = dict(found.ids)
+    own |= {"bos_token": tokenizer.bos_id} if tokenizer.bos_id is not None else {}
+    own |= {"eos_token": tokenizer.eos_ids[0]} if tokenizer.eos_ids else {}
+    spelled = special_tokens(folder, numbers)
+    ids: dict[str, int] = {}
+    for name in keys.ID_KEYS:
+        spelling, numbered = spelled.get(name), config.values.get(f"{name}_id")
+        if spelling is not None and spelling in numbers:
+            ids[name] = numbers[spelling]
+        elif name in own:
+            ids[name] = own[name]
+        elif type(numbered) is int and 0 <= numbered < len(numbers):
+            ids[name] = numbered
+    return ids
+
+
+def _adds(tokenizer: Tokenizer, ids: dict[str, int], folder: Path) -> tuple[bool, bool]:
+    """Whether BOS is added before text, and EOS after it. The tokenizer's BOS replaces that of files in `ids`."""
+    text = tokenizer.encode("a", bos=False)
+    whole = tokenizer.encode("a")
+    start = next((at for at in range(len(whole)) if whole[at : at + len(text)] == text), 0)
+    before, after = whole[:start], whole[start + len(text) :]
+    if len(before) > 1 or after not in ([], [ids.get("eos_token")]):
+        raise UnsupportedError(
+            "llama.cpp adds no other tokens to text than BOS and EOS", path=folder, found=f"{before} and {after}",
+            hint="write another format",
+        )  # fmt: skip
+    if before:
+        ids["bos_token"] = before[0]
+    return bool(before), bool(after)
+
+
+def _end_keys(folder: Path, stated: list[int], ids: Mapping[str, int], vocabulary: Vocabulary) -> dict[str, int]:
+    """The keys for EOS tokens after the first: llama.cpp knows most by their spelling, and has keys for two others."""
+    numbers = vocabulary.ids()
+    known = keys.eos_by_spelling(numbers)
+    others = [one for one in dict.fromkeys(stated) if one not in known and one != ids.get("eos_token")]
+    turns = [numbers[spelling] for spelling in keys.TURN_ENDS if numbers.get(spelling) in stated]
+    slots = dict(zip([keys.EOT, keys.EOM], [*turns[:1], *others], strict=False))
+    if left := set(others) - set(slots.values()):
+        raise UnsupportedError(
+            "GGUF has no keys for this number of EOS tokens", path=folder, found=len(stated),
+            hint=f"leave {vocabulary.tokens[min(left)]!r} out of generation_config.json",
+        )  # fmt: skip
+    if others and max(others) >= len(vocabulary.tokens):
+        raise CheckpointError("'eos_token_id' is not in the vocabulary", path=folder, found=max(others))
+    return slots
+
+
+def _template_keys(templates: Mapping[str, str]) -> dict[str, Any]:
+    """The keys for chat templates, spelled as by llama.cpp's converter."""
+    found: dict[str, Any] = {keys.TEMPLATE: templates["default"]} if "default" in templates else {}
+    named = {
+        "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name): source
+        for name, source in templates.items()
+        if name != "default"
+    }
+    if named:
+        found[keys.TEMPLATES] = list(named)
+    return found | {f"{keys.TEMPLATE}.{name}": source for name, source in named.items()}
+
+
+def _sampling_keys(folder: Path) -> dict[str, Any]:
+    """The keys for sampling, from generation_config.json."""
+    path = folder / "generation_config.json"
+    settings = Settings(read_settings(path) if path.is_file() else {}, path)
+    do_sample = settings.flag("do_sample", False)
+    names = [name for name in SAMPLING if settings.has(name) and (do_sample or name == "repetition_penalty")]
+    found: dict[str, Any] = {SAMPLING[name]: settings.number(name, -1e9, 1e9) for name in names}
+    if do_sample:
+        found.setdefault(SAMPLING["temperature"], 1.0)
+    if "top_k" in names:
+        found[SAMPLING["top_k"]] = max(int(found[SAMPLING["top_k"]]), 0)
+    return found
+
+
+def _require_equal(original: Tokenizer, vocabulary: Vocabulary, metadata: Mapping[str, Any], folder: Path) -> list[str]:
+    """Compare the metadata with the folder's tokenizer.
+
+    Returns:
+        Notes on tokens that are special in llama.cpp because of their spelling.
+    """
+    scratch = written_folder(metadata, folder)
+    written = load_tokenizer(scratch)
+    different = first_difference(original, written, ())
+    shutil.rmtree(scratch)
+    apart = keys.control_tokens(vocabulary) - vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
+    if different is None and original.special_tokens is not None:
+        for spelling in list(original.special_tokens)[:_NUM_TRIED_SPECIALS]:
+            text = f"a{spelling}b {spelling} c\n".replace("\u2581", " ")
+            if original.encode(text, specials=True) != written.encode(text, specials=True):
+                different = f"the text {text!r}"
+    if different is not None:
+        raise UnsupportedError(
+            "llama.cpp would tokenize differently", path=folder, found=f"a difference in {different}",
+            hint="write another format",
+        )  # fmt: skip
+    spellings = ", ".join(vocabulary.tokens[number] for number in sorted(apart))
+    return [f"llama.cpp treats {spellings} as special tokens, by their spelling"] if apart else []
 
 
 def _exportable(path: Path) -> FoundTokenizer | None:
@@ -58,12 +256,3 @@ def _exportable(path: Path) -> FoundTokenizer | None:
     added = any(kind is PieceType.USER_DEFINED for _, _, kind in model.pieces)
     usual = model.byte_pair and model.plain and model.space_prefix and not added
     return sentencepiece_vocabulary(model) if usual else None
-
-
-def _settings(found: FoundTokenizer, ids: dict[str, int]) -> dict[str, Any]:
-    names = ("bos_token", "eos_token", "unk_token")
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **{name: found.vocabulary.tokens[ids[name]] for name in names if name in ids},
-    }

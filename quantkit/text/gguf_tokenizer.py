@@ -56,20 +56,25 @@ def text_folder(path: str | Path) -> Path:
     state = file.stat()
     version = (file.resolve(), state.st_size, state.st_mtime_ns)
     if version not in _folders or not _folders[version].is_dir():
-        metadata = read_parts(file)[0].metadata
-        files, unstated = folder_files(metadata, file), gguf_unstated(metadata, file)
-        _folders[version] = folder = Path(tempfile.mkdtemp(prefix="quantkit-"))
-        if unstated is not None:
-            _unstated[folder] = unstated
+        _folders[version] = folder = written_folder(read_parts(file)[0].metadata, file)
         name_as(folder, file)
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
     return _folders[version]
 
 
+def written_folder(metadata: Mapping[str, Any], path: Path) -> Path:
+    """A temporary folder with `folder_files`, which exists at most until the process ends."""
+    files, unstated = folder_files(metadata, path), gguf_unstated(metadata, path)
+    folder = Path(tempfile.mkdtemp(prefix="quantkit-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if unstated is not None:
+        _unstated[folder] = unstated
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
 def unstated_in(folder: Path) -> GgufUnstated | None:
-    """What the GGUF file of a folder from `text_folder` does not state; None for any other folder."""
+    """What the GGUF metadata of a folder from `written_folder` does not state; None for any other folder."""
     return _unstated.get(folder)
 
 
@@ -115,10 +120,8 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     if "bos_token" in own.values and not adds[0]:
         names["bos_token"] = None  # llama.cpp requires one, the model has none
     settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **names,
-    }
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names,
+    }  # fmt: skip
     templates = _templates(metadata, path)
     if list(templates) == ["default"]:
         files["chat_template.jinja"] = templates["default"].encode()

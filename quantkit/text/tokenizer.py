@@ -19,7 +19,6 @@ from quantkit.text import canonical_vocabulary
 from quantkit.text.canonical_vocabulary import CanonicalVocabulary
 from quantkit.text.contained import contained, is_panic, quiet_on_failure
 from quantkit.text.gguf_tokenizer import text_folder, unstated_in
-from quantkit.text.gguf_vocabulary import GgufUnstated
 from quantkit.text.sentencepiece_file import read_sentencepiece
 from quantkit.text.special_tokens import added_tokens, special_tokens
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken, require_length
@@ -104,7 +103,7 @@ class _LibraryTokenizer(Tokenizer):
     """A tokenizer whose library may fail on a damaged file."""
 
     _path: Path
-    _unstated: GgufUnstated | None = None  # if the file is made from a GGUF file's metadata
+    _alone = False  # whether to ignore the files next to it, and where they come from
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         require_flags(specials=specials)
@@ -133,8 +132,8 @@ class _LibraryTokenizer(Tokenizer):
             return self._decode([one for one in row if one < self.vocab_size], specials)
 
     def canonical(self) -> CanonicalVocabulary:
-        found = self._canonical()
-        return found if self._unstated is None else canonical_vocabulary.as_in_gguf(found, self._unstated)
+        found, unstated = self._canonical(), None if self._alone else unstated_in(self._path.parent)
+        return found if unstated is None else canonical_vocabulary.as_in_gguf(found, unstated)
 
     @abstractmethod
     def _encode(self, text: str, specials: bool, bos: bool) -> list[int]: ...
@@ -169,18 +168,17 @@ class SentencePieceTokenizer(_LibraryTokenizer):
     byte_level = False
     special_tokens: dict[str, int] | None = None
 
-    def __init__(self, path: Path, *, alone: bool = True, unstated: GgufUnstated | None = None) -> None:
+    def __init__(self, path: Path, *, alone: bool = True) -> None:
         """
         Args:
             alone: whether to ignore the tokens that files next to it add; it never finds such tokens in text.
-            unstated: what the GGUF file does not state that the file is made from.
 
         Raises:
             CheckpointError: if the file is damaged.
         """
         from sentencepiece import SentencePieceProcessor
 
-        self._path, self._alone, self._unstated = path, alone, unstated
+        self._path, self._alone = path, alone
         require_plain_file(path)
         with quiet_on_failure(), contained(path, "is not a sentencepiece model"):
             self._model: Any = SentencePieceProcessor(model_file=str(path))
@@ -254,17 +252,14 @@ class JsonTokenizer(_LibraryTokenizer):
 
     kind = "tokenizer.json"
 
-    def __init__(self, path: Path, *, unstated: GgufUnstated | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         """
-        Args:
-            unstated: what the GGUF file does not state that the file is made from.
-
         Raises:
             CheckpointError: if the file is damaged, or ``tokenizer_config.json`` next to it is.
         """
         from tokenizers import Tokenizer as Engine
 
-        self._path, self._unstated = path, unstated
+        self._path = path
         require_plain_file(path)
         settings_path = path.with_name("tokenizer_config.json")
         settings = Settings(read_json(settings_path) if settings_path.exists() else {}, settings_path)
@@ -331,35 +326,21 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         CheckpointError: if there is none, or the file is of no known kind.
     """
     folder = text_folder(folder)
-    return folder_tokenizer(folder, unstated_in(folder))
-
-
-def folder_tokenizer(folder: Path, unstated: GgufUnstated | None) -> Tokenizer:
-    """The tokenizer of a folder that may be made from a GGUF file's metadata.
-
-    Args:
-        unstated: what that file does not state; None if there is none.
-
-    Raises:
-        CheckpointError: as `load_tokenizer` does.
-    """
     if (folder / "tokenizer.json").is_file():
-        return JsonTokenizer(folder / "tokenizer.json", unstated=unstated)
+        return JsonTokenizer(folder / "tokenizer.json")
     path = folder / "tokenizer.model"
     if not path.is_file():
         raise CheckpointError("has no tokenizer", path=folder, expected="tokenizer.json or tokenizer.model")
-    return original_tokenizer(path, alone=False, unstated=unstated)
+    return original_tokenizer(path, alone=False)
 
 
-def original_tokenizer(path: Path, *, alone: bool = True, unstated: GgufUnstated | None = None) -> Tokenizer:
+def original_tokenizer(path: Path, *, alone: bool = True) -> Tokenizer:
     """The tokenizer of a ``tokenizer.model``, whose content decides its kind.
 
     Args:
-        alone, unstated: as for `SentencePieceTokenizer`.
+        alone: as for `SentencePieceTokenizer`.
 
     Raises:
         CheckpointError: if it is damaged.
     """
-    if is_tiktoken(path):
-        return TiktokenTokenizer(path)
-    return SentencePieceTokenizer(path, alone=alone, unstated=unstated)
+    return TiktokenTokenizer(path) if is_tiktoken(path) else SentencePieceTokenizer(path, alone=alone)

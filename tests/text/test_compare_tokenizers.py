@@ -23,8 +23,7 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.gguf_io import build_header
 from quantkit.text.canonical_vocabulary import Kind
 from quantkit.text.compare import first_difference
-from quantkit.text.export import export_json
-from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
+from quantkit.text.export import export_json, tokenizer_metadata
 from quantkit.text.merges import merge_difference, order_probes
 from quantkit.text.pipeline import patterns_by_name, pre_tokenizer
 from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile, read_sentencepiece, sentencepiece_bytes

@@ -15,9 +15,8 @@ import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.files.gguf_io import build_header
 from quantkit.text.compare import first_difference
-from quantkit.text.export import export_json
+from quantkit.text.export import export_json, tokenizer_metadata
 from quantkit.text.gguf_tokenizer import folder_files, text_folder
-from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
 from quantkit.text.pipeline import NAMES, patterns_by_name, patterns_of, pre_tokenizer
 from quantkit.text.sentencepiece_file import PieceType, read_sentencepiece
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN

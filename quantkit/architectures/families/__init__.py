@@ -51,25 +51,16 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     family = families()[config.architecture]
     ends = config.eos_token_ids
     return {
-        "architectures": [family.class_name],
-        "model_type": config.architecture,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": _ACTIVATIONS.get(config.activation, "silu"),
-        "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.max_context,
-        "tie_word_embeddings": config.tied_embeddings,
-        "torch_dtype": config.dtype,
-        "bos_token_id": config.bos_token_id,
+        "architectures": [family.class_name], "model_type": config.architecture, "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim,
+        "hidden_act": _ACTIVATIONS.get(config.activation, "silu"), "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.max_context, "tie_word_embeddings": config.tied_embeddings,
+        "torch_dtype": config.dtype, "bos_token_id": config.bos_token_id,
         "eos_token_id": (ends[0] if len(ends) == 1 else list(ends)) if ends else None,
-        **config.rope.to_hf(config.head_dim),
-        **family.write(config),
-    }
+        **config.rope.to_hf(config.head_dim), **family.write(config),
+    }  # fmt: skip
 
 
 def ignored_rope_settings(raw: Mapping[str, Any]) -> list[str]:

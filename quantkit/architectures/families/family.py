@@ -210,24 +210,14 @@ def read_config(
     if dtype not in ("float32", "float16", "bfloat16"):
         raise UnsupportedError("dtype is not supported", path=settings.path, found=dtype)
     return ModelConfig(
-        architecture=settings.string("model_type"),
-        vocab_size=settings.integer("vocab_size", 1, MAX_WIDTH),
-        hidden_size=hidden,
-        intermediate_size=settings.integer("intermediate_size", 1, MAX_WIDTH),
-        layers=layers,
-        num_heads=heads,
-        num_kv_heads=settings.integer("num_key_value_heads", 1, MAX_HEADS) if own_kv_heads else heads,
-        head_dim=head_dim,
-        norm_eps=settings.number("rms_norm_eps", MIN_EPS, MAX_EPS),
-        rope=rope,
-        window_rope=window_rope,
-        max_context=settings.integer("max_position_embeddings", 1, MAX_CONTEXT),
-        tied_embeddings=settings.flag("tie_word_embeddings", tied_by_default),
-        dtype=dtype,
-        bos_token_id=starts[0] if starts else None,
-        eos_token_ids=ends,
-        **features,
-    ).validated(settings.path)
+        architecture=settings.string("model_type"), vocab_size=settings.integer("vocab_size", 1, MAX_WIDTH),
+        hidden_size=hidden, intermediate_size=settings.integer("intermediate_size", 1, MAX_WIDTH), layers=layers,
+        num_heads=heads, num_kv_heads=settings.integer("num_key_value_heads", 1, MAX_HEADS) if own_kv_heads else heads,
+        head_dim=head_dim, norm_eps=settings.number("rms_norm_eps", MIN_EPS, MAX_EPS), rope=rope,
+        window_rope=window_rope, max_context=settings.integer("max_position_embeddings", 1, MAX_CONTEXT),
+        tied_embeddings=settings.flag("tie_word_embeddings", tied_by_default), dtype=dtype,
+        bos_token_id=starts[0] if starts else None, eos_token_ids=ends, **features,
+    ).validated(settings.path)  # fmt: skip
 
 
 def with_default_rope(settings: Settings, default: Mapping[str, Any]) -> Settings:

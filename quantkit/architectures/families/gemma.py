@@ -35,11 +35,9 @@ def _causal_features(settings: Settings) -> dict[str, Any]:
     if settings.flag("use_bidirectional_attention", False):
         raise UnsupportedError("bidirectional attention is not supported", path=settings.path)
     return {
-        "activation": "gelu_tanh",
-        "tied_by_default": True,
-        "norm_offset": 1.0,
+        "activation": "gelu_tanh", "tied_by_default": True, "norm_offset": 1.0,
         "embedding_multiplier": math.sqrt(settings.integer("hidden_size", 1, MAX_WIDTH)),
-    }
+    }  # fmt: skip
 
 
 # Gemma 1 (2403.08295).
@@ -65,13 +63,9 @@ def _read(settings: Settings) -> dict[str, Any]:
     head_dim = settings.integer("head_dim", 1, MAX_HEADS) if settings.has("head_dim") else _HEAD_DIM
     scalar = settings.integer(_SCALAR, 1, MAX_HEADS) if settings.has(_SCALAR) else _HEAD_DIM
     return {
-        "activation_key": "hidden_activation",
-        "activations": (_ACTIVATION,),
-        "head_dim": head_dim,
-        "norms": "both",
-        "attention_scale": None if scalar == head_dim else scalar**-0.5,
-        **_causal_features(settings),
-    }
+        "activation_key": "hidden_activation", "activations": (_ACTIVATION,), "head_dim": head_dim, "norms": "both",
+        "attention_scale": None if scalar == head_dim else scalar**-0.5, **_causal_features(settings),
+    }  # fmt: skip
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:

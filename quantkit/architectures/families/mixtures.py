@@ -61,12 +61,10 @@ def _read(settings: Settings) -> dict[str, Any]:
     )
     size = settings.integer("moe_intermediate_size", 1, MAX_WIDTH)
     found = ExpertsConfig(
-        count=settings.integer("n_routed_experts", 1, MAX_EXPERTS),
-        size=size,
+        count=settings.integer("n_routed_experts", 1, MAX_EXPERTS), size=size,
         per_token=settings.integer("num_experts_per_tok", 1, MAX_EXPERTS),
-        shared_size=size * settings.integer("n_shared_experts", 0, MAX_EXPERTS),
-        score_correction=True,
-    )
+        shared_size=size * settings.integer("n_shared_experts", 0, MAX_EXPERTS), score_correction=True,
+    )  # fmt: skip
     dense = settings.integer("first_k_dense_replace", 0, MAX_LAYERS)
     sparse = [layer >= dense for layer in range(layer_count(settings))]
     return {"sparse": sparse, "head_dim": latent.rope_dim, "experts": found, "latent_attention": latent}

@@ -87,23 +87,15 @@ def opaque_config(raw: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int,
     heads = _size(text, "num_attention_heads", "n_head", "num_heads")
     hidden = _size(text, "hidden_size", "d_model", "n_embd")
     return ModelConfig(
-        architecture=_architecture(raw),
-        vocab_size=_size(text, "vocab_size"),
-        hidden_size=hidden,
+        architecture=_architecture(raw), vocab_size=_size(text, "vocab_size"), hidden_size=hidden,
         intermediate_size=_size(text, "intermediate_size", "d_ff", "n_inner"),
-        layers=(LayerConfig(),) * max(1, len(layers)),
-        num_heads=heads,
+        layers=(LayerConfig(),) * max(1, len(layers)), num_heads=heads,
         num_kv_heads=_size(text, "num_key_value_heads") or heads,
-        head_dim=_size(text, "head_dim") or (hidden // heads if heads else 0),
-        norm_eps=0.0,
-        rope=RopeConfig(),
+        head_dim=_size(text, "head_dim") or (hidden // heads if heads else 0), norm_eps=0.0, rope=RopeConfig(),
         max_context=_size(text, "max_position_embeddings", "n_positions", "max_target_positions"),
         tied_embeddings=False,  # each stored tensor is separate
-        dtype=_dtype(raw, text, tensors),
-        bos_token_id=None,
-        eos_token_ids=(),
-        tensors=tuple(found),
-    )
+        dtype=_dtype(raw, text, tensors), bos_token_id=None, eos_token_ids=(), tensors=tuple(found),
+    )  # fmt: skip
 
 
 def with_roles(

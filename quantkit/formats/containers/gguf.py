@@ -20,8 +20,8 @@ from quantkit.formats.container import Container, Output, refuse_tensors_only
 from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
 from quantkit.formats.folder import OTHER_FILES, present
 from quantkit.tensors.dtypes import DType
+from quantkit.text.export import tokenizer_metadata
 from quantkit.text.gguf_tokenizer import text_folder
-from quantkit.text.gguf_tokenizer_keys import tokenizer_metadata
 from quantkit.text.gguf_vocabulary import ENDS, TOKENS
 
 if TYPE_CHECKING:
