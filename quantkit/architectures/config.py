@@ -227,11 +227,8 @@ class ModelConfig:
         return int(self.max_context * (max(self.rope.factor, 1.0) if self.rope.type == "dynamic" else 1))
 
     def validated(self, path: object) -> ModelConfig:
-        """Return self, checked.
-
-        Raises:
-            CheckpointError: if sizes do not fit, or a token of the config is not in the vocabulary.
-        """
+        """Return self, checked; raises `CheckpointError` if sizes do not fit, or a token of the config is not in the
+        vocabulary."""
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 "attention heads are not a multiple of the KV heads", path=str(path),

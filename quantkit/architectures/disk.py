@@ -229,11 +229,8 @@ def _expert_forms(family: Family) -> list[ExpertForm]:
 
 
 def _joined(family: Family, gate: str) -> tuple[StackedExperts, ...]:
-    """The experts of a layer in mlx-lm: one module of all experts for each role.
-
-    Args:
-        gate: the name of an expert's gate where each expert is a separate module.
-    """
+    """The experts of a layer in mlx-lm: one module of all experts for each role. `gate` is the name of an expert's gate
+    where each expert is a separate module."""
     bank = gate.partition("experts.{expert}")[0] + ("experts" if family.stacked else "switch_mlp")
     modules = [f"{bank}.{CANONICAL[role].rpartition('.')[2]}" for role in EXPERT_ROLES]
     pairs = zip(EXPERT_ROLES, modules, strict=True)
@@ -342,11 +339,8 @@ def _name(family: Family, form: ExpertForm | None, parameter: Parameter) -> str:
 def disk_tensor(
     name: str, stacked: StackedExperts | None, parts: Sequence[Parameter], order: tuple[int, ...] | None
 ) -> DiskTensor:
-    """The tensor on disk that holds some canonical ones.
-
-    Args:
-        order: the order of its layer's rotary rows, see `head_order`.
-    """
+    """The tensor on disk that holds some canonical ones; `order` is that of its layer's rotary rows, see
+    `head_order`."""
     if stacked is None:
         rows, places = 0, []
         for part in parts:

@@ -28,11 +28,8 @@ def sharing_families() -> dict[str, list[Family]]:
 
 
 def gguf_architecture(config: ModelConfig) -> GgufArchitecture:
-    """The architecture of a model in llama.cpp.
-
-    Raises:
-        UnsupportedError: if GGUF has no such model, or quantkit does not write it.
-    """
+    """The architecture of a model in llama.cpp; raises `UnsupportedError` if GGUF has no such model, or quantkit does
+    not write it."""
     family = families().get(config.architecture)
     if family is None or family.gguf is None or config.tensors is not None:
         known = sorted(one.model_type for shared in sharing_families().values() for one in shared)

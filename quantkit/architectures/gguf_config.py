@@ -107,11 +107,8 @@ def config_of(
 
 
 def metadata_of(config: ModelConfig) -> dict[str, Any]:
-    """The keys of a model's config; those of its tokenizer are written elsewhere.
-
-    Raises:
-        UnsupportedError: if GGUF cannot state all of it, or llama.cpp would compute it differently.
-    """
+    """The keys of a model's config; those of its tokenizer are written elsewhere. Raises `UnsupportedError` if GGUF
+    cannot state all of it, or llama.cpp would compute it differently."""
     architecture = gguf_architecture(config)
     _require_computed(config, architecture)
     own: dict[str, Any] = {

@@ -25,11 +25,8 @@ _CLOSE = 1e-5  # factors, and the frequencies behind them, are rounded to float3
 
 
 def written_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
-    """The keys of a model's rotary positions, without the architecture's name.
-
-    Raises:
-        UnsupportedError: for what llama.cpp does not compute.
-    """
+    """The keys of a model's rotary positions, without the architecture's name; raises `UnsupportedError` for what
+    llama.cpp does not compute."""
     rope = config.rope
     found: dict[str, Any] = {
         "rope.dimension_count": rope.rotary_dim or config.head_dim,
@@ -64,11 +61,8 @@ def written_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[st
 
 
 def rope_tensors(config: ModelConfig) -> dict[str, tuple[float, ...]]:
-    """The tensors, float32, of factors that divide the frequency of each pair.
-
-    Raises:
-        UnsupportedError: see `gguf_architecture`.
-    """
+    """The tensors, float32, of factors that divide the frequency of each pair. Raises `UnsupportedError`, see
+    `gguf_architecture`."""
     architecture, rope = gguf_architecture(config), config.rope
     if rope.type == "longrope" and architecture.long_rope and rope.long_factor and rope.short_factor:
         return {ROPE_LONG: rope.long_factor, ROPE_SHORT: rope.short_factor}

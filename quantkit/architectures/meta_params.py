@@ -87,11 +87,8 @@ def config_from_meta(
 
 
 def config_to_meta(config: ModelConfig) -> dict[str, Any]:
-    """Meta's params.json for a model that the Meta format can hold.
-
-    Raises:
-        UnsupportedError: if the model has features, a head size or a rope scaling that Meta's format cannot state.
-    """
+    """Meta's params.json for a model that the Meta format can hold; raises `UnsupportedError` if the model has
+    features, a head size or a rope scaling that Meta's format cannot state."""
     blend = (config.rope.low_freq_factor, config.rope.high_freq_factor, config.rope.original_context)
     reasons = {_NOT_IN_META.get(feature, feature.replace("_", " ")): True for feature in sorted(config.features)}
     reasons |= {

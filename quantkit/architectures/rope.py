@@ -149,11 +149,7 @@ class RopeConfig:
                 )  # fmt: skip
 
     def require_fits(self, head_dim: int, path: object) -> None:
-        """Require one factor for each rotary pair.
-
-        Raises:
-            CheckpointError: if their number differs.
-        """
+        """Raise a `CheckpointError` unless there is one factor for each rotary pair."""
         pairs = (self.rotary_dim or head_dim) // 2
         for name in sorted(_LISTS):
             factors = getattr(self, name)

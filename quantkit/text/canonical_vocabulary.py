@@ -121,11 +121,7 @@ def of_tiktoken(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> Cano
 
 
 def of_sentencepiece(model: SentencePieceFile, added: Collection[tuple[int, str, bool]]) -> CanonicalVocabulary:
-    """The vocabulary of a sentencepiece model.
-
-    Args:
-        added: tokens that files next to it add: id, spelling, and whether it is a special one.
-    """
+    """The vocabulary of a sentencepiece model, with the tokens that files next to it add, see `added_tokens`."""
     spellings = [spelling for spelling, _, _ in model.pieces]
     contents = dict(enumerate(_unspaced(spellings)))
     kinds = {

@@ -95,11 +95,8 @@ class Llama2Chat:
 
 
 def llama2_tag(messages: Sequence[Message]) -> str | None:
-    """A tag of Llama 2's format that a message contains, which is not allowed.
-
-    Raises:
-        RequestError: for an invalid message.
-    """
+    """A tag of Llama 2's format that a message contains, which is not allowed; raises `RequestError` for an invalid
+    message."""
     texts = [_text(one) for one in messages]
     return next((tag for text in texts for tag in _LLAMA2_TAGS if tag in text), None)
 

@@ -119,13 +119,7 @@ class ChatTemplates:
     """The templates of a folder, by name; ``default`` is for all that have no name."""
 
     def __init__(self, folder: str | Path, tokens: Mapping[str, str | None] | None = None) -> None:
-        """
-        Args:
-            tokens: as for `ChatTemplate`.
-
-        Raises:
-            CheckpointError: if a file is damaged.
-        """
+        """`tokens` are as for `ChatTemplate`. Raises `CheckpointError` if a file is damaged."""
         self.folder = Path(folder)  # as errors name it
         self._sources = _sources(text_folder(folder))
         self._tokens = dict(tokens or {})

@@ -19,11 +19,8 @@ _redirecting = threading.Lock()
 
 @contextmanager
 def contained(path: Path, problem: str) -> Iterator[None]:
-    """Attribute any error of a library to a file.
-
-    Raises:
-        CheckpointError: for the error; also for a panic of Rust, which is no `Exception`.
-    """
+    """Raise any error of a library as a `CheckpointError` of a file, also a panic of Rust, which is not an
+    `Exception`."""
     try:
         yield
     except QuantkitError:

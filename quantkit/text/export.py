@@ -224,11 +224,8 @@ def _sampling_keys(folder: Path) -> dict[str, Any]:
 
 
 def _require_equal(original: Tokenizer, vocabulary: Vocabulary, metadata: Mapping[str, Any], folder: Path) -> list[str]:
-    """Compare the metadata with the folder's tokenizer.
-
-    Returns:
-        Notes on tokens that are special in llama.cpp because of their spelling.
-    """
+    """Compare the metadata with the folder's tokenizer; returns notes on tokens that are special in llama.cpp because
+    of their spelling."""
     scratch = written_folder(metadata, folder)
     written = load_tokenizer(scratch)
     different = first_difference(original, written, ())

@@ -69,11 +69,7 @@ def folder_vocabulary(folder: Path) -> FoundTokenizer:
 
 
 def tiktoken_vocabulary(path: Path) -> FoundTokenizer:
-    """The tokenizer of a tiktoken file.
-
-    Raises:
-        CheckpointError: if the file is damaged.
-    """
+    """The tokenizer of a tiktoken file; raises `CheckpointError` if the file is damaged."""
     ranks = {spelled_bytes(token): rank for token, rank in read_tiktoken(path).items()}
     specials = llama3_specials(len(ranks))
     tokens = [*sorted(ranks, key=lambda token: ranks[token]), *specials]
@@ -87,11 +83,7 @@ def tiktoken_vocabulary(path: Path) -> FoundTokenizer:
 def sentencepiece_vocabulary(
     model: SentencePieceFile, added: Collection[tuple[int, str, bool]] = ()
 ) -> FoundTokenizer:  # fmt: skip
-    """The tokenizer of a sentencepiece model that merges pairs.
-
-    Args:
-        added: see `added_tokens`.
-    """
+    """The tokenizer of a sentencepiece model that merges pairs, with `added_tokens`."""
     pieces = [
         (_as_in_text(spelling) if kind is PieceType.USER_DEFINED else spelling, score, kind)
         for spelling, score, kind in model.pieces

@@ -191,11 +191,8 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
 
 
 def read_ids(metadata: Mapping[str, Any], vocabulary: Vocabulary, path: Path) -> dict[str, int]:
-    """The ids of special tokens by transformers' names.
-
-    Raises:
-        CheckpointError: for an id that is not in the vocabulary.
-    """
+    """The ids of special tokens by transformers' names; raises `CheckpointError` for an id that is not in the
+    vocabulary."""
     found: dict[str, int] = {}
     for name, key in ID_KEYS.items():
         if (number := _id(metadata, key, vocabulary, path)) is not None:
@@ -206,11 +203,8 @@ def read_ids(metadata: Mapping[str, Any], vocabulary: Vocabulary, path: Path) ->
 
 
 def read_ends(metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: Mapping[str, int], path: Path) -> list[int]:
-    """The EOS tokens: those that quantkit listed, or else those of llama.cpp, the stated one first.
-
-    Raises:
-        CheckpointError: for an id that is not in the vocabulary.
-    """
+    """The EOS tokens: those that quantkit listed, or else those of llama.cpp, the stated one first. Raises
+    `CheckpointError` for an id that is not in the vocabulary."""
     settings = Settings(metadata, path)
     if listed := settings.ids(ENDS):
         if max(listed) >= (rows := len(settings.strings(TOKENS))):
@@ -224,11 +218,7 @@ def read_ends(metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: Mapping[
 def begins_and_ends(
     metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: Mapping[str, int], path: Path
 ) -> tuple[bool, bool]:  # fmt: skip
-    """Whether BOS is added before text, and EOS after it.
-
-    Raises:
-        CheckpointError: if there is no such token.
-    """
+    """Whether BOS is added before text, and EOS after it; raises `CheckpointError` if there is no such token."""
     settings = Settings(metadata, path)
     bos = settings.flag(ADD_BOS, vocabulary.model == SPM or vocabulary.pre in ADDS_BOS)
     eos = settings.flag(ADD_EOS, False)

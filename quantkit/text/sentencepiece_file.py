@@ -56,11 +56,7 @@ class SentencePieceFile:
 
 
 def read_sentencepiece(path: Path) -> SentencePieceFile:
-    """Read a model file.
-
-    Raises:
-        CheckpointError: if the file is damaged.
-    """
+    """Read a model file; raises `CheckpointError` if the file is damaged."""
     try:
         return _parsed(path.read_bytes())
     except (OSError, ValueError, IndexError, struct.error, TypeError) as error:

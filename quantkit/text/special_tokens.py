@@ -72,11 +72,8 @@ def special_tokens(
 
 
 def added_tokens(folder: Path) -> list[tuple[int, str, bool]]:
-    """Tokens that files next to a sentencepiece model add to it: id, spelling, and whether it is a special one.
-
-    Raises:
-        CheckpointError: if a file is damaged.
-    """
+    """Tokens that files next to a sentencepiece model add to it: id, spelling, and whether it is a special one. Raises
+    `CheckpointError` if a file is damaged."""
     found: dict[int, tuple[str, bool]] = {}
     if (path := folder / "added_tokens.json").is_file():
         added = Settings(read_json(path), path)

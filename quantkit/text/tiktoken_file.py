@@ -25,11 +25,7 @@ _MAX_TOKENS = 2**22
 
 
 def is_tiktoken(path: Path) -> bool:
-    """Whether a file holds lines of base64 token and rank.
-
-    Raises:
-        CheckpointError: if it cannot be read.
-    """
+    """Whether a file holds lines of base64 token and rank; raises `CheckpointError` if it cannot be read."""
     with contained(path, "cannot be read"), path.open("rb") as file:
         parts = file.read(4096).split(b"\n", 1)[0].split()
     if len(parts) != 2 or not parts[1].isdigit():
@@ -42,11 +38,8 @@ def is_tiktoken(path: Path) -> bool:
 
 
 def read_tiktoken(path: Path) -> dict[bytes, int]:
-    """Byte sequences and their ranks.
-
-    Raises:
-        CheckpointError: if a line is not base64 and a number, or ranks have gaps.
-    """
+    """Byte sequences and their ranks; raises `CheckpointError` if a line is not base64 and a number, or ranks have
+    gaps."""
     require_plain_file(path)
     ranks: dict[bytes, int] = {}
     with contained(path, "cannot be read"):
@@ -78,11 +71,7 @@ def llama3_specials(first: int) -> dict[str, int]:
 
 
 def require_length(length: int, path: Path) -> None:
-    """Check the length of a token.
-
-    Raises:
-        CheckpointError: if it is too long.
-    """
+    """Raise a `CheckpointError` for a token that is too long."""
     if length > LONGEST_TOKEN:
         raise CheckpointError(
             "holds a token that is too long", path=path, found=length, expected=f"at most {LONGEST_TOKEN}"

@@ -16,10 +16,6 @@ class TokenBytes:
     """
 
     def __init__(self, read: Callable[[int], bytes | None], *, bytewise: bool) -> None:
-        """
-        Args:
-            read: see `of`, which caches it.
-        """
         self.of: Callable[[int], bytes | None] = functools.cache(read)
         self.bytewise = bytewise
 
@@ -54,11 +50,8 @@ def fallback_bytes(
 
 
 def letters_bytes(spelled: Callable[[int], str | None]) -> TokenBytes:
-    """The bytes of a vocabulary that spells each byte with one of GPT-2's letters.
-
-    Args:
-        spelled: the spelling of a token; None for one that adds nothing.
-    """
+    """The bytes of a vocabulary that spells each byte with one of GPT-2's letters; `spelled` returns the spelling of a
+    token, None for one that adds nothing."""
     values = {letter: value for value, letter in BYTE_LETTERS.items()}
 
     def read(token: int) -> bytes:

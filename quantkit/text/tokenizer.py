@@ -169,13 +169,8 @@ class SentencePieceTokenizer(_LibraryTokenizer):
     special_tokens: dict[str, int] | None = None
 
     def __init__(self, path: Path, *, alone: bool = True) -> None:
-        """
-        Args:
-            alone: whether to ignore the tokens that files next to it add; it never finds such tokens in text.
-
-        Raises:
-            CheckpointError: if the file is damaged.
-        """
+        """`alone` ignores the tokens that files next to it add; it never finds such tokens in text. Raises
+        `CheckpointError` if the file is damaged."""
         from sentencepiece import SentencePieceProcessor
 
         self._path, self._alone = path, alone
@@ -212,10 +207,7 @@ class TiktokenTokenizer(_LibraryTokenizer):
     byte_level = True
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            CheckpointError: if the file is damaged.
-        """
+        """Raises `CheckpointError` if the file is damaged."""
         import tiktoken
 
         self._path = path
@@ -253,10 +245,7 @@ class JsonTokenizer(_LibraryTokenizer):
     kind = "tokenizer.json"
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            CheckpointError: if the file is damaged, or ``tokenizer_config.json`` next to it is.
-        """
+        """Raises `CheckpointError` if the file is damaged, or ``tokenizer_config.json`` next to it is."""
         from tokenizers import Tokenizer as Engine
 
         self._path = path
@@ -335,12 +324,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def original_tokenizer(path: Path, *, alone: bool = True) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.model``, whose content decides its kind.
-
-    Args:
-        alone: as for `SentencePieceTokenizer`.
-
-    Raises:
-        CheckpointError: if it is damaged.
-    """
+    """The tokenizer of a ``tokenizer.model``, whose content decides its kind; `alone` is as for
+    `SentencePieceTokenizer`. Raises `CheckpointError` if the file is damaged."""
     return TiktokenTokenizer(path) if is_tiktoken(path) else SentencePieceTokenizer(path, alone=alone)

@@ -127,11 +127,7 @@ class Family:
     gguf_mark: Literal["sliding_window", "num_experts"] | None = None
 
     def read(self, settings: Settings) -> ModelConfig:
-        """The config that a config.json states.
-
-        Raises:
-            CheckpointError, UnsupportedError: see `read_config`.
-        """
+        """The config that a config.json states. Raises `CheckpointError`, `UnsupportedError`, see `read_config`."""
         settings = self.prepare(settings)
         options = dict(self.options)
         for keys in self.keys:

@@ -27,11 +27,7 @@ _SCALAR = "query_pre_attn_scalar"
 
 
 def _causal_features(settings: Settings) -> dict[str, Any]:
-    """The features of all Gemma models, for `read_config`.
-
-    Raises:
-        UnsupportedError: for bidirectional attention.
-    """
+    """The features of all Gemma models, for `read_config`; raises `UnsupportedError` for bidirectional attention."""
     if settings.flag("use_bidirectional_attention", False):
         raise UnsupportedError("bidirectional attention is not supported", path=settings.path)
     return {

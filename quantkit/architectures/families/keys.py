@@ -132,11 +132,7 @@ SPARSE_LAYERS = Keys(
 
 
 def one_window(default: int | None) -> Keys:
-    """A window that all layers have, if there is one.
-
-    Args:
-        default: if the key is absent.
-    """
+    """A window that all layers have, if there is one; `default` if the key is absent."""
     return Keys(
         lambda settings: {"windows": [sliding_window(settings, default)] * layer_count(settings)},
         lambda config: {"sliding_window": only_window(config)},
@@ -166,12 +162,7 @@ def windows_by_kind(interval: int, key: str | None = None, default: int = DEFAUL
 def switched_windows(
     read: Callable[[Settings], Sequence[int | None]], more: Callable[[ModelConfig], dict[str, Any]]
 ) -> Keys:  # fmt: skip
-    """Windows that ``use_sliding_window`` enables.
-
-    Args:
-        read: the window of each layer.
-        more: further keys to write.
-    """
+    """Windows that ``use_sliding_window`` enables: `read` returns that of each layer, `more` further keys to write."""
 
     def write(config: ModelConfig) -> dict[str, Any]:
         window = only_window(config)
@@ -181,11 +172,7 @@ def switched_windows(
 
 
 def windows_of(settings: Settings, windowed: Sequence[bool], window: int | None) -> list[int | None]:
-    """The window of each layer.
-
-    Raises:
-        CheckpointError: if some layers have a window, and `window` is None.
-    """
+    """The window of each layer; raises `CheckpointError` if some layers have a window, and `window` is None."""
     if window is None and any(windowed):
         raise CheckpointError("some layers have windows, and sliding_window none", path=settings.path)
     return [window if has_window else None for has_window in windowed]
@@ -197,11 +184,8 @@ def layer_count(settings: Settings) -> int:
 
 
 def layer_types(settings: Settings, layers: int) -> list[str]:
-    """The kind of attention of each layer; empty if the file does not state it.
-
-    Raises:
-        CheckpointError: if the kinds are unknown, or their number is wrong.
-    """
+    """The kind of attention of each layer; empty if the file does not state it. Raises `CheckpointError` if the kinds
+    are unknown, or their number is wrong."""
     key = "layer_types"
     types = settings.strings(key) if settings.has(key) else []
     if settings.has(key) and (len(types) != layers or set(types) - {FULL, SLIDING}):

@@ -31,12 +31,8 @@ _WINDOWS = windows_by_kind(4)
 
 
 def _read(settings: Settings) -> dict[str, Any]:
-    """The windows of layers.
-
-    Raises:
-        UnsupportedError: for a rotary base that some readers use for all layers, and transformers for those without a
-            window.
-    """
+    """The windows of layers; raises `UnsupportedError` for a rotary base that some readers use for all layers, and
+    transformers for those without a window."""
     found = _WINDOWS.read(settings)
     kinds = settings.inside("rope_parameters") if settings.has("rope_parameters") else settings
     stated = kinds.has(SLIDING) and kinds.inside(SLIDING).has("rope_theta")

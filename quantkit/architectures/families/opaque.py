@@ -70,13 +70,8 @@ _SHORT_FILTERS = frozenset(shape for size in range(1, _NUM_SHORT + 1) for shape 
 
 
 def opaque_config(raw: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> ModelConfig:
-    """A model that is described by its tensors; its config.json only has the values that `inspect` shows, and the float
-    type.
-
-    Args:
-        raw: the config.json.
-        tensors: shape and type of each by name, in the order of the output.
-    """
+    """A model that is described by its tensors, in the order of the output: shape and type of each by name. Of the
+    config.json only the values that `inspect` shows are used, and the float type."""
     text = _language(raw)
     layers: dict[str, int] = {}
     found = []
@@ -101,12 +96,7 @@ def opaque_config(raw: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int,
 def with_roles(
     config: ModelConfig, roles: Mapping[str, tuple[str, str | None]], unstored: tuple[str, ...] | None = None
 ) -> ModelConfig:  # fmt: skip
-    """The same model with the roles of its linears' weights.
-
-    Args:
-        roles: role and alias, see `OpaqueTensor`, by tensor name.
-        unstored: see `ModelConfig`.
-    """
+    """The same model with the roles of its linears' weights: role and alias, see `OpaqueTensor`, by tensor name."""
     assert config.tensors is not None
     tensors = (
         replace(tensor, role=roles[tensor.name][0], alias=roles[tensor.name][1]) if tensor.name in roles else tensor
@@ -133,11 +123,7 @@ class Hints:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Hints:
-        """
-        Args:
-            raw: the config.json.
-            shapes: of all tensors, by name.
-        """
+        """From a config.json, and the shapes of all tensors by name."""
         values = (part.get(key) for part in (raw, _language(raw)) for key in _EXPERTS)
         experts = frozenset(one for one in values if type(one) is int and one > 1)
         multimodal = any(isinstance(raw.get(key), dict) for key in (*_LANGUAGE, "vision_config", "audio_config"))
@@ -148,11 +134,7 @@ class Hints:
         return is_within(module, self.recurrent) and not self._is_tower(module)
 
     def role(self, tensor: OpaqueTensor, module: str) -> str | None:
-        """The role of a linear's weight; None if it is a plain linear.
-
-        Args:
-            module: the linear's, on disk or in readers.
-        """
+        """The role of the weight of a linear, whose `module` is on disk or in readers; None for a plain linear."""
         *parents, last = module.split(".")
         routes = tensor.shape[0] in self.experts and last not in LINEARS and any(word in last for word in _ROUTING)
         if last in ROUTERS or last in NEVER or routes or not ROUTERS.isdisjoint(parents):
