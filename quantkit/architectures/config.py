@@ -9,14 +9,18 @@ from dataclasses import MISSING, dataclass, fields, replace
 from quantkit.architectures.rope import RopeConfig
 from quantkit.errors import CheckpointError
 
-# Upper bounds of a config, far beyond what is published: objects are made for each layer before the tensors are
-# compared with the config, and `plan DIR --target` reads configs without tensors.
-MAX_LAYERS = 1024
-MAX_HEADS = 2**16
-MAX_WIDTH = 2**24
-MAX_CONTEXT = 2**31 - 1
-MAX_EXPERTS = 2**12
-MIN_EPS, MAX_EPS = 1e-30, 1.0
+
+class Limits:
+    """Upper bounds of a config, and the range of a norm's epsilon, far beyond what is published: objects are made for
+    each layer before the tensors are compared with the config, and `plan DIR --target` reads configs without tensors.
+    """
+
+    layers = 1024
+    heads = 2**16
+    width = 2**24
+    context = 2**31 - 1
+    experts = 2**12
+    eps = (1e-30, 1.0)
 
 
 @dataclass(frozen=True)
@@ -318,7 +322,7 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return str(int(value)) if value.is_integer() and abs(value) < MAX_CONTEXT else repr(value)
+        return str(int(value)) if value.is_integer() and abs(value) < Limits.context else repr(value)
     if isinstance(value, _Part):
         return ", ".join(f"{field.name} {_shown(getattr(value, field.name))}" for field in fields(value))
     return str(value)

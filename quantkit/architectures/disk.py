@@ -91,11 +91,6 @@ class ExpertForm:
     names: Mapping[str, str] = field(default_factory=dict)
     stacked: tuple[StackedExperts, ...] = ()
 
-    def templates(self) -> list[str]:
-        """Names of its modules and tensors, as templates for layer and expert."""
-        biases = [stacked.bias for stacked in self.stacked if stacked.bias is not None]
-        return [*self.names.values(), *(stacked.name for stacked in self.stacked), *biases]
-
 
 def disk_tensors(
     config: ModelConfig, quantized: Collection[str] = (), *, joins_experts: bool = False
@@ -239,7 +234,8 @@ def _joined(family: Family, gate: str) -> tuple[StackedExperts, ...]:
 
 def _names(form: ExpertForm, layer: int, count: int) -> list[str]:
     """The possible names of a layer's experts in a form."""
-    templates = form.templates()
+    biases = [stacked.bias for stacked in form.stacked if stacked.bias is not None]
+    templates = [*form.names.values(), *(stacked.name for stacked in form.stacked), *biases]
     experts = range(count) if form.names else range(1)
     return [template.format(layer=layer, expert=expert) for template in templates for expert in experts]
 

@@ -11,16 +11,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantkit.architectures.config import (
-    MAX_CONTEXT,
-    MAX_EPS,
-    MAX_EXPERTS,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_WIDTH,
-    MIN_EPS,
-    ModelConfig,
-)
+from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.families.family import WINDOWED_BASE, GgufArchitecture
 from quantkit.architectures.families.keys import only_window
@@ -62,13 +53,13 @@ def config_of(
     """
     architecture = _architecture(metadata, path)
     keys = _own_keys(metadata, architecture, path)
-    layers = keys.integer("block_count", 1, MAX_LAYERS)
-    heads = _one(keys, "attention.head_count", MAX_HEADS)
-    hidden, context = keys.integer("embedding_length", 1, MAX_WIDTH), keys.integer("context_length", 1, MAX_CONTEXT)
-    head_dim = hidden // heads
-    if keys.has("attention.key_length"):
-        head_dim = keys.integer("attention.key_length", 1, MAX_HEADS)
-    if keys.has("attention.value_length") and keys.integer("attention.value_length", 1, MAX_HEADS) != head_dim:
+    layers = keys.integer("block_count", 1, Limits.layers)
+    heads = _one(keys, "attention.head_count", Limits.heads)
+    hidden = keys.integer("embedding_length", 1, Limits.width)
+    context = keys.integer("context_length", 1, Limits.context)
+    own = keys.has("attention.key_length")
+    head_dim = keys.integer("attention.key_length", 1, Limits.heads) if own else hidden // heads
+    if keys.has("attention.value_length") and keys.integer("attention.value_length", 1, Limits.heads) != head_dim:
         raise UnsupportedError("keys and values of different sizes are not supported", path=str(path))
     if not keys.flag("attention.causal", True):
         raise UnsupportedError("bidirectional attention is not supported", path=str(path))
@@ -77,7 +68,7 @@ def config_of(
     embedding = shapes.get("token_embd.weight", ())
     if len(embedding) != 2:
         raise CheckpointError("tensor 'token_embd.weight' is missing or no matrix", path=str(path))
-    if keys.has("vocab_size") and keys.integer("vocab_size", 1, MAX_WIDTH) != embedding[0]:
+    if keys.has("vocab_size") and keys.integer("vocab_size", 1, Limits.width) != embedding[0]:
         raise CheckpointError(
             f"{architecture.name}.vocab_size does not fit the embedding", path=str(path),
             found=keys.values["vocab_size"], expected=embedding[0],
@@ -88,9 +79,9 @@ def config_of(
     ends = general.ids(EOS_IDS) or tuple(dict.fromkeys(end for one in llama_ends for end in one))
     raw: dict[str, Any] = {
         "vocab_size": embedding[0], "hidden_size": hidden,
-        "intermediate_size": _one(keys, "feed_forward_length", MAX_WIDTH), "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": _one(keys, "attention.head_count_kv", MAX_HEADS, heads),
-        "head_dim": head_dim, "rms_norm_eps": keys.number(_EPS, MIN_EPS, MAX_EPS), "max_position_embeddings": context,
+        "intermediate_size": _one(keys, "feed_forward_length", Limits.width), "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": _one(keys, "attention.head_count_kv", Limits.heads, heads),
+        "head_dim": head_dim, "rms_norm_eps": keys.number(_EPS, *Limits.eps), "max_position_embeddings": context,
         "tie_word_embeddings": tied, "torch_dtype": dtype, "sliding_window": window,
         "use_sliding_window": window is not None, "layer_types": [SLIDING if one else FULL for one in windowed],
         "bos_token_id": starts[0] if starts else None, "eos_token_id": list(ends) or None,
@@ -198,7 +189,7 @@ def _one(keys: Settings, key: str, high: int, default: int | None = None) -> int
 
 def _windows(keys: Settings, architecture: GgufArchitecture, layers: int) -> tuple[int | None, list[bool]]:
     """The width of the windows, and which layers have one."""
-    window = keys.integer(_WINDOW, 0, MAX_CONTEXT) if keys.has(_WINDOW) else architecture.default_window or 0
+    window = keys.integer(_WINDOW, 0, Limits.context) if keys.has(_WINDOW) else architecture.default_window or 0
     stated = keys.values.get(_PATTERN)
     if isinstance(stated, list):
         if len(stated) != layers or not all(one in (0, 1) for one in stated):
@@ -208,7 +199,7 @@ def _windows(keys: Settings, architecture: GgufArchitecture, layers: int) -> tup
             )  # fmt: skip
         windowed = [bool(one) for one in stated]
     else:
-        period = keys.integer(_PATTERN, 0, MAX_LAYERS) if keys.has(_PATTERN) else architecture.window_period
+        period = keys.integer(_PATTERN, 0, Limits.layers) if keys.has(_PATTERN) else architecture.window_period
         windowed = _by_period(period, layers)
     if window and any(windowed):
         return window, windowed
@@ -224,15 +215,15 @@ def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
     """The keys of a mixture of experts, under the names of any family."""
     if architecture.normalized is None or (architecture.dense_too and not keys.values.get("expert_count")):
         return {}
-    count = keys.integer("expert_count", 0, MAX_EXPERTS)
-    used, width = keys.integer("expert_used_count", 1, MAX_EXPERTS), _one(keys, "feed_forward_length", MAX_WIDTH)
+    count = keys.integer("expert_count", 0, Limits.experts)
+    used, width = keys.integer("expert_used_count", 1, Limits.experts), _one(keys, "feed_forward_length", Limits.width)
     size_key, shared_key = "expert_feed_forward_length", "expert_shared_feed_forward_length"
-    size = keys.integer(size_key, 1, MAX_WIDTH) if keys.has(size_key) else max(width // used, 1)
+    size = keys.integer(size_key, 1, Limits.width) if keys.has(size_key) else max(width // used, 1)
     return {
         "num_experts": count,
         "num_experts_per_tok": used,
         "moe_intermediate_size": size,
-        "shared_expert_intermediate_size": keys.integer(shared_key, 1, MAX_WIDTH) if keys.has(shared_key) else width,
+        "shared_expert_intermediate_size": keys.integer(shared_key, 1, Limits.width) if keys.has(shared_key) else width,
         "norm_topk_prob": architecture.normalized,
     }
 

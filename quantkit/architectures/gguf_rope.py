@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantkit.architectures.config import MAX_CONTEXT, MAX_HEADS, ModelConfig
+from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.families.family import WINDOWED_BASE, GgufArchitecture
 from quantkit.architectures.gguf import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, gguf_architecture
 from quantkit.architectures.rope import DEFAULT_THETA, MAX_THETA, MIN_THETA, SCALE, RopeConfig
@@ -86,7 +86,7 @@ def read_rope(
     """
     theta = keys.number("rope.freq_base", MIN_THETA, MAX_THETA) if keys.has("rope.freq_base") else DEFAULT_THETA
     count_key = "rope.dimension_count"
-    rotated = keys.integer(count_key, 2, MAX_HEADS) if keys.has(count_key) else head_dim
+    rotated = keys.integer(count_key, 2, Limits.heads) if keys.has(count_key) else head_dim
     if rotated > head_dim or (rotated != head_dim and not architecture.partial_rotary):
         raise CheckpointError(
             f"{architecture.name}.{count_key} does not fit the heads", path=keys.path, found=rotated, expected=head_dim
@@ -98,7 +98,7 @@ def read_rope(
                 expected=f"{rotated // 2} factors from {SCALE[0]:g} to {SCALE[1]:g}",
             )  # fmt: skip
     original_key = "rope.scaling.original_context_length"
-    original = keys.integer(original_key, 1, MAX_CONTEXT) if keys.has(original_key) else None
+    original = keys.integer(original_key, 1, Limits.context) if keys.has(original_key) else None
     scaling = _scaling(keys, original or context)
     if ROPE_FREQS in factors and any(value != 1 for value in factors[ROPE_FREQS]):
         _require(architecture.rope_freqs and scaling is None, architecture, ROPE_FREQS, keys)

@@ -6,16 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.architectures.config import (
-    MAX_CONTEXT,
-    MAX_EPS,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_WIDTH,
-    MIN_EPS,
-    LayerConfig,
-    ModelConfig,
-)
+from quantkit.architectures.config import LayerConfig, Limits, ModelConfig
 from quantkit.architectures.rope import MAX_THETA, MIN_THETA, SCALE, RopeConfig
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shown
@@ -66,21 +57,21 @@ def config_from_meta(
         raise UnsupportedError("mixture-of-experts and vision models are not supported", path=where)
     if unknown := sorted(set(params) - _KNOWN - {"quantization_args", "lora_args"}):
         raise UnsupportedError("unknown keys", path=where, found=shown(unknown))
-    stated = settings.integer("vocab_size", -1, MAX_WIDTH) if settings.has("vocab_size") else -1
+    stated = settings.integer("vocab_size", -1, Limits.width) if settings.has("vocab_size") else -1
     if stated not in (-1, vocab_size):
         raise CheckpointError("vocab_size disagrees with the embedding", path=where, found=stated, expected=vocab_size)
-    heads, dim = settings.integer("n_heads", 1, MAX_HEADS), settings.integer("dim", 1, MAX_WIDTH)
-    layers = settings.integer("n_layers", 1, MAX_LAYERS)
-    norm_eps = settings.number("norm_eps", MIN_EPS, MAX_EPS)
+    heads, dim = settings.integer("n_heads", 1, Limits.heads), settings.integer("dim", 1, Limits.width)
+    layers = settings.integer("n_layers", 1, Limits.layers)
+    norm_eps = settings.number("norm_eps", *Limits.eps)
     rope = _rope(settings, dim)
     context = _family_context(rope, norm_eps)
     if settings.has("max_seq_len"):
-        context = settings.integer("max_seq_len", 1, MAX_CONTEXT)
+        context = settings.integer("max_seq_len", 1, Limits.context)
     return ModelConfig(
         architecture="llama", vocab_size=vocab_size, hidden_size=dim, intermediate_size=intermediate_size,
         layers=(LayerConfig(),) * layers, num_heads=heads,
-        num_kv_heads=settings.integer("n_kv_heads", 1, MAX_HEADS) if settings.has("n_kv_heads") else heads,
-        head_dim=settings.integer("head_dim", 1, MAX_HEADS) if settings.has("head_dim") else dim // heads,
+        num_kv_heads=settings.integer("n_kv_heads", 1, Limits.heads) if settings.has("n_kv_heads") else heads,
+        head_dim=settings.integer("head_dim", 1, Limits.heads) if settings.has("head_dim") else dim // heads,
         norm_eps=norm_eps, rope=rope, max_context=context, tied_embeddings=tied_embeddings, dtype=dtype,
         bos_token_id=None, eos_token_ids=(),
     ).validated(path)  # fmt: skip

@@ -77,12 +77,6 @@ _DERIVED_BUFFERS = re.compile(
 )
 
 
-def meta_weight(role: str, layer: int | None = None) -> str | None:
-    """Meta's name for the weight of a role, or None where its format has no such tensor."""
-    module = META.get(role)
-    return None if module is None else module.format(layer=layer) + ".weight"
-
-
 def is_embedding(module: str) -> bool:
     """Whether a module, by its name in any family, is the embedding of tokens."""
     return module.rpartition(".")[2] in _EMBEDDINGS

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit.architectures.config import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, ModelConfig, OpaqueTensor
+from quantkit.architectures.config import Limits, ModelConfig, OpaqueTensor
 from quantkit.architectures.families.opaque import (
     LINEARS,
     Hints,
@@ -117,8 +117,8 @@ def _require_sane(raw: Mapping[str, Any]) -> None:
     for part in within(dict(raw)):
         for key, value in part.items() if isinstance(part, dict) else ():
             counted = _COUNTED.fullmatch(key)
-            max_count = 2**40 if counted is None else MAX_EXPERTS if counted[2] == "experts" else MAX_LAYERS
-            if type(value) is int and not -MAX_WIDTH <= value <= max_count:
+            max_count = 2**40 if counted is None else Limits.experts if counted[2] == "experts" else Limits.layers
+            if type(value) is int and not -Limits.width <= value <= max_count:
                 raise _NotKnown(f"its config's '{key}' is {shown(value)}")
 
 

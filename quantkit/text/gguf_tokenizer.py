@@ -96,9 +96,10 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     vocabulary = keys.read_vocabulary(metadata, path)
     if vocabulary is None:
         return {}
-    ids = keys.read_ids(metadata, vocabulary, path)
-    adds = keys.begins_and_ends(metadata, vocabulary, ids, path)
-    own = _own(metadata, path)
+    settings = Settings(metadata, path)
+    ids = keys.read_ids(settings, vocabulary)
+    adds = keys.begins_and_ends(settings, vocabulary, ids)
+    own = _own(settings)
     files: dict[str, bytes] = {}
     if vocabulary.model == keys.BPE or scores_are_ranks(_mergeable(vocabulary), vocabulary.ids()):
         raw = tokenizer_json(vocabulary, ids, adds)
@@ -119,17 +120,17 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     names = {name: vocabulary.tokens[ids[name]] if name in ids else None for name in keys.ID_KEYS}
     if "bos_token" in own.values and not adds[0]:
         names["bos_token"] = None  # llama.cpp requires one, the model has none
-    settings: dict[str, Any] = {
+    config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names,
     }  # fmt: skip
-    templates = _templates(metadata, path)
+    templates = _templates(settings)
     if list(templates) == ["default"]:
         files["chat_template.jinja"] = templates["default"].encode()
     elif templates:
-        settings["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
-    files["tokenizer_config.json"] = _json(settings)
+        config["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
+    files["tokenizer_config.json"] = _json(config)
     files["special_tokens_map.json"] = _json({name: token for name, token in names.items() if token is not None})
-    files["generation_config.json"] = _json(_generation(metadata, vocabulary, ids, path))
+    files["generation_config.json"] = _json(_generation(settings, vocabulary, ids))
     return files
 
 
@@ -173,9 +174,8 @@ def tokenizer_json(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[b
     }  # fmt: skip
 
 
-def _templates(metadata: Mapping[str, Any], path: Path) -> dict[str, str]:
+def _templates(settings: Settings) -> dict[str, str]:
     """A file's chat templates by name."""
-    settings = Settings(metadata, path)
     found = {"default": settings.string(keys.TEMPLATE)} if settings.has(keys.TEMPLATE) else {}
     for name in settings.strings(keys.TEMPLATES) if settings.has(keys.TEMPLATES) else []:
         found[name] = settings.string(f"{keys.TEMPLATE}.{name}")
@@ -219,23 +219,18 @@ def _sentencepiece(vocabulary: Vocabulary, ids: Mapping[str, int]) -> bytes:
     return sentencepiece_bytes(SentencePieceFile(pieces, True, vocabulary.space_prefix, plain=True, ids=numbers))
 
 
-def _own(metadata: Mapping[str, Any], path: Path) -> Settings:
+def _own(settings: Settings) -> Settings:
     """The parts of a tokenizer.json that quantkit wrote into the file."""
-    where = f"{path}: {keys.PIPELINE}"
-    settings = Settings(metadata, path)
+    where = f"{settings.path}: {keys.PIPELINE}"
     own = Settings(parsed(settings.string(keys.PIPELINE), where) if settings.has(keys.PIPELINE) else {}, where)
     if unknown := sorted(set(own.values) - {*PIPELINE_PARTS, "added_tokens", "bos_token"}):
         raise CheckpointError("holds an unknown key", path=where, found=shown(unknown[0]))
     return own
 
 
-def _generation(
-    metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: Mapping[str, int], path: Path
-) -> dict[str, Any]:  # fmt: skip
-    settings = Settings(metadata, path)
-    found: dict[str, Any] = {
-        f"{name}_id": ids[name] for name in ("bos_token", "pad_token") if name in ids
-    } | {"eos_token_id": keys.read_ends(metadata, vocabulary, ids, path)}  # fmt: skip
+def _generation(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]) -> dict[str, Any]:
+    found: dict[str, Any] = {f"{name}_id": ids[name] for name in ("bos_token", "pad_token") if name in ids}
+    found["eos_token_id"] = keys.read_ends(settings, vocabulary, ids)
     sampling = {
         name: shortest(settings.number(key, *_RANGES[name])) for name, key in SAMPLING.items() if settings.has(key)
     }

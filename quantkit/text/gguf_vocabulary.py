@@ -190,41 +190,38 @@ def read_vocabulary(metadata: Mapping[str, Any], path: Path) -> Vocabulary | Non
     return Vocabulary(BPE, tokens, types, [], _merges(settings, known=set(tokens)), pre, False)
 
 
-def read_ids(metadata: Mapping[str, Any], vocabulary: Vocabulary, path: Path) -> dict[str, int]:
+def read_ids(settings: Settings, vocabulary: Vocabulary) -> dict[str, int]:
     """The ids of special tokens by transformers' names; raises `CheckpointError` for an id that is not in the
     vocabulary."""
     found: dict[str, int] = {}
     for name, key in ID_KEYS.items():
-        if (number := _id(metadata, key, vocabulary, path)) is not None:
+        if (number := _id(settings, key, vocabulary)) is not None:
             found[name] = number
-        elif vocabulary.model == SPM and not Settings(metadata, path).has(key) and name in _SPM_DEFAULTS:
+        elif vocabulary.model == SPM and not settings.has(key) and name in _SPM_DEFAULTS:
             found[name] = _SPM_DEFAULTS[name]
     return found
 
 
-def read_ends(metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: Mapping[str, int], path: Path) -> list[int]:
+def read_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[int]:
     """The EOS tokens: those that quantkit listed, or else those of llama.cpp, the stated one first. Raises
     `CheckpointError` for an id that is not in the vocabulary."""
-    settings = Settings(metadata, path)
     if listed := settings.ids(ENDS):
         if max(listed) >= (rows := len(settings.strings(TOKENS))):
-            raise CheckpointError(f"{ENDS} is not in the vocabulary", path=path, found=max(listed), expected=rows - 1)
+            problem = f"{ENDS} is not in the vocabulary"
+            raise CheckpointError(problem, path=settings.path, found=max(listed), expected=rows - 1)
         return list(dict.fromkeys(listed))
-    stated = [ids.get("eos_token"), *(_id(metadata, key, vocabulary, path) for key in (EOT, EOM))]
+    stated = [ids.get("eos_token"), *(_id(settings, key, vocabulary) for key in (EOT, EOM))]
     ends = [number for number in stated if number is not None]
     return list(dict.fromkeys([*ends, *sorted(eos_by_spelling(vocabulary.ids()))]))
 
 
-def begins_and_ends(
-    metadata: Mapping[str, Any], vocabulary: Vocabulary, ids: Mapping[str, int], path: Path
-) -> tuple[bool, bool]:  # fmt: skip
+def begins_and_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]) -> tuple[bool, bool]:
     """Whether BOS is added before text, and EOS after it; raises `CheckpointError` if there is no such token."""
-    settings = Settings(metadata, path)
     bos = settings.flag(ADD_BOS, vocabulary.model == SPM or vocabulary.pre in ADDS_BOS)
     eos = settings.flag(ADD_EOS, False)
     for key, wanted, name in ((ADD_BOS, bos, "bos_token"), (ADD_EOS, eos, "eos_token")):
         if wanted and name not in ids:
-            raise CheckpointError(f"{key} is true, and there is no {ID_KEYS[name]}", path=path)
+            raise CheckpointError(f"{key} is true, and there is no {ID_KEYS[name]}", path=settings.path)
     return bos, eos
 
 
@@ -233,9 +230,8 @@ def control_tokens(vocabulary: Vocabulary) -> set[int]:
     return vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN) | eos_by_spelling(vocabulary.ids())
 
 
-def _id(metadata: Mapping[str, Any], key: str, vocabulary: Vocabulary, path: Path) -> int | None:
+def _id(settings: Settings, key: str, vocabulary: Vocabulary) -> int | None:
     """A token's id; None if there is none, or it is that of a filler token."""
-    settings = Settings(metadata, path)
     if not settings.has(key):
         return None
     number = settings.integer(key, 0, len(settings.strings(TOKENS)) - 1)

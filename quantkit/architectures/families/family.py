@@ -6,15 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quantkit.architectures.config import (
-    MAX_CONTEXT,
-    MAX_EPS,
-    MAX_HEADS,
-    MAX_WIDTH,
-    MIN_EPS,
-    LayerConfig,
-    ModelConfig,
-)
+from quantkit.architectures.config import LayerConfig, Limits, ModelConfig
 from quantkit.architectures.families.keys import Keys, layer_count
 from quantkit.architectures.rope import DEFAULT_THETA, RopeConfig, ropes_by_layer
 from quantkit.errors import UnsupportedError
@@ -172,8 +164,8 @@ def read_config(
             "activation is not supported", path=settings.path, found=settings.values[activation_key],
             expected=activations[0],
         )  # fmt: skip
-    heads = settings.integer("num_attention_heads", 1, MAX_HEADS)
-    hidden = settings.integer("hidden_size", 1, MAX_WIDTH)
+    heads = settings.integer("num_attention_heads", 1, Limits.heads)
+    hidden = settings.integer("hidden_size", 1, Limits.width)
     count = layer_count(settings)
     windows = [None] * count if windows is None else windows
     rotary = [True] * count if rotary is None else rotary
@@ -182,7 +174,7 @@ def read_config(
     if "num_key_value_heads" not in settings.values and kv_heads_required:
         settings.need("num_key_value_heads")
     own_head_dim = settings.has("head_dim") or head_dim_required
-    head_dim = settings.integer("head_dim", 1, MAX_HEADS) if own_head_dim else head_dim or hidden // heads
+    head_dim = settings.integer("head_dim", 1, Limits.heads) if own_head_dim else head_dim or hidden // heads
     own_kv_heads = settings.has("num_key_value_heads")
     starts, ends = settings.ids("bos_token_id"), settings.ids("eos_token_id")
     window_rope = None
@@ -206,11 +198,12 @@ def read_config(
     if dtype not in ("float32", "float16", "bfloat16"):
         raise UnsupportedError("dtype is not supported", path=settings.path, found=dtype)
     return ModelConfig(
-        architecture=settings.string("model_type"), vocab_size=settings.integer("vocab_size", 1, MAX_WIDTH),
-        hidden_size=hidden, intermediate_size=settings.integer("intermediate_size", 1, MAX_WIDTH), layers=layers,
-        num_heads=heads, num_kv_heads=settings.integer("num_key_value_heads", 1, MAX_HEADS) if own_kv_heads else heads,
-        head_dim=head_dim, norm_eps=settings.number("rms_norm_eps", MIN_EPS, MAX_EPS), rope=rope,
-        window_rope=window_rope, max_context=settings.integer("max_position_embeddings", 1, MAX_CONTEXT),
+        architecture=settings.string("model_type"), vocab_size=settings.integer("vocab_size", 1, Limits.width),
+        hidden_size=hidden, intermediate_size=settings.integer("intermediate_size", 1, Limits.width), layers=layers,
+        num_heads=heads,
+        num_kv_heads=settings.integer("num_key_value_heads", 1, Limits.heads) if own_kv_heads else heads,
+        head_dim=head_dim, norm_eps=settings.number("rms_norm_eps", *Limits.eps), rope=rope, window_rope=window_rope,
+        max_context=settings.integer("max_position_embeddings", 1, Limits.context),
         tied_embeddings=settings.flag("tie_word_embeddings", tied_by_default), dtype=dtype,
         bos_token_id=starts[0] if starts else None, eos_token_ids=ends, **features,
     ).validated(settings.path)  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from quantkit.architectures.config import MAX_HEADS, MAX_WIDTH, ModelConfig
+from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.families.family import WINDOWED_BASE, Family, GgufArchitecture, optional_number
 from quantkit.architectures.families.keys import (
     ATTENTION_BIAS,
@@ -32,7 +32,7 @@ def _causal_features(settings: Settings) -> dict[str, Any]:
         raise UnsupportedError("bidirectional attention is not supported", path=settings.path)
     return {
         "activation": "gelu_tanh", "tied_by_default": True, "norm_offset": 1.0,
-        "embedding_multiplier": math.sqrt(settings.integer("hidden_size", 1, MAX_WIDTH)),
+        "embedding_multiplier": math.sqrt(settings.integer("hidden_size", 1, Limits.width)),
     }  # fmt: skip
 
 
@@ -56,8 +56,8 @@ _GEMMA = Family(
 
 # Gemma 2 (2408.00118): norms before and after attention and feed-forward, soft caps, windows in every other layer.
 def _read(settings: Settings) -> dict[str, Any]:
-    head_dim = settings.integer("head_dim", 1, MAX_HEADS) if settings.has("head_dim") else _HEAD_DIM
-    scalar = settings.integer(_SCALAR, 1, MAX_HEADS) if settings.has(_SCALAR) else _HEAD_DIM
+    head_dim = settings.integer("head_dim", 1, Limits.heads) if settings.has("head_dim") else _HEAD_DIM
+    scalar = settings.integer(_SCALAR, 1, Limits.heads) if settings.has(_SCALAR) else _HEAD_DIM
     return {
         "activation_key": "hidden_activation", "activations": (_ACTIVATION,), "head_dim": head_dim, "norms": "both",
         "attention_scale": None if scalar == head_dim else scalar**-0.5, **_causal_features(settings),

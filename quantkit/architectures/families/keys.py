@@ -6,14 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.architectures.config import (
-    MAX_CONTEXT,
-    MAX_EXPERTS,
-    MAX_LAYERS,
-    MAX_WIDTH,
-    ExpertsConfig,
-    ModelConfig,
-)
+from quantkit.architectures.config import ExpertsConfig, Limits, ModelConfig
 from quantkit.architectures.rope import FULL, SLIDING
 from quantkit.errors import CheckpointError
 from quantkit.json_values import Settings, shown
@@ -87,15 +80,15 @@ def experts(
 
     def read(settings: Settings) -> dict[str, Any]:
         counts = [key for key in _EXPERT_COUNTS if settings.has(key)] or [settings.need(_EXPERT_COUNTS[0])]
-        found = [settings.integer(key, 1, MAX_EXPERTS) for key in counts]
+        found = [settings.integer(key, 1, Limits.experts) for key in counts]
         if len(set(found)) > 1:
             problem = f"{' and '.join(counts)} disagree"
             raise CheckpointError(problem, path=settings.path, found=shown(found), expected="one count")
         stated = ExpertsConfig(
             count=found[0],
-            size=settings.integer(size_key or "intermediate_size", 1, MAX_WIDTH),
-            per_token=settings.integer("num_experts_per_tok", 1, MAX_EXPERTS),
-            shared_size=settings.integer(shared_key, 1, MAX_WIDTH) if shared_key else 0,
+            size=settings.integer(size_key or "intermediate_size", 1, Limits.width),
+            per_token=settings.integer("num_experts_per_tok", 1, Limits.experts),
+            shared_size=settings.integer(shared_key, 1, Limits.width) if shared_key else 0,
             normalized=settings.flag(norm_key, False) if norm_key else True,
             **features,
         )
@@ -115,7 +108,7 @@ def experts(
 def _read_sparse(settings: Settings) -> dict[str, Any]:
     """Which layers have experts: every n-th one, except for those in ``mlp_only_layers``."""
     step_key, dense_key = "decoder_sparse_step", "mlp_only_layers"
-    step = settings.integer(step_key, 1, MAX_LAYERS) if settings.has(step_key) else 1
+    step = settings.integer(step_key, 1, Limits.layers) if settings.has(step_key) else 1
     dense = settings.values[dense_key] if settings.has(dense_key) else []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         settings.wrong_type(dense_key, "a list of layers")
@@ -149,7 +142,7 @@ def windows_by_kind(interval: int, key: str | None = None, default: int = DEFAUL
 
     def read(settings: Settings) -> dict[str, Any]:
         count = layer_count(settings)
-        step = settings.integer(key, 1, MAX_LAYERS) if key is not None and settings.has(key) else interval
+        step = settings.integer(key, 1, Limits.layers) if key is not None and settings.has(key) else interval
         types = layer_types(settings, count) or [SLIDING if (i + 1) % step else FULL for i in range(count)]
         return {"windows": windows_of(settings, [kind == SLIDING for kind in types], sliding_window(settings, default))}
 
@@ -180,7 +173,7 @@ def windows_of(settings: Settings, windowed: Sequence[bool], window: int | None)
 
 def layer_count(settings: Settings) -> int:
     """The number of layers."""
-    return settings.integer("num_hidden_layers", 1, MAX_LAYERS)
+    return settings.integer("num_hidden_layers", 1, Limits.layers)
 
 
 def layer_types(settings: Settings, layers: int) -> list[str]:
@@ -205,7 +198,7 @@ def sliding_window(settings: Settings, default: int | None = DEFAULT_WINDOW) -> 
     """The window of a config's sliding layers; None if there is none."""
     if "sliding_window" not in settings.values:
         return default
-    return settings.integer("sliding_window", 1, MAX_CONTEXT) if settings.has("sliding_window") else None
+    return settings.integer("sliding_window", 1, Limits.context) if settings.has("sliding_window") else None
 
 
 def only_window(config: ModelConfig) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quantkit.architectures.config import MAX_LAYERS, ModelConfig
+from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.families.family import (
     ALL_BIASES,
     EXPERT_KEYS,
@@ -138,7 +138,7 @@ def _rotary(settings: Settings, count: int) -> list[bool]:
     key = "no_rope_layers"
     if not settings.has(key):
         interval_key = "no_rope_layer_interval"
-        interval = settings.integer(interval_key, 1, MAX_LAYERS) if settings.has(interval_key) else _INTERVAL
+        interval = settings.integer(interval_key, 1, Limits.layers) if settings.has(interval_key) else _INTERVAL
         return [(layer + 1) % interval != 0 for layer in range(count)]
     stated = settings.need(key)
     listed = isinstance(stated, list) and all(type(one) is int and one in (0, 1) for one in stated)

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.architectures.config import (
-    MAX_EXPERTS,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_WIDTH,
-    ExpertsConfig,
-    LatentAttentionConfig,
-)
+from quantkit.architectures.config import ExpertsConfig, LatentAttentionConfig, Limits
 from quantkit.architectures.families.family import Family, StackedExperts, with_default_rope
 from quantkit.architectures.families.keys import Keys, experts, flag, layer_count, number, windows_by_kind
 from quantkit.architectures.names import BLOCK
@@ -53,19 +46,19 @@ _GPT_OSS = Family(
 # DeepSeek-V3 (2412.19437): latent attention; after some dense layers, experts, some of which get every token.
 def _read(settings: Settings) -> dict[str, Any]:
     latent = LatentAttentionConfig(
-        query_rank=settings.integer("q_lora_rank", 1, MAX_WIDTH) if settings.has("q_lora_rank") else None,
-        kv_rank=settings.integer("kv_lora_rank", 1, MAX_WIDTH),
-        rope_dim=settings.integer("qk_rope_head_dim", 2, MAX_HEADS),
-        plain_dim=settings.integer("qk_nope_head_dim", 1, MAX_HEADS),
-        value_dim=settings.integer("v_head_dim", 1, MAX_HEADS),
+        query_rank=settings.integer("q_lora_rank", 1, Limits.width) if settings.has("q_lora_rank") else None,
+        kv_rank=settings.integer("kv_lora_rank", 1, Limits.width),
+        rope_dim=settings.integer("qk_rope_head_dim", 2, Limits.heads),
+        plain_dim=settings.integer("qk_nope_head_dim", 1, Limits.heads),
+        value_dim=settings.integer("v_head_dim", 1, Limits.heads),
     )
-    size = settings.integer("moe_intermediate_size", 1, MAX_WIDTH)
+    size = settings.integer("moe_intermediate_size", 1, Limits.width)
     found = ExpertsConfig(
-        count=settings.integer("n_routed_experts", 1, MAX_EXPERTS), size=size,
-        per_token=settings.integer("num_experts_per_tok", 1, MAX_EXPERTS),
-        shared_size=size * settings.integer("n_shared_experts", 0, MAX_EXPERTS), score_correction=True,
+        count=settings.integer("n_routed_experts", 1, Limits.experts), size=size,
+        per_token=settings.integer("num_experts_per_tok", 1, Limits.experts),
+        shared_size=size * settings.integer("n_shared_experts", 0, Limits.experts), score_correction=True,
     )  # fmt: skip
-    dense = settings.integer("first_k_dense_replace", 0, MAX_LAYERS)
+    dense = settings.integer("first_k_dense_replace", 0, Limits.layers)
     sparse = [layer >= dense for layer in range(layer_count(settings))]
     return {"sparse": sparse, "head_dim": latent.rope_dim, "experts": found, "latent_attention": latent}
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantkit.architectures.config import MAX_CONTEXT, LayerConfig, ModelConfig, OpaqueTensor
+from quantkit.architectures.config import LayerConfig, Limits, ModelConfig, OpaqueTensor
 from quantkit.architectures.rope import RopeConfig
 
 LINEARS = frozenset(
@@ -236,7 +236,7 @@ def _block(name: str) -> str | None:
 def _size(values: Mapping[str, Any], *keys: str) -> int:
     """The first size that exists; 0 if there is none."""
     found = (values.get(key) for key in keys)
-    return next((one for one in found if type(one) is int and 0 <= one <= MAX_CONTEXT), 0)
+    return next((one for one in found if type(one) is int and 0 <= one <= Limits.context), 0)
 
 
 def _dtype(

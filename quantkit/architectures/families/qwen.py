@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.architectures.config import MAX_CONTEXT, ModelConfig
+from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.families.family import EXPERT_KEYS, Family, GgufArchitecture
 from quantkit.architectures.families.keys import (
     ATTENTION_BIAS,
@@ -34,7 +34,7 @@ def _windows(settings: Settings) -> list[int | None]:
     if window is None or not settings.flag("use_sliding_window", False):
         return [None] * layers
     stated = settings.has(_MAX_KEY) and not types
-    first = settings.integer(_MAX_KEY, 0, MAX_CONTEXT) if stated else _MAX_WINDOW_LAYERS
+    first = settings.integer(_MAX_KEY, 0, Limits.context) if stated else _MAX_WINDOW_LAYERS
     windowed = [kind == SLIDING for kind in types] or [layer >= first for layer in range(layers)]
     return [window if has_window else None for has_window in windowed]
 
@@ -55,7 +55,7 @@ def _moe_windows(settings: Settings) -> list[int | None]:
     """Windows in the layers that the config lists, or else in every other one up to a layer, as in transformers."""
     layers = layer_count(settings)
     enabled = settings.flag("use_sliding_window", False)
-    last = settings.integer(_MAX_KEY, 0, MAX_CONTEXT) if settings.has(_MAX_KEY) else _MAX_WINDOW_LAYERS
+    last = settings.integer(_MAX_KEY, 0, Limits.context) if settings.has(_MAX_KEY) else _MAX_WINDOW_LAYERS
     windowed = [kind == SLIDING for kind in layer_types(settings, layers)] or [
         enabled and layer % 2 == 0 and layer < last for layer in range(layers)
     ]

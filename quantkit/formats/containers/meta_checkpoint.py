@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.architectures.config import MAX_HEADS, MAX_WIDTH, ModelConfig
+from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.meta_params import assumed_rope_factor, config_from_meta
 from quantkit.architectures.names import META, split_derived
 from quantkit.architectures.topology import Parameter, parameters
@@ -168,10 +168,10 @@ class MetaCheckpoint:
         if dtype not in FLOATS:
             raise UnsupportedError("weights are not stored as floats", path=self._paths[0], found=dtype)
         settings, stated = Settings(params, params_path), dim
-        if settings.has("dim") and settings.integer("dim", 1, MAX_WIDTH) != dim:
+        if settings.has("dim") and settings.integer("dim", 1, Limits.width) != dim:
             raise CheckpointError("dim disagrees with the weights", path=params_path, found=params["dim"], expected=dim)
         if settings.has("n_heads") and settings.has("head_dim"):
-            stated = settings.integer("n_heads", 1, MAX_HEADS) * settings.integer("head_dim", 1, MAX_HEADS)
+            stated = settings.integer("n_heads", 1, Limits.heads) * settings.integer("head_dim", 1, Limits.heads)
         if query_rows * count != stated:
             self._wrong_count(stated // query_rows)
         if width == dim:
