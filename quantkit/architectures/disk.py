@@ -127,7 +127,6 @@ def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], pa
 
     Args:
         shapes: shapes of the existing tensors by name; those of a quantized module under the module's name.
-        path: the path in errors.
 
     Raises:
         CheckpointError: if a layer has its experts in two forms, or more than the config says.
@@ -170,10 +169,7 @@ def unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | 
     """What transformers loads wrongly from a folder with quantized modules, in words; None if nothing.
 
     It expects all experts to be quantized by one scheme, in families that store each float expert separately (seen in
-    5.23).
-
-    Args:
-        schemes: schemes of quantized modules by canonical name.
+    5.23). `schemes` are those of quantized modules by canonical name.
     """
     found = {schemes.get(p.module) for p in parameters(config) if p.expert is not None and p.is_linear_weight}
     if not schemes or not found:
@@ -289,12 +285,8 @@ def _layer(name: str) -> str:
 
 
 def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Collection[int] = ()) -> list[DiskTensor]:
-    """The tensors on disk, in the order of their first parts among a model's parameters.
-
-    Args:
-        forms: the forms of the experts by layer.
-        renamed: layers whose router has its canonical name.
-    """
+    """The tensors on disk, in the order of their first parts among a model's parameters. `forms` are those of the
+    experts by layer; in the layers of `renamed`, the router has its canonical name."""
     family = families()[config.architecture]
     orders = [head_order(config, layer) for layer in range(config.num_layers)]
     groups: dict[str, tuple[StackedExperts | None, list[Parameter]]] = {}

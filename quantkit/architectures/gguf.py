@@ -42,10 +42,8 @@ def gguf_architecture(config: ModelConfig) -> GgufArchitecture:
 def gguf_tensors(config: ModelConfig) -> list[DiskTensor]:
     """The tensors of a model's file in the order of writing, with the canonical ones that each holds.
 
-    A tensor of all experts is [E, O, I]; a norm's weight is `stored_offset` larger than the canonical one.
-
-    Raises:
-        UnsupportedError: see `gguf_architecture`.
+    A tensor of all experts is [E, O, I]; a norm's weight is `stored_offset` larger than the canonical one. Raises
+    `UnsupportedError`, see `gguf_architecture`.
     """
     architecture = gguf_architecture(config)
     orders = [

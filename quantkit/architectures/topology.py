@@ -292,15 +292,12 @@ def _attention(config: ModelConfig) -> Iterator[Item]:
 
 def _latent_attention(config: ModelConfig) -> Iterator[Item]:
     assert config.latent_attention is not None
-    if config.latent_attention.query_rank is None:
-        yield Linear("attention.q", ("latent_query", "hidden"), "attention.in")
-    else:
-        yield Linear("attention.q_down", ("query_rank", "hidden"), "attention.in", "attention.qkv_down")
-    yield Linear(
-        "attention.kv_down", ("kv_rank_and_rope", "hidden"), "attention.in",
-        None if config.latent_attention.query_rank is None else "attention.qkv_down",
-    )  # fmt: skip
-    if config.latent_attention.query_rank is not None:
+    low_rank = config.latent_attention.query_rank is not None
+    role, size = ("attention.q_down", "query_rank") if low_rank else ("attention.q", "latent_query")
+    fused = "attention.qkv_down" if low_rank else None
+    yield Linear(role, (size, "hidden"), "attention.in", fused)
+    yield Linear("attention.kv_down", ("kv_rank_and_rope", "hidden"), "attention.in", fused)
+    if low_rank:
         yield Vector("attention.q_down_norm", ("query_rank",))
         yield Linear("attention.q_up", ("latent_query", "query_rank"), "attention.q_up.in")
     yield Vector("attention.kv_down_norm", ("kv_rank",))

@@ -159,7 +159,6 @@ def of_json(
     """The vocabulary of a tokenizer.json that its library has loaded.
 
     Args:
-        raw: the file's content.
         added: the library's added tokens by their ids.
         parts: `normalizer`, `pre_tokenizer` and `decoder` with all their settings.
         algorithm: the model's type.

@@ -128,11 +128,6 @@ class ChatTemplates:
         return bool(self._sources)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all templates."""
-        return tuple(self._sources)
-
-    @property
     def sources(self) -> dict[str, str]:
         """All templates, by name."""
         return {name: source for name, (_, source) in self._sources.items()}
@@ -251,15 +246,8 @@ class _PartialMessage:
     """The last message of a conversation, which the model is to continue: its end is marked, and the text cut there."""
 
     def __init__(self, chat: list[dict[str, Any]], field: str, source: str) -> None:
-        """
-        Args:
-            chat: the conversation, in whose last message the mark is put.
-            field: of that message, which is to be continued.
-            source: of the template.
-
-        Raises:
-            RequestError: if the field is no string, or the template does not read it.
-        """
+        """Mark the end of a field of the last message of `chat`. Raises `RequestError` if the field is not a string, or
+        the template, `source`, does not read it."""
         whole, message = repr(chat), chat[-1]
         self._mark = next(f"GOES_ON_{n}" for n in itertools.count() if f"GOES_ON_{n}" not in whole)
         value = message.get(field)

@@ -81,10 +81,6 @@ def unstated_in(folder: Path) -> GgufUnstated | None:
 def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     """The files of a folder with the tokenizer, chat templates and generation settings of a GGUF file.
 
-    Args:
-        metadata: the file's, as plain values.
-        path: the file, for errors.
-
     Returns:
         Contents by name: tokenizer.json or tokenizer.model or both, and their side files; empty for a file without a
         tokenizer.

@@ -101,12 +101,7 @@ class GgufUnstated:
 
 
 def gguf_unstated(metadata: Mapping[str, Any], path: Path) -> GgufUnstated | None:
-    """What a file's metadata does not state; None for a file without a tokenizer.
-
-    Raises:
-        CheckpointError: if the metadata contradicts itself.
-        UnsupportedError: for a tokenizer that cannot be rebuilt exactly.
-    """
+    """What a file's metadata does not state; None for a file without a tokenizer. Raises as `read_vocabulary` does."""
     vocabulary = read_vocabulary(metadata, path)
     if vocabulary is None:
         return None

@@ -29,11 +29,7 @@ def ranks_of_merges(
     merges: Sequence[Pair], vocabulary: Mapping[str, int], apart: Collection[str] = ()
 ) -> dict[str, int] | None:  # fmt: skip
     """The rank of each merged piece, from 0; None if scores are not equivalent to the list, as the pairs of a piece
-    are not consecutive or some are missing.
-
-    Args:
-        apart: pieces that are found in text before pairs are merged.
-    """
+    are not consecutive or some are missing. The pieces in `apart` are found in text before pairs are merged."""
     ranks: dict[str, int] = {}
     last = ""
     for pair in merges:
@@ -92,11 +88,7 @@ def splits(piece: str, vocabulary: Container[str]) -> Iterator[Pair]:
 
 def merge_difference(first: Sequence[Pair], second: Sequence[Pair], ignored: Collection[str] = ()) -> str | None:
     """The first difference between two lists of pairs; None if they are equivalent, except for what `order_probes`
-    may show.
-
-    Args:
-        ignored: tokens that are found in text before pairs are merged.
-    """
+    may show. The tokens in `ignored` are found in text before pairs are merged."""
     if first == second:
         return None
     for (piece, pairs), (other, other_pairs) in itertools.zip_longest(
@@ -123,11 +115,7 @@ def order_probes(first: Sequence[Pair], second: Sequence[Pair]) -> Iterator[tupl
 
 def scores_difference(merges: Sequence[Pair], scores: Mapping[str, float]) -> str | None:
     """The first difference between a list of pairs and the scores of pieces; None if they are equivalent, as far as
-    pieces with equal scores allow.
-
-    Args:
-        scores: of merged pieces and their parts; pairs with other pieces are not compared.
-    """
+    pieces with equal scores allow. Pairs with pieces that have no score are not compared."""
     listed: dict[str, set[Pair]] = {}
     last: tuple[str, float] | None = None
     for pair in merges:

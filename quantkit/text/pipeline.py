@@ -38,26 +38,20 @@ _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-_KINDS: tuple[tuple[Patterns, bool, tuple[str, ...]], ...] = (
-    ((LLAMA3_PATTERN,), True, (
-        "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0",
-    )),
-    ((LLAMA3_PATTERN,), False, ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
-    ((_QWEN2,), False, (
-        "qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez", "kormo", "solar-open", "grok-2", "f2llmv2",
-    )),
-    ((_QWEN35,), False, ("qwen35",)),
-    ((GPT2_PATTERN,), False, (
-        "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling", "gigachat", "a.x-4.0",
-        "mellum",
-    )),
-    ((_DIGIT, GPT2_PATTERN), False, (
-        "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
-    )),
-    ((_TEKKEN,), True, ("tekken",)),
-    ((_GPT4O,), False, ("gpt-4o", "llama4", "kanana2", "minimax-m2")),
-    (_DEEPSEEK3, False, ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4")),
-)  # fmt: skip
+_KINDS: list[tuple[Patterns, bool, list[str]]] = [
+    (patterns, ignore_merges, names.split())
+    for patterns, ignore_merges, names in (
+        ((LLAMA3_PATTERN,), True, "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0"),
+        ((LLAMA3_PATTERN,), False, "dbrx smaug-bpe glm4 chatglm-bpe"),
+        ((_QWEN2,), False, "qwen2 stablelm2 deepseek-r1-qwen hunyuan megrez kormo solar-open grok-2 f2llmv2"),
+        ((_QWEN35,), False, "qwen35"),
+        ((GPT2_PATTERN,), False, "gpt-2 phi-2 mpt olmo jais trillion exaone4 granite-docling gigachat a.x-4.0 mellum"),
+        ((_DIGIT, GPT2_PATTERN), False, "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"),
+        ((_TEKKEN,), True, "tekken"),
+        ((_GPT4O,), False, "gpt-4o llama4 kanana2 minimax-m2"),
+        (_DEEPSEEK3, False, "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
+    )
+]
 _BY_NAME = {name: (patterns, ignore_merges) for patterns, ignore_merges, names in _KINDS for name in names}
 NAMES = tuple(names[0] for _, _, names in _KINDS)
 """One name for each combination of patterns and `ignore_merges`."""

@@ -40,9 +40,7 @@ def special_tokens(
     """Spellings of special tokens by name, as transformers has them; without spellings, by the ids in config.json.
 
     Args:
-        folder: of the model.
         known: tokens of the vocabulary; a default must be one of them.
-        names: the requested names.
 
     Returns:
         The spellings found; None for a token that the model is known not to have.

@@ -234,7 +234,7 @@ def test_a_template_is_found_wherever_folders_have_it(form: str, folder: Path, t
     templates = ChatTemplates(path)
     assert templates.choose().render([user("Hi")]) == form
     if form == "list":
-        assert templates.names == ("default", "tool_use")
+        assert tuple(templates.sources) == ("default", "tool_use")
         assert templates.choose(with_tools=True).render([user("Hi")], tools=[]) == "tools"
         assert templates.choose("tool_use").source == "tools"
         with pytest.raises(RequestError, match=r"no chat template 'rag' \(found default, tool_use\)"):

@@ -6,15 +6,9 @@ import math
 from typing import Any
 
 from quantkit.architectures.config import Limits, ModelConfig
+from quantkit.architectures.families import keys
 from quantkit.architectures.families.family import WINDOWED_BASE, Family, GgufArchitecture, optional_number
-from quantkit.architectures.families.keys import (
-    ATTENTION_BIAS,
-    LAYER_ROPES,
-    Keys,
-    number,
-    only_window,
-    windows_by_kind,
-)
+from quantkit.architectures.families.keys import Keys
 from quantkit.architectures.names import BLOCK
 from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings
@@ -48,9 +42,9 @@ def _read_gemma(settings: Settings) -> dict[str, Any]:
 
 _GEMMA = Family(
     "gemma", "GemmaForCausalLM",
-    (Keys(_read_gemma, lambda config: {"hidden_activation": _ACTIVATION}), ATTENTION_BIAS),
+    (Keys(_read_gemma, lambda config: {"hidden_activation": _ACTIVATION}), keys.ATTENTION_BIAS),
     options={"head_dim": _HEAD_DIM},
-    gguf=GgufArchitecture("gemma", tied=True, read=lambda keys, head_dim: {"hidden_activation": _ACTIVATION}),
+    gguf=GgufArchitecture("gemma", tied=True, read=lambda gguf, _: {"hidden_activation": _ACTIVATION}),
 )  # fmt: skip
 
 
@@ -78,18 +72,18 @@ _NORMS = {
 _DEFAULT_CAPS = {_ATTENTION_CAP: 50.0, _LOGIT_CAP: 30.0}  # of transformers, if the keys are absent; null means none
 
 
-def _read_gguf2(keys: Settings, head_dim: int) -> dict[str, Any]:
+def _read_gguf2(gguf: Settings, head_dim: int) -> dict[str, Any]:
     """llama.cpp has its own defaults for caps; it would divide by a cap of 0."""
-    stated = {key: keys.number(key, *_CAPS) if keys.has(key) else default for key, default in _DEFAULT_CAPS.items()}
+    stated = {key: gguf.number(key, *_CAPS) if gguf.has(key) else default for key, default in _DEFAULT_CAPS.items()}
     return {"hidden_activation": _ACTIVATION, **stated}
 
 
 _GEMMA2 = Family(
     "gemma2", "Gemma2ForCausalLM",
     (
-        _FEATURES, ATTENTION_BIAS, windows_by_kind(2),
-        number(_LOGIT_CAP, "logit_softcap", *_CAPS, _DEFAULT_CAPS[_LOGIT_CAP], null=None),
-        number(_ATTENTION_CAP, "attention_softcap", *_CAPS, _DEFAULT_CAPS[_ATTENTION_CAP], null=None),
+        _FEATURES, keys.ATTENTION_BIAS, keys.windows_by_kind(2),
+        keys.number(_LOGIT_CAP, "logit_softcap", *_CAPS, _DEFAULT_CAPS[_LOGIT_CAP], null=None),
+        keys.number(_ATTENTION_CAP, "attention_softcap", *_CAPS, _DEFAULT_CAPS[_ATTENTION_CAP], null=None),
     ),
     names=_NORMS,
     gguf=GgufArchitecture(
@@ -97,7 +91,7 @@ _GEMMA2 = Family(
         wide_scale_layers=46, read=_read_gguf2,
         refused={
             "logits without soft caps": lambda config: config.attention_softcap is None or config.logit_softcap is None,
-            "layers none of which has a window": lambda config: only_window(config) is None,
+            "layers none of which has a window": lambda config: keys.only_window(config) is None,
         },
     ),
 )  # fmt: skip
@@ -123,16 +117,14 @@ def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
 _GEMMA3 = Family(
     "gemma3_text", "Gemma3ForCausalLM",
     (
-        _FEATURES, ATTENTION_BIAS, windows_by_kind(_INTERVAL, _PATTERN),
-        number(_LOGIT_CAP, "logit_softcap", *_CAPS, None, null=None), Keys(write=_write_gemma3), LAYER_ROPES,
+        _FEATURES, keys.ATTENTION_BIAS, keys.windows_by_kind(_INTERVAL, _PATTERN),
+        keys.number(_LOGIT_CAP, "logit_softcap", *_CAPS, None, null=None), Keys(write=_write_gemma3), keys.LAYER_ROPES,
     ),
     options={"qk_norm": "head", "default_theta": 1e6, "windowed_theta": _LOCAL},
     names=_NORMS,
     gguf=GgufArchitecture(
         "gemma3", keys=(WINDOWED_BASE, _LOGIT_CAP), window_period=_INTERVAL, wide_scale_layers=62,
-        read=lambda keys, head_dim: {
-            "hidden_activation": _ACTIVATION, _LOGIT_CAP: optional_number(keys, _LOGIT_CAP)
-        },
+        read=lambda gguf, _: {"hidden_activation": _ACTIVATION, _LOGIT_CAP: optional_number(gguf, _LOGIT_CAP)},
         refused={"a soft cap of logits": lambda config: config.logit_softcap is not None},
     ),
 )  # fmt: skip

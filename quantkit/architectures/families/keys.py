@@ -135,9 +135,7 @@ def one_window(default: int | None) -> Keys:
 def windows_by_kind(interval: int, key: str | None = None, default: int = DEFAULT_WINDOW) -> Keys:
     """Windows in the layers that ``layer_types`` lists; without it, in all but every `interval`-th layer.
 
-    Args:
-        key: that states another interval.
-        default: the width if the key is absent, and the one that is written if no layer has a window.
+    `key` states another interval. `default` is the width if its key is absent, and is written if no layer has a window.
     """
 
     def read(settings: Settings) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantkit.architectures.config import Limits, ModelConfig
+from quantkit.architectures.families import keys
 from quantkit.architectures.families.family import (
     ALL_BIASES,
     EXPERT_KEYS,
@@ -14,22 +15,7 @@ from quantkit.architectures.families.family import (
     optional_number,
     with_default_rope,
 )
-from quantkit.architectures.families.keys import (
-    ATTENTION_BIAS,
-    DEFAULT_WINDOW,
-    MLP_BIAS,
-    Keys,
-    experts,
-    flag,
-    layer_count,
-    layer_types,
-    number,
-    one_window,
-    sliding_window,
-    switched_windows,
-    windows_of,
-    written_layer_types,
-)
+from quantkit.architectures.families.keys import Keys
 from quantkit.architectures.names import BLOCK, CANONICAL
 from quantkit.architectures.rope import FULL, SLIDING
 from quantkit.errors import CheckpointError, UnsupportedError
@@ -41,16 +27,17 @@ _LLAMA_GGUF = GgufArchitecture(
     normalized=True, dense_too=True,
 )  # fmt: skip
 _LLAMA = Family(
-    "llama", "LlamaForCausalLM", (ATTENTION_BIAS, MLP_BIAS), options={"kv_heads_required": False}, gguf=_LLAMA_GGUF
+    "llama", "LlamaForCausalLM", (keys.ATTENTION_BIAS, keys.MLP_BIAS), options={"kv_heads_required": False},
+    gguf=_LLAMA_GGUF,
 )  # fmt: skip
 
 # Mistral (2310.06825): a sliding window in every layer.
-_EVERY_WINDOW = one_window(DEFAULT_WINDOW)
+_EVERY_WINDOW = keys.one_window(keys.DEFAULT_WINDOW)
 
 
 def _mistral_windows(settings: Settings) -> dict[str, Any]:
     found = _EVERY_WINDOW.read(settings)
-    if FULL in layer_types(settings, layer_count(settings)) and found["windows"][0] is not None:
+    if FULL in keys.layer_types(settings, keys.layer_count(settings)) and found["windows"][0] is not None:
         raise UnsupportedError("mixed attention layers in a Mistral model are not supported", path=settings.path)
     return found
 
@@ -67,14 +54,14 @@ _MINISTRAL_ROPE = {  # of transformers, if a config has no rotary settings
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
 _MINISTRAL3 = Family(
-    "ministral3", "Ministral3ForCausalLM", (one_window(None),), options={"head_dim": 128, "query_scaling": True},
+    "ministral3", "Ministral3ForCausalLM", (keys.one_window(None),), options={"head_dim": 128, "query_scaling": True},
     prepare=lambda settings: with_default_rope(settings, _MINISTRAL_ROPE),
 )  # fmt: skip
 
 # Mixtral (2401.04088): Mistral whose feed-forward is a mixture of experts, each with its own tensors on disk.
 _MOE = BLOCK + "block_sparse_moe."
 _MIXTRAL = Family(
-    "mixtral", "MixtralForCausalLM", (one_window(None), experts("num_local_experts")),
+    "mixtral", "MixtralForCausalLM", (keys.one_window(None), keys.experts("num_local_experts")),
     options={"default_theta": 1e6},
     names={
         "router": _MOE + "gate", "expert.gate": _MOE + "experts.{expert}.w1", "expert.up": _MOE + "experts.{expert}.w3",
@@ -84,32 +71,34 @@ _MIXTRAL = Family(
 )  # fmt: skip
 
 # Granite 3 (IBM): four multipliers: of embeddings, residual branches, attention scores and logits.
-_MULTIPLIERS = (
-    ("embedding_multiplier", "embedding_multiplier"), ("residual_multiplier", "residual_multiplier"),
-    ("attention_multiplier", "attention_scale"), ("logits_scaling", "logit_multiplier"),
-)  # fmt: skip
+_BOUNDS = (1e-6, 1e6)  # far beyond what is published
+_MULTIPLIERS = {
+    "embedding_multiplier": "embedding_multiplier", "residual_multiplier": "residual_multiplier",
+    "attention_multiplier": "attention_scale", "logits_scaling": "logit_multiplier",
+}  # fmt: skip
 _GRANITE_KEYS = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
 
 
-def _read_granite(keys: Settings, head_dim: int) -> dict[str, Any]:
-    if not keys.flag("rope.scaling.finetuned", True):  # in llama.cpp a model without rotary positions
+def _read_granite(gguf: Settings, head_dim: int) -> dict[str, Any]:
+    if not gguf.flag("rope.scaling.finetuned", True):  # in llama.cpp a model without rotary positions
         raise UnsupportedError(
-            "a model without rotary positions is not supported", path=keys.path, found="'rope.scaling.finetuned' false"
+            "a model without rotary positions is not supported", path=gguf.path, found="'rope.scaling.finetuned' false"
         )
-    keys.need("logit_scale")
-    stated = {name: optional_number(keys, key) for key, name in _GRANITE_KEYS.items()}
+    gguf.need("logit_scale")
+    stated = {name: optional_number(gguf, key) for key, name in _GRANITE_KEYS.items()}
     return {**stated, "attention_multiplier": stated["attention_multiplier"] or head_dim**-0.5}
 
 
 _GRANITE = Family(
     "granite", "GraniteForCausalLM",
     (
-        ATTENTION_BIAS, MLP_BIAS,
-        *(  # bounds far beyond what is published
-            number(key, field, 1e-6, 1e6, 1.0, null=1.0, inverse=key == "logits_scaling") for key, field in _MULTIPLIERS
+        keys.ATTENTION_BIAS, keys.MLP_BIAS,
+        *(
+            keys.number(key, field, *_BOUNDS, 1.0, null=1.0, inverse=key == "logits_scaling")
+            for key, field in _MULTIPLIERS.items()
         ),
     ),
     options={"kv_heads_required": False},
@@ -124,13 +113,13 @@ _INTERVAL = 4
 
 
 def _smollm_windows(settings: Settings) -> list[int | None]:
-    count = layer_count(settings)
+    count = keys.layer_count(settings)
     enabled = settings.flag("use_sliding_window", False)
-    windowed = [kind == SLIDING for kind in layer_types(settings, count)]
-    window = sliding_window(settings, None)
+    windowed = [kind == SLIDING for kind in keys.layer_types(settings, count)]
+    window = keys.sliding_window(settings, None)
     if not windowed:  # otherwise the flag has no effect, as in transformers
         windowed = [enabled and window is not None and not rotated for rotated in _rotary(settings, count)]
-    return windows_of(settings, windowed, window)
+    return keys.windows_of(settings, windowed, window)
 
 
 def _rotary(settings: Settings, count: int) -> list[bool]:
@@ -151,16 +140,18 @@ def _rotary(settings: Settings, count: int) -> list[bool]:
 
 
 _ROTARY = Keys(
-    lambda settings: {"rotary": _rotary(settings, layer_count(settings))},
+    lambda settings: {"rotary": _rotary(settings, keys.layer_count(settings))},
     lambda config: {"no_rope_layers": [int(layer.rotary) for layer in config.layers]},
 )
-_SMOLLM_WINDOWS = switched_windows(_smollm_windows, lambda config: {"layer_types": written_layer_types(config)})
+_SMOLLM_WINDOWS = keys.switched_windows(
+    _smollm_windows, lambda config: {"layer_types": keys.written_layer_types(config)}
+)
 _SMOLLM3 = Family(
-    "smollm3", "SmolLM3ForCausalLM", (ATTENTION_BIAS, MLP_BIAS, _ROTARY, _SMOLLM_WINDOWS),
+    "smollm3", "SmolLM3ForCausalLM", (keys.ATTENTION_BIAS, keys.MLP_BIAS, _ROTARY, _SMOLLM_WINDOWS),
     options={"tied_by_default": True, "default_theta": 2e6},
     gguf=GgufArchitecture(
         "smollm3", interleaved_rotary=True,
-        read=lambda keys, head_dim: {"no_rope_layer_interval": _INTERVAL},  # llama.cpp has no key for it
+        read=lambda gguf, head_dim: {"no_rope_layer_interval": _INTERVAL},  # llama.cpp has no key for it
     ),
 )  # fmt: skip
 
@@ -198,7 +189,7 @@ def _write_phi(config: ModelConfig) -> dict[str, Any]:
 
 
 _PHI3 = Family(
-    "phi3", "Phi3ForCausalLM", (one_window(None), Keys(write=_write_phi)),
+    "phi3", "Phi3ForCausalLM", (keys.one_window(None), Keys(write=_write_phi)),
     options={"kv_heads_required": False, "partial_rotary": 1.0, "rope_types": ("default", "longrope")},
     prepare=_with_new_names, fused={role: CANONICAL[role] for role in _FUSED},
     gguf=GgufArchitecture("phi3", fused=_FUSED, long_rope=True, partial_rotary=True, full_width=True),
@@ -210,7 +201,7 @@ _PARTIAL = Keys(  # written also if all of a head is rotated
     write=lambda config: {"partial_rotary_factor": (config.rope.rotary_dim or config.head_dim) / config.head_dim}
 )
 _GLM = Family(
-    "glm", "GlmForCausalLM", (flag("attention_bias", "qkv_bias", default=True), _PARTIAL),
+    "glm", "GlmForCausalLM", (keys.flag("attention_bias", "qkv_bias", default=True), _PARTIAL),
     options={"head_dim": 128, "partial_rotary": 0.5},  # of transformers, if the keys are absent
     fused={"mlp.gate_up": CANONICAL["mlp.gate_up"]}, interleaved_rotary=True,
 )  # fmt: skip

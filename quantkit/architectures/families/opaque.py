@@ -259,10 +259,7 @@ def recurrent_modules(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
     convolutions.
 
     Rounding errors there accumulate in the state: published models with 4 bits in it write garbage
-    (openvinotoolkit/nncf#4217, huggingface/optimum-intel#1722).
-
-    Args:
-        shapes: of all tensors of a model, by name, in any layout.
+    (openvinotoolkit/nncf#4217, huggingface/optimum-intel#1722). `shapes` are those of all tensors, in any layout.
     """
     found = set()
     for name, shape in shapes.items():

@@ -5,19 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from quantkit.architectures.config import Limits, ModelConfig
+from quantkit.architectures.families import keys
 from quantkit.architectures.families.family import EXPERT_KEYS, Family, GgufArchitecture
-from quantkit.architectures.families.keys import (
-    ATTENTION_BIAS,
-    SPARSE_LAYERS,
-    experts,
-    flag,
-    layer_count,
-    layer_types,
-    sliding_window,
-    switched_windows,
-    windows_of,
-    written_layer_types,
-)
 from quantkit.architectures.names import BLOCK
 from quantkit.architectures.rope import SLIDING
 from quantkit.json_values import Settings
@@ -28,9 +17,9 @@ _MAX_KEY, _MAX_WINDOW_LAYERS = "max_window_layers", 28  # of transformers, if th
 # Qwen2 and Qwen2.5 (2407.10671): biases of queries, keys and values; windows in some layers.
 def _windows(settings: Settings) -> list[int | None]:
     """Windows, if the config enables them, in the layers that it lists, or from a layer on."""
-    layers = layer_count(settings)
-    types = layer_types(settings, layers)
-    window = sliding_window(settings)
+    layers = keys.layer_count(settings)
+    types = keys.layer_types(settings, layers)
+    window = keys.sliding_window(settings)
     if window is None or not settings.flag("use_sliding_window", False):
         return [None] * layers
     stated = settings.has(_MAX_KEY) and not types
@@ -41,10 +30,10 @@ def _windows(settings: Settings) -> list[int | None]:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     first = next((i for i, window in enumerate(config.windows) if window is not None), config.num_layers)
-    return {_MAX_KEY: first, "layer_types": written_layer_types(config)}
+    return {_MAX_KEY: first, "layer_types": keys.written_layer_types(config)}
 
 
-_WINDOWS = switched_windows(_windows, _write)
+_WINDOWS = keys.switched_windows(_windows, _write)
 _QWEN2 = Family(
     "qwen2", "Qwen2ForCausalLM", (_WINDOWS,), {"qkv_bias": True}, gguf=GgufArchitecture("qwen2", biases=("qkv",))
 )  # fmt: skip
@@ -53,27 +42,27 @@ _QWEN2 = Family(
 # Qwen2-MoE, Qwen1.5-MoE (2407.10671): Qwen2 with many small experts, and a shared one with a separate gate.
 def _moe_windows(settings: Settings) -> list[int | None]:
     """Windows in the layers that the config lists, or else in every other one up to a layer, as in transformers."""
-    layers = layer_count(settings)
+    layers = keys.layer_count(settings)
     enabled = settings.flag("use_sliding_window", False)
     last = settings.integer(_MAX_KEY, 0, Limits.context) if settings.has(_MAX_KEY) else _MAX_WINDOW_LAYERS
-    windowed = [kind == SLIDING for kind in layer_types(settings, layers)] or [
+    windowed = [kind == SLIDING for kind in keys.layer_types(settings, layers)] or [
         enabled and layer % 2 == 0 and layer < last for layer in range(layers)
     ]
-    return windows_of(settings, windowed, sliding_window(settings) if enabled else None)
+    return keys.windows_of(settings, windowed, keys.sliding_window(settings) if enabled else None)
 
 
-_MOE_WINDOWS = switched_windows(
-    _moe_windows, lambda config: {_MAX_KEY: config.num_layers, "layer_types": written_layer_types(config)}
+_MOE_WINDOWS = keys.switched_windows(
+    _moe_windows, lambda config: {_MAX_KEY: config.num_layers, "layer_types": keys.written_layer_types(config)}
 )
 _QWEN2_MOE = Family(
     "qwen2_moe", "Qwen2MoeForCausalLM",
     (
-        flag("qkv_bias", "qkv_bias", default=True), _MOE_WINDOWS,
-        experts(
+        keys.flag("qkv_bias", "qkv_bias", default=True), _MOE_WINDOWS,
+        keys.experts(
             size_key="moe_intermediate_size", shared_key="shared_expert_intermediate_size", norm_key="norm_topk_prob",
             shared_gate=True,
         ),
-        SPARSE_LAYERS,
+        keys.SPARSE_LAYERS,
     ),
     names={f"shared_expert.{part}": f"{BLOCK}mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
     gguf=GgufArchitecture(
@@ -84,22 +73,22 @@ _QWEN2_MOE = Family(
 
 # Qwen3, dense (2505.09388): norms of each head's queries and keys, an independent head size.
 _QWEN3 = Family(
-    "qwen3", "Qwen3ForCausalLM", (ATTENTION_BIAS, _WINDOWS), {"head_dim_required": True, "qk_norm": "head"},
+    "qwen3", "Qwen3ForCausalLM", (keys.ATTENTION_BIAS, _WINDOWS), {"head_dim_required": True, "qk_norm": "head"},
     gguf=GgufArchitecture("qwen3"),
 )  # fmt: skip
 
 
 # Qwen3-MoE (2505.09388): Qwen3 with many small experts, in all layers or some.
 def _every_window(settings: Settings) -> list[int | None]:
-    window = sliding_window(settings) if settings.flag("use_sliding_window", False) else None
-    return [window] * layer_count(settings)
+    window = keys.sliding_window(settings) if settings.flag("use_sliding_window", False) else None
+    return [window] * keys.layer_count(settings)
 
 
 _QWEN3_MOE = Family(
     "qwen3_moe", "Qwen3MoeForCausalLM",
     (
-        ATTENTION_BIAS, switched_windows(_every_window, lambda config: {}),
-        experts(size_key="moe_intermediate_size", norm_key="norm_topk_prob"), SPARSE_LAYERS,
+        keys.ATTENTION_BIAS, keys.switched_windows(_every_window, lambda config: {}),
+        keys.experts(size_key="moe_intermediate_size", norm_key="norm_topk_prob"), keys.SPARSE_LAYERS,
     ),
     options={"qk_norm": "head"}, gguf=GgufArchitecture("qwen3moe", keys=EXPERT_KEYS, normalized=True),
 )  # fmt: skip
