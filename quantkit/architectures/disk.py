@@ -247,8 +247,7 @@ def _require_no_more_experts(names: Collection[str], forms: Sequence[ExpertForm]
         if expert >= count:
             raise CheckpointError(
                 f"tensor '{name}' belongs to an expert beyond those of the config", path=str(path),
-                found=f"expert {expert}", expected=f"experts 0 to {count - 1}",
-                hint="the config is another model's",
+                found=f"expert {expert}", expected=f"experts 0 to {count - 1}", hint="the config is another model's",
             )  # fmt: skip
 
 

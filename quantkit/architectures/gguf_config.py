@@ -220,12 +220,10 @@ def _experts(keys: Settings, architecture: GgufArchitecture) -> dict[str, Any]:
     size_key, shared_key = "expert_feed_forward_length", "expert_shared_feed_forward_length"
     size = keys.integer(size_key, 1, Limits.width) if keys.has(size_key) else max(width // used, 1)
     return {
-        "num_experts": count,
-        "num_experts_per_tok": used,
-        "moe_intermediate_size": size,
+        "num_experts": count, "num_experts_per_tok": used, "moe_intermediate_size": size,
         "shared_expert_intermediate_size": keys.integer(shared_key, 1, Limits.width) if keys.has(shared_key) else width,
         "norm_topk_prob": architecture.normalized,
-    }
+    }  # fmt: skip
 
 
 def _family(metadata: Mapping[str, Any], architecture: GgufArchitecture, raw: Mapping[str, Any]) -> str:

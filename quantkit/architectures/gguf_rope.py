@@ -29,9 +29,8 @@ def written_rope(config: ModelConfig, architecture: GgufArchitecture) -> dict[st
     llama.cpp does not compute."""
     rope = config.rope
     found: dict[str, Any] = {
-        "rope.dimension_count": rope.rotary_dim or config.head_dim,
-        "rope.freq_base": float(rope.theta),
-    }
+        "rope.dimension_count": rope.rotary_dim or config.head_dim, "rope.freq_base": float(rope.theta),
+    }  # fmt: skip
     if rope.rotary_dim is not None and not architecture.partial_rotary:
         raise _not_computed(architecture, "partial rotary embedding", rope.rotary_dim)
     if rope.query_scaling_beta is not None:

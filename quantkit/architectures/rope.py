@@ -172,11 +172,9 @@ class RopeConfig:
             scaling[_ORIGINAL] = self.original_context
         partial = {} if self.rotary_dim is None else {"partial_rotary_factor": self.rotary_dim / head_dim}
         return {
-            "rope_theta": self.theta,
-            "rope_scaling": None if self.type == "default" else scaling,
-            "rope_parameters": {"rope_theta": self.theta, **partial, **scaling},
-            **partial,
-        }
+            "rope_theta": self.theta, "rope_scaling": None if self.type == "default" else scaling,
+            "rope_parameters": {"rope_theta": self.theta, **partial, **scaling}, **partial,
+        }  # fmt: skip
 
 
 def ropes_by_layer(

@@ -154,10 +154,9 @@ def sizes(config: ModelConfig) -> dict[str, int]:
     }  # fmt: skip
     if config.experts is not None:
         found |= {
-            "experts": config.experts.count,
-            "expert_intermediate": config.experts.size,
+            "experts": config.experts.count, "expert_intermediate": config.experts.size,
             "shared_intermediate": config.experts.shared_size,
-        }
+        }  # fmt: skip
     if config.latent_attention is not None:
         latent = config.latent_attention
         found |= {

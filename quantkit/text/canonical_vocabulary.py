@@ -187,11 +187,8 @@ def of_json(
             for number, one in added.items()
         },
         settings={
-            "model": algorithm,
-            _MERGED_UNUSED: [],
-            **_model_settings(model, algorithm, ids, letters=letters),
-            **splitting_settings(parts["normalizer"], parts["pre_tokenizer"]),
-            **decoder_settings(parts["decoder"]),
+            "model": algorithm, _MERGED_UNUSED: [], **_model_settings(model, algorithm, ids, letters=letters),
+            **splitting_settings(parts["normalizer"], parts["pre_tokenizer"]), **decoder_settings(parts["decoder"]),
         },
     )  # fmt: skip
 
@@ -199,10 +196,9 @@ def of_json(
 def as_in_gguf(found: CanonicalVocabulary, unstated: GgufUnstated) -> CanonicalVocabulary:
     """The vocabulary of a folder made from a GGUF file's metadata, without what the file does not state."""
     kinds = {
-        **found.kinds,
-        **dict.fromkeys(unstated.unused & found.contents.keys(), Kind.UNUSED),
+        **found.kinds, **dict.fromkeys(unstated.unused & found.contents.keys(), Kind.UNUSED),
         **dict.fromkeys(unstated.set_apart & found.contents.keys(), Kind.SET_APART),
-    }
+    }  # fmt: skip
     left_out = {"unk_token", "fuse_unk", "byte_fallback"}
     if not unstated.pipeline:
         left_out |= {"decoder", "prepend_scheme"}

@@ -18,18 +18,11 @@ from quantkit.json_values import Settings, read_settings
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.compare import first_difference
-from quantkit.text.folder_vocabulary import (
-    UNREACHED,
-    FoundTokenizer,
-    folder_vocabulary,
-    sentencepiece_vocabulary,
-    tiktoken_vocabulary,
-)
+from quantkit.text.folder_vocabulary import UNREACHED, FoundTokenizer, exportable_vocabulary, folder_vocabulary
 from quantkit.text.gguf_tokenizer import SAMPLING, text_folder, tokenizer_json, written_folder
 from quantkit.text.gguf_vocabulary import Vocabulary
-from quantkit.text.sentencepiece_file import PieceType, read_sentencepiece
+from quantkit.text.sentencepiece_file import PieceType
 from quantkit.text.special_tokens import special_tokens
-from quantkit.text.tiktoken_file import is_tiktoken
 from quantkit.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, original_tokenizer
 
 _NUM_TRIED_SPECIALS = 64
@@ -103,7 +96,7 @@ def export_json(path: Path, scratch: Path) -> dict[str, bytes] | None:
     from tokenizers import Tokenizer as Engine
 
     original = original_tokenizer(path)
-    found = _exportable(path)
+    found = exportable_vocabulary(path)
     if found is None:
         return None
     ids = {name: number for name, number in found.ids.items() if name != "pad_token"}
@@ -243,13 +236,3 @@ def _require_equal(original: Tokenizer, vocabulary: Vocabulary, metadata: Mappin
         )  # fmt: skip
     spellings = ", ".join(vocabulary.tokens[number] for number in sorted(apart))
     return [f"llama.cpp treats {spellings} as special tokens, by their spelling"] if apart else []
-
-
-def _exportable(path: Path) -> FoundTokenizer | None:
-    """The vocabulary of a file, unless it is a sentencepiece model of a kind that is not exported."""
-    if is_tiktoken(path):
-        return tiktoken_vocabulary(path)
-    model = read_sentencepiece(path)
-    added = any(kind is PieceType.USER_DEFINED for _, _, kind in model.pieces)
-    usual = model.byte_pair and model.plain and model.space_prefix and not added
-    return sentencepiece_vocabulary(model) if usual else None

@@ -11,18 +11,10 @@ from typing import Any, NoReturn
 from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings, read_json, shown
 from quantkit.text import gguf_vocabulary as keys
+from quantkit.text import pipeline
 from quantkit.text.gguf_tokenizer import PIPELINE_PARTS, TOKEN_FLAGS
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.merges import merges_by_rank, merges_make_all, pairs_of, ranks_of_merges
-from quantkit.text.pipeline import (
-    PREPEND_SPACE,
-    REPLACE_SPACES,
-    SIMPLER,
-    SPACE,
-    SPLIT_AT_SPACES,
-    names_of,
-    patterns_of,
-)
 from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile, read_sentencepiece
 from quantkit.text.special_tokens import added_tokens, special_tokens
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken
@@ -74,7 +66,7 @@ def tiktoken_vocabulary(path: Path) -> FoundTokenizer:
     specials = llama3_specials(len(ranks))
     tokens = [*sorted(ranks, key=lambda token: ranks[token]), *specials]
     types = [PieceType.NORMAL] * len(ranks) + [PieceType.CONTROL] * len(specials)
-    pre = names_of((LLAMA3_PATTERN,), has_bos=True)[True]
+    pre = pipeline.names_of((LLAMA3_PATTERN,), has_bos=True)[True]
     vocabulary = Vocabulary(keys.BPE, tokens, types, [], merges_by_rank(ranks, ranks), pre, False)
     ids = {"bos_token": specials["<|begin_of_text|>"], "eos_token": specials["<|end_of_text|>"]}
     return FoundTokenizer(vocabulary, ids)
@@ -98,6 +90,16 @@ def sentencepiece_vocabulary(
     return FoundTokenizer(Vocabulary(keys.SPM, tokens, types, scores, [], "", model.space_prefix), ids)
 
 
+def exportable_vocabulary(path: Path) -> FoundTokenizer | None:
+    """The vocabulary of a file, unless it is a sentencepiece model of a kind that is not exported."""
+    if is_tiktoken(path):
+        return tiktoken_vocabulary(path)
+    model = read_sentencepiece(path)
+    added = any(kind is PieceType.USER_DEFINED for _, _, kind in model.pieces)
+    usual = model.byte_pair and model.plain and model.space_prefix and not added
+    return sentencepiece_vocabulary(model) if usual else None
+
+
 def _from_json(folder: Path) -> FoundTokenizer:
     path = folder / "tokenizer.json"
     raw = read_json(path)
@@ -113,13 +115,13 @@ def _from_json(folder: Path) -> FoundTokenizer:
     types = [PieceType.NORMAL if number in by_number else PieceType.UNUSED for number in range(len(tokens))]
     for one in added:
         types[one["id"]] = PieceType.CONTROL if one["special"] else PieceType.USER_DEFINED
-    pipeline = {part: raw.get(part) for part in PIPELINE_PARTS}
+    parts = {part: raw.get(part) for part in PIPELINE_PARTS}
     flags = {
         str(one["id"]): {flag: True for flag in TOKEN_FLAGS if one.get(flag)}
         for one in added
         if any(one.get(flag) for flag in TOKEN_FLAGS)
     }
-    found = FoundTokenizer(Vocabulary(keys.BPE, tokens, types, [], merges, "", False), pipeline={**pipeline})
+    found = FoundTokenizer(Vocabulary(keys.BPE, tokens, types, [], merges, "", False), pipeline={**parts})
     if flags:
         found.pipeline["added_tokens"] = flags
     if any({"lstrip", "rstrip", "single_word"} & set(one) for one in flags.values()):
@@ -139,9 +141,9 @@ def _byte_level(
         _refuse(path, f"a normalizer of type {shown(normalizer.get('type'))}")
     if steps:
         found.notes.append("llama.cpp does not normalize text to NFC as the tokenizer does")
-    patterns = patterns_of(found.pipeline["pre_tokenizer"])
+    patterns = pipeline.patterns_of(found.pipeline["pre_tokenizer"])
     has_bos = special_tokens(folder, vocabulary, ("bos_token",)).get("bos_token") is not None
-    names = names_of(patterns, has_bos=has_bos) if patterns is not None else {}
+    names = pipeline.names_of(patterns, has_bos=has_bos) if patterns is not None else {}
     name = names.get(ignore_merges)
     if name is None and names:
         normal = (found.vocabulary.tokens[number] for number in found.vocabulary.tokens_of(PieceType.NORMAL))
@@ -150,7 +152,7 @@ def _byte_level(
     if name is None:
         what = f"ignore_merges {str(ignore_merges).lower()} with its pre_tokenizer"
         _refuse(path, what if names else "a pre_tokenizer")
-    if name in SIMPLER:
+    if name in pipeline.SIMPLER:
         found.notes.append("llama.cpp splits words with non-ASCII capitals or marks differently")
     found.vocabulary = replace(found.vocabulary, pre=name)
     return found
@@ -162,8 +164,8 @@ def _scored(found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], 
     splitter, normalizer = found.pipeline["pre_tokenizer"], found.pipeline["normalizer"]
     if isinstance(splitter, dict) and splitter.get("type") == "Metaspace":
         scheme = splitter.get("prepend_scheme", "always")
-        known = splitter.get("replacement") == SPACE and splitter.get("split") is False
-        known = known and normalizer in (None, REPLACE_SPACES)
+        known = splitter.get("replacement") == pipeline.SPACE and splitter.get("split") is False
+        known = known and normalizer in (None, pipeline.REPLACE_SPACES)
         prefix = scheme != "never"
         if prefix:
             where = "all of it" if scheme == "first" else "pieces that do not begin with one"
@@ -171,8 +173,8 @@ def _scored(found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], 
                 f"llama.cpp adds a space before each piece of text between special tokens, the tokenizer before {where}"
             )
     else:
-        prefix = normalizer == {"type": "Sequence", "normalizers": [PREPEND_SPACE, REPLACE_SPACES]}
-        known = (prefix or normalizer == REPLACE_SPACES) and splitter in (None, SPLIT_AT_SPACES)
+        prefix = normalizer == {"type": "Sequence", "normalizers": [pipeline.PREPEND_SPACE, pipeline.REPLACE_SPACES]}
+        known = (prefix or normalizer == pipeline.REPLACE_SPACES) and splitter in (None, pipeline.SPLIT_AT_SPACES)
     if not known:
         _refuse(path, "a tokenizer like sentencepiece's with another normalizer or pre_tokenizer")
     old = found.vocabulary
@@ -199,7 +201,7 @@ def _scored(found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], 
 
 def _as_in_text(token: str) -> str:
     """An added token as llama.cpp looks for it: before it replaces spaces by U+2581."""
-    return token.replace(SPACE, " ")
+    return token.replace(pipeline.SPACE, " ")
 
 
 def _original_scores(path: Path, tokens: Sequence[str], ranks: Mapping[str, int]) -> list[float] | None:

@@ -15,8 +15,6 @@ from quantkit.json_values import Settings
 WINDOWED_BASE = "rope.freq_base_swa"
 """The rotary base of layers with a window."""
 EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
-ALL_BIASES = ("qkv", "output", "mlp")
-MAX_MULTIPLIER = 1e6
 
 
 @dataclass(frozen=True)
@@ -215,8 +213,3 @@ def with_default_rope(settings: Settings, default: Mapping[str, Any]) -> Setting
     if settings.has("rope_parameters") or settings.values.get("rope_scaling"):
         return settings
     return Settings({**settings.values, "rope_parameters": default, "rope_scaling": None}, settings.path)
-
-
-def optional_number(keys: Settings, key: str) -> float | None:
-    """A multiplier or soft cap; absent, null and 0 are None."""
-    return (keys.number(key, 0, MAX_MULTIPLIER) or None) if keys.has(key) else None

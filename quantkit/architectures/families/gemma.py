@@ -7,7 +7,7 @@ from typing import Any
 
 from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.families import keys
-from quantkit.architectures.families.family import WINDOWED_BASE, Family, GgufArchitecture, optional_number
+from quantkit.architectures.families.family import WINDOWED_BASE, Family, GgufArchitecture
 from quantkit.architectures.families.keys import Keys
 from quantkit.architectures.names import BLOCK
 from quantkit.errors import UnsupportedError
@@ -65,10 +65,9 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 _FEATURES = Keys(_read, _write)  # of Gemma 2 and 3
 _NORMS = {
-    "attention.output_norm": BLOCK + "post_attention_layernorm",
-    "mlp.norm": BLOCK + "pre_feedforward_layernorm",
+    "attention.output_norm": BLOCK + "post_attention_layernorm", "mlp.norm": BLOCK + "pre_feedforward_layernorm",
     "mlp.output_norm": BLOCK + "post_feedforward_layernorm",
-}
+}  # fmt: skip
 _DEFAULT_CAPS = {_ATTENTION_CAP: 50.0, _LOGIT_CAP: 30.0}  # of transformers, if the keys are absent; null means none
 
 
@@ -124,7 +123,7 @@ _GEMMA3 = Family(
     names=_NORMS,
     gguf=GgufArchitecture(
         "gemma3", keys=(WINDOWED_BASE, _LOGIT_CAP), window_period=_INTERVAL, wide_scale_layers=62,
-        read=lambda gguf, _: {"hidden_activation": _ACTIVATION, _LOGIT_CAP: optional_number(gguf, _LOGIT_CAP)},
+        read=lambda gguf, _: {"hidden_activation": _ACTIVATION, _LOGIT_CAP: keys.optional_number(gguf, _LOGIT_CAP)},
         refused={"a soft cap of logits": lambda config: config.logit_softcap is not None},
     ),
 )  # fmt: skip

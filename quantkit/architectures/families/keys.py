@@ -13,6 +13,7 @@ from quantkit.json_values import Settings, shown
 
 DEFAULT_WINDOW = 4096  # of transformers, if the key is absent; null means none
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")  # transformers 5 writes some families' under the second name
+_MAX_MULTIPLIER = 1e6
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,11 @@ def experts(
             problem = f"{' and '.join(counts)} disagree"
             raise CheckpointError(problem, path=settings.path, found=shown(found), expected="one count")
         stated = ExpertsConfig(
-            count=found[0],
-            size=settings.integer(size_key or "intermediate_size", 1, Limits.width),
+            count=found[0], size=settings.integer(size_key or "intermediate_size", 1, Limits.width),
             per_token=settings.integer("num_experts_per_tok", 1, Limits.experts),
             shared_size=settings.integer(shared_key, 1, Limits.width) if shared_key else 0,
-            normalized=settings.flag(norm_key, False) if norm_key else True,
-            **features,
-        )
+            normalized=settings.flag(norm_key, False) if norm_key else True, **features,
+        )  # fmt: skip
         return {"experts": stated}
 
     def write(config: ModelConfig) -> dict[str, Any]:
@@ -167,6 +166,11 @@ def windows_of(settings: Settings, windowed: Sequence[bool], window: int | None)
     if window is None and any(windowed):
         raise CheckpointError("some layers have windows, and sliding_window none", path=settings.path)
     return [window if has_window else None for has_window in windowed]
+
+
+def optional_number(settings: Settings, key: str) -> float | None:
+    """A multiplier or soft cap; absent, null and 0 are None."""
+    return (settings.number(key, 0, _MAX_MULTIPLIER) or None) if settings.has(key) else None
 
 
 def layer_count(settings: Settings) -> int:

@@ -7,23 +7,18 @@ from typing import Any
 
 from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.families import keys
-from quantkit.architectures.families.family import (
-    ALL_BIASES,
-    EXPERT_KEYS,
-    Family,
-    GgufArchitecture,
-    optional_number,
-    with_default_rope,
-)
+from quantkit.architectures.families.family import EXPERT_KEYS, Family, GgufArchitecture, with_default_rope
 from quantkit.architectures.families.keys import Keys
 from quantkit.architectures.names import BLOCK, CANONICAL
 from quantkit.architectures.rope import FULL, SLIDING
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shown
 
+_ALL_BIASES = ("qkv", "output", "mlp")
+
 # Llama 1 to 3.x and CodeLlama (2302.13971, 2307.09288, 2407.21783).
 _LLAMA_GGUF = GgufArchitecture(
-    "llama", keys=EXPERT_KEYS[:2], interleaved_rotary=True, biases=ALL_BIASES, rope_freqs=True, long_rope=True,
+    "llama", keys=EXPERT_KEYS[:2], interleaved_rotary=True, biases=_ALL_BIASES, rope_freqs=True, long_rope=True,
     normalized=True, dense_too=True,
 )  # fmt: skip
 _LLAMA = Family(
@@ -88,7 +83,7 @@ def _read_granite(gguf: Settings, head_dim: int) -> dict[str, Any]:
             "a model without rotary positions is not supported", path=gguf.path, found="'rope.scaling.finetuned' false"
         )
     gguf.need("logit_scale")
-    stated = {name: optional_number(gguf, key) for key, name in _GRANITE_KEYS.items()}
+    stated = {name: keys.optional_number(gguf, key) for key, name in _GRANITE_KEYS.items()}
     return {**stated, "attention_multiplier": stated["attention_multiplier"] or head_dim**-0.5}
 
 
@@ -103,7 +98,7 @@ _GRANITE = Family(
     ),
     options={"kv_heads_required": False},
     gguf=GgufArchitecture(
-        "granite", keys=tuple(_GRANITE_KEYS), interleaved_rotary=True, biases=ALL_BIASES, rope_freqs=True,
+        "granite", keys=tuple(_GRANITE_KEYS), interleaved_rotary=True, biases=_ALL_BIASES, rope_freqs=True,
         long_rope=True, read=_read_granite,
     ),
 )  # fmt: skip
