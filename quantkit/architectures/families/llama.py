@@ -1,4 +1,4 @@
-"""Llama, and the families that differ from it in a few features: Mistral's, Granite, SmolLM3, Phi-3 and GLM-4."""
+"""Llama, and the families that differ from it in a few features: Mistral's, Granite, SmolLM3, Phi-3, GLM-4, OLMo."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from typing import Any
 
 from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.families import keys
-from quantkit.architectures.families.family import EXPERT_KEYS, Family, GgufArchitecture, with_default_rope
+from quantkit.architectures.families.family import (
+    EXPERT_KEYS,
+    WINDOWED_BASE,
+    Family,
+    GgufArchitecture,
+    with_default_rope,
+)
 from quantkit.architectures.families.keys import Keys
 from quantkit.architectures.names import BLOCK, CANONICAL
-from quantkit.architectures.rope import FULL, SLIDING
+from quantkit.architectures.rope import FULL, MAX_THETA, MIN_THETA, SLIDING
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shown
 
@@ -207,4 +213,60 @@ _GLM4 = replace(
     },
 )  # fmt: skip
 
-FAMILIES = (_LLAMA, _MISTRAL, _MINISTRAL3, _MIXTRAL, _GRANITE, _SMOLLM3, _PHI3, _GLM, _GLM4)
+# OLMo 2 (2501.00656): norms after attention and feed-forward, and of queries and keys over all heads.
+_OLMO2 = Family(
+    "olmo2", "Olmo2ForCausalLM", (keys.ATTENTION_BIAS,),
+    options={"kv_heads_required": False, "norms": "after", "qk_norm": "width"},
+    names={
+        "attention.output_norm": BLOCK + "post_attention_layernorm",
+        "mlp.output_norm": BLOCK + "post_feedforward_layernorm",
+    },
+    gguf=GgufArchitecture(
+        "olmo2", keys=(WINDOWED_BASE,), window_period=4, tied=False, full_width=True, one_rotary_base=True
+    ),
+)  # fmt: skip
+
+# OLMo 3 (2512.13961): OLMo 2 with windows in three of four layers, whose rotary positions are not scaled.
+_OLMO_THETA = 500000.0
+_OLMO_WINDOWS = keys.windows_by_kind(4)
+
+
+def _olmo_windows(settings: Settings) -> dict[str, Any]:
+    """The windows of layers; raises `UnsupportedError` for a rotary base that some readers use for all layers, and
+    transformers for those without a window."""
+    found = _OLMO_WINDOWS.read(settings)
+    kinds = settings.inside("rope_parameters") if settings.has("rope_parameters") else settings
+    stated = kinds.has(SLIDING) and kinds.inside(SLIDING).has("rope_theta")
+    ambiguous = any(found["windows"]) and settings.has("rope_theta") and not stated
+    if ambiguous and settings.number("rope_theta", MIN_THETA, MAX_THETA) != _OLMO_THETA:
+        raise UnsupportedError(
+            "readers differ on the rotary base of layers with a window", path=settings.path,
+            found=f"rope_theta {settings.values['rope_theta']}", expected="rope_parameters by kind of layer",
+        )  # fmt: skip
+    return found
+
+
+_OLMO3 = replace(
+    _OLMO2, model_type="olmo3", class_name="Olmo3ForCausalLM",
+    keys=(*_OLMO2.keys, keys.LAYER_ROPES, Keys(_olmo_windows, _OLMO_WINDOWS.write)),
+    options={**_OLMO2.options, "default_theta": _OLMO_THETA, "windowed_theta": ("rope_theta", _OLMO_THETA)},
+    gguf_mark="sliding_window",
+)  # fmt: skip
+
+# OLMoE (2409.02060): many small experts, norms over all queries and all keys of a token, clipped projections.
+_OLMOE = Family(
+    "olmoe", "OlmoeForCausalLM",
+    (
+        keys.ATTENTION_BIAS, keys.number("clip_qkv", "clip_qkv", 1e-6, 1e6, None, null=None),
+        keys.experts(norm_key="norm_topk_prob"),
+    ),
+    options={"kv_heads_required": False, "qk_norm": "width"},
+    gguf=GgufArchitecture(
+        "olmoe", keys=EXPERT_KEYS[:2], normalized=False, tied=False, full_width=True,
+        refused={"fewer KV heads than heads": lambda config: config.num_kv_heads != config.num_heads},
+    ),
+)  # fmt: skip
+
+FAMILIES = (
+    _LLAMA, _MISTRAL, _MINISTRAL3, _MIXTRAL, _GRANITE, _SMOLLM3, _PHI3, _GLM, _GLM4, _OLMO2, _OLMO3, _OLMOE,
+)  # fmt: skip
