@@ -67,7 +67,7 @@ def config_of(
     factors = {name: tuple(map(shortest, values)) for name, values in factors.items()}
     embedding = shapes.get("token_embd.weight", ())
     if len(embedding) != 2:
-        raise CheckpointError("tensor 'token_embd.weight' is missing or no matrix", path=str(path))
+        raise CheckpointError("tensor 'token_embd.weight' is missing or not a matrix", path=str(path))
     if keys.has("vocab_size") and keys.integer("vocab_size", 1, Limits.width) != embedding[0]:
         raise CheckpointError(
             f"{architecture.name}.vocab_size does not fit the embedding", path=str(path),

@@ -62,7 +62,7 @@ class AddedToken(NamedTuple):
 
     Attributes:
         id: in the list of added tokens.
-        spelling: in text; a U+2581 in it is no space.
+        spelling: in text; a U+2581 in it is not a space.
     """
 
     id: int

@@ -195,7 +195,7 @@ def _sources(folder: Path) -> dict[str, tuple[Path, str]]:
         if isinstance(value, str):
             value = [{"name": "default", "template": value}]
         if value is not None and not isinstance(value, list):
-            raise CheckpointError("holds a chat template that is no string", path=path)
+            raise CheckpointError("holds a chat template that is not a string", path=path)
         if value is not None:
             for one in value:
                 name, source = (one.get(key) if isinstance(one, dict) else None for key in ("name", "template"))

@@ -265,7 +265,7 @@ def _merges(settings: Settings, known: Collection[str]) -> list[tuple[str, str]]
         pair = (line[:cut], line[cut + 1 :])
         problem = None
         if cut < 0 or not pair[1]:
-            problem = "is no pair"
+            problem = "is not a pair"
         elif not (pair[0] in known and pair[1] in known and "".join(pair) in known):
             problem = "is not made of tokens"
         if problem is not None:

@@ -52,7 +52,7 @@ def ranks_of_merges(
 def scores_are_ranks(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> bool:
     """Whether a list of pairs is equivalent to the scores of pieces.
 
-    It is not if several merged pieces have the same score, or a piece contains a letter that is no piece.
+    It is not if several merged pieces have the same score, or a piece contains a letter that is not a piece.
     """
     long = [piece for piece in scores if len(piece) > 1]
     counts = Counter(scores[piece] for piece in long)

@@ -63,7 +63,7 @@ class Tokenizer(Protocol):
             The ids, for `quantkit.generate`.
 
         Raises:
-            RequestError: if it is no string, or not valid Unicode.
+            RequestError: if it is not a string, or not valid Unicode.
             CheckpointError: if the tokenizer fails on it.
 
         Example:
@@ -145,7 +145,7 @@ class _LibraryTokenizer(Tokenizer):
     def _canonical(self) -> CanonicalVocabulary: ...
 
     def _try_out(self) -> None:
-        """Find the damage on which a library panics only in use. An unknown letter is no damage."""
+        """Find the damage on which a library panics only in use. An unknown letter is not damage."""
         for text in _TRIALS:
             for specials in (True, False):
                 try:

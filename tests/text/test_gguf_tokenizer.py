@@ -357,7 +357,7 @@ G = "tokenizer.ggml."
         ("qwen2", G + "pre", lambda _: "falcon-x", "unknown way .found tokenizer.ggml.pre 'falcon-x'"),
         ("qwen2", G + "pre", lambda _: None, "lacks the key"),
         ("qwen2", G + "merges", lambda value: [*value, "q zz"], "is not made of tokens"),
-        ("qwen2", G + "merges", lambda value: [*value, "qq"], "is no pair"),
+        ("qwen2", G + "merges", lambda value: [*value, "qq"], "is not a pair"),
         ("qwen2", G + "add_bos_token", lambda _: True, "there is no tokenizer.ggml.bos_token_id"),
         ("qwen2", "quantkit.tokenizer_json", lambda _: "[]", "JSON object"),
         ("qwen2", "quantkit.tokenizer_json", lambda _: '{"model": 1}', "unknown key"),
