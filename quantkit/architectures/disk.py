@@ -123,14 +123,9 @@ def parameters_as_written(
 
 
 def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: object) -> list[DiskTensor]:
-    """The tensors that a folder should hold, with its experts in the form that it uses.
-
-    Args:
-        shapes: shapes of the existing tensors by name; those of a quantized module under the module's name.
-
-    Raises:
-        CheckpointError: if a layer has its experts in two forms, or more than the config says.
-    """
+    """The tensors that a folder should hold, with its experts in the form that it uses. `shapes` are those of the
+    existing tensors by name; those of a quantized module under the module's name. Raises `CheckpointError` if a layer
+    has its experts in two forms, or more than the config says."""
     if config.tensors is not None:
         return _opaque_tensors(config)
     if config.experts is None:

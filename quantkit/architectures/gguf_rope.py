@@ -74,10 +74,7 @@ def rope_tensors(config: ModelConfig) -> dict[str, tuple[float, ...]]:
 def read_rope(
     keys: Settings, architecture: GgufArchitecture, factors: Mapping[str, Sequence[float]], head_dim: int, context: int
 ) -> dict[str, Any]:
-    """The keys of a config.json for the rotary positions of a file; see `written_rope`.
-
-    Args:
-        factors: the file's tensors among `rope_tensors`.
+    """The keys of a config.json for the rotary positions of a file, and of its tensors among `rope_tensors`.
 
     Raises:
         CheckpointError: for values of the wrong type, or that contradict each other.

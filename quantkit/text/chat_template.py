@@ -133,14 +133,8 @@ class ChatTemplates:
         return {name: source for name, (_, source) in self._sources.items()}
 
     def choose(self, name: str | None = None, *, with_tools: bool = False) -> ChatTemplate:
-        """A template.
-
-        Args:
-            name: of the template; None is ``tool_use`` if it exists and there are tools, otherwise ``default``.
-
-        Raises:
-            RequestError: if there is no such template.
-        """
+        """A template by its name; None is ``tool_use`` if it exists and there are tools, otherwise ``default``. Raises
+        `RequestError` if there is no such template."""
         chosen = name or ("tool_use" if with_tools and "tool_use" in self._sources else "default")
         if name is None and chosen not in self._sources and self._sources:
             raise RequestError(
@@ -164,12 +158,8 @@ def template_paths(folder: Path) -> list[Path]:
 
 
 def requested_template(template: str) -> str:
-    """The source of a template by name: ``llama2``, ``llama3``, or a file ``*.jinja``.
-
-    Raises:
-        RequestError: for another name.
-        CheckpointError: if the file cannot be read.
-    """
+    """The source of a template by name: ``llama2``, ``llama3``, or a file ``*.jinja``. Raises `RequestError` for another
+    name, `CheckpointError` if the file cannot be read."""
     if template in META_FORMATS:
         return resources.files("quantkit.text").joinpath(f"templates/{template}{_SUFFIX}").read_text(encoding="utf-8")
     if not template.endswith(_SUFFIX):

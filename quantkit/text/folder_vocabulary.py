@@ -41,12 +41,8 @@ class FoundTokenizer:
 
 
 def folder_vocabulary(folder: Path) -> FoundTokenizer:
-    """The tokenizer that `load_tokenizer` loads from a folder.
-
-    Raises:
-        CheckpointError: if a file is damaged.
-        UnsupportedError: for one that llama.cpp does not have.
-    """
+    """The tokenizer that `load_tokenizer` loads from a folder. Raises `CheckpointError` if a file is damaged,
+    `UnsupportedError` for a tokenizer that llama.cpp does not have."""
     if (folder / "tokenizer.json").is_file():
         return _from_json(folder)
     path = folder / "tokenizer.model"
