@@ -14,10 +14,9 @@ _REQUIRED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor"),
 }  # fmt: skip
 _OPTIONAL = {
-    "default": (), "linear": (), "dynamic": (),
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"), "llama3": (),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", "attention_factor"),
-}  # fmt: skip
+}
 _OLD_NAMES = {"su": "longrope"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The names in configs of layers with full attention, and of layers with a window."""
@@ -26,9 +25,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _LISTS = {"short_factor", "long_factor"}
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # YaRN's defaults
 # Present in published files in addition to the settings of a type.
-_IGNORED = {
-    "rope_type", "type", "rope_theta", "finetuned", _ORIGINAL, "partial_rotary_factor",
-}  # fmt: skip
+_IGNORED = {"rope_type", "type", "rope_theta", "finetuned", _ORIGINAL, "partial_rotary_factor"}
 # Bounds far beyond what is published, within what float32 can compute.
 MAX_THETA = 1e15
 MIN_THETA = 1.001  # with 1 all dimensions would have the same frequency
@@ -112,7 +109,7 @@ class RopeConfig:
         rotated = int(head_dim * part)
         if part != 1 and (partial is None or rotated < 2 or rotated % 2):
             raise UnsupportedError("partial rotary embedding is not supported", path=where, found=f"{part:g}")
-        known = {*_REQUIRED[kind], *_OPTIONAL[kind]}
+        known = {*_REQUIRED[kind], *_OPTIONAL.get(kind, ())}
         ignored = _IGNORED | ({_BETA, _CONTEXT} if query_scaling else set())
         if unknown := sorted(set(stated) - known - ignored):
             raise UnsupportedError(f"unknown setting of {kind} rope scaling", path=where, found=shown(unknown))
@@ -162,7 +159,7 @@ class RopeConfig:
     def to_hf(self, head_dim: int) -> dict[str, Any]:
         """The keys of both older (``rope_theta``, ``rope_scaling``) and newer readers."""
         scaling: dict[str, Any] = {"rope_type": self.type}
-        for key in _REQUIRED[self.type] + _OPTIONAL[self.type]:
+        for key in _REQUIRED[self.type] + _OPTIONAL.get(self.type, ()):
             value = getattr(self, key)
             if value is not None and not (key == "truncate" and value is True):
                 scaling[key] = list(value) if key in _LISTS else value

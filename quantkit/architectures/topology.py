@@ -14,10 +14,10 @@ from typing import Literal
 from quantkit.architectures.config import LayerConfig, ModelConfig, OpaqueTensor
 from quantkit.architectures.names import BLOCK, CANONICAL, META
 
-SPLIT = frozenset(
-    {"query", "kv", "heads", "intermediate", "vocab", "expert_intermediate", "shared_intermediate", "latent_query",
-     "latent_kv", "latent_value"}
-)  # fmt: skip
+SPLIT = frozenset({
+    "query", "kv", "heads", "intermediate", "vocab", "expert_intermediate", "shared_intermediate", "latent_query",
+    "latent_kv", "latent_value",
+})  # fmt: skip
 """Sizes that tensor parallelism splits over processes or devices; all others are replicated."""
 
 

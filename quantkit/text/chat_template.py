@@ -158,8 +158,8 @@ def template_paths(folder: Path) -> list[Path]:
 
 
 def requested_template(template: str) -> str:
-    """The source of a template by name: ``llama2``, ``llama3``, or a file ``*.jinja``. Raises `RequestError` for another
-    name, `CheckpointError` if the file cannot be read."""
+    """The source of a template by name: ``llama2``, ``llama3``, or a file ``*.jinja``. Raises `RequestError` for
+    another name, `CheckpointError` if the file cannot be read."""
     if template in META_FORMATS:
         return resources.files("quantkit.text").joinpath(f"templates/{template}{_SUFFIX}").read_text(encoding="utf-8")
     if not template.endswith(_SUFFIX):

@@ -15,19 +15,17 @@ from typing import Any
 from quantkit.architectures.config import LayerConfig, Limits, ModelConfig, OpaqueTensor
 from quantkit.architectures.rope import RopeConfig
 
-LINEARS = frozenset(
-    {
-        # attention
-        "q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "W_pack", "Wqkv", "wq", "wk", "wv", "wo",
-        "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "query_key_value", "query", "key", "value",
-        "q_lin", "k_lin", "v_lin", "out_lin", "qkv", "q", "k", "v", "o",
-        # feed-forward, those of experts among them
-        "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "fc1", "fc2", "fc_in", "fc_out",
-        "dense", "dense_h_to_4h", "dense_4h_to_h", "wi", "wi_0", "wi_1", "lin1", "lin2", "linear_fc1", "linear_fc2",
-        # states
-        "in_proj", "x_proj",
-    }
-)  # fmt: skip
+LINEARS = frozenset({
+    # attention
+    "q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "W_pack", "Wqkv", "wq", "wk", "wv", "wo",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "query_key_value", "query", "key", "value",
+    "q_lin", "k_lin", "v_lin", "out_lin", "qkv", "q", "k", "v", "o",
+    # feed-forward, those of experts among them
+    "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "fc1", "fc2", "fc_in", "fc_out",
+    "dense", "dense_h_to_4h", "dense_4h_to_h", "wi", "wi_0", "wi_1", "lin1", "lin2", "linear_fc1", "linear_fc2",
+    # states
+    "in_proj", "x_proj",
+})  # fmt: skip
 """The last parts of the names of linear layers, if transformers does not identify them."""
 HEADS = frozenset({"lm_head", "embed_out", "output_projection", "proj_out", "score", "classifier", "decoder"})
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
@@ -46,22 +44,18 @@ _EXPERTS = (
     "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts", "n_experts",
 )  # fmt: skip
 
-_STATE_MARKS = frozenset(
-    {
-        "A_log", "dt_bias", "in_proj_ba", "in_proj_qkvz",  # Mamba, gated delta nets
-        "time_decay", "x_r", "recurrent_param", "rglru",  # RWKV, RG-LRU
-        "learnable_ttt_lr_weight", "short_filter",  # TTT, Hyena
-        "igate_preact", "fgate_preact",  # xLSTM
-        "slope_rate", "output_gate", "g_norm", "g_norm_swish_gate", "gk_proj",  # lightning attention and its like
-    }
-)  # fmt: skip
+_STATE_MARKS = frozenset({
+    "A_log", "dt_bias", "in_proj_ba", "in_proj_qkvz",  # Mamba, gated delta nets
+    "time_decay", "x_r", "recurrent_param", "rglru",  # RWKV, RG-LRU
+    "learnable_ttt_lr_weight", "short_filter",  # TTT, Hyena
+    "igate_preact", "fgate_preact",  # xLSTM
+    "slope_rate", "output_gate", "g_norm", "g_norm_swish_gate", "gk_proj",  # lightning attention and its like
+})  # fmt: skip
 """Tensors and modules that are only in modules with a state."""
-_STATE_NAMES = frozenset(
-    {
-        "linear_attn", "linear_attention", "mamba", "mamba2", "ssm", "delta_net", "mlstm_layer", "slstm_layer",
-        "retention",
-    }
-)  # fmt: skip
+_STATE_NAMES = frozenset({
+    "linear_attn", "linear_attention", "mamba", "mamba2", "ssm", "delta_net", "mlstm_layer", "slstm_layer",
+    "retention",
+})  # fmt: skip
 """Names of such modules within a layer, for files without their marks."""
 
 _NUM_SHORT = 4  # inputs of a convolution over tokens; those over sound have more
