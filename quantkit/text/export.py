@@ -104,7 +104,7 @@ def export_json(path: Path, scratch: Path) -> dict[str, bytes] | None:
     if found.vocabulary.model == keys.BPE:  # special tokens follow the vocabulary
         for token in raw["added_tokens"]:
             del raw["model"]["vocab"][token["content"]]
-    settings = {
+    settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
         **{name: found.vocabulary.tokens[ids[name]] for name in ("bos_token", "eos_token", "unk_token") if name in ids},
     }  # fmt: skip
