@@ -7,8 +7,9 @@ split into parts, whose hidden states are at most `STATES_BYTES` per model. Each
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
@@ -73,7 +74,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Windows:
-    """Token ids [W, T], and the target of each position: ids [W, T], or `NOT_SCORED`."""
+    """Token ids [W, T] at positions 0, 1, 2, ..., and the target of each: ids [W, T], or `NOT_SCORED`."""
 
     tokens: Tensor
     targets: Tensor
@@ -85,10 +86,6 @@ class Windows:
         targets[:, :-1] = tokens[:, 1:]
         return cls(tokens, targets)
 
-    @property
-    def scored(self) -> int:
-        return int((self.targets != NOT_SCORED).sum())
-
 
 class Hidden(Protocol):
     """Returns final hidden states [B, T, D] of every batch, as `layerwise_hidden` does."""
@@ -99,17 +96,9 @@ class Hidden(Protocol):
     ) -> list[Tensor]: ...  # fmt: skip
 
 
-class Listener(Protocol):
-    """Receives the predictions of two models for a text, some tokens at a time, in order."""
-
-    def __call__(self, log_p: Tensor, log_q: Tensor, kl: Tensor, targets: Tensor) -> None:
-        """
-        Args:
-            log_p, log_q: logarithms of the reference's and the other's probabilities [N, V].
-            kl: KL(reference || other) of each, in nats [N].
-            targets: the tokens to predict [N], or `NOT_SCORED`.
-        """
-        ...
+Listener = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Receives the predictions of two models for some tokens of a text at a time, in order: logarithms of the reference's
+and the other's probabilities [N, V], KL(reference || other) of each token in nats [N], and its target [N]."""
 
 
 @torch.inference_mode()
@@ -118,12 +107,12 @@ def compare_batches(
 ) -> list[Quality]:
     """Compare a checkpoint with a reference on every batch, all in one pass; figures are NaN for logits that are not
     finite."""
-    tallies = [[_Tally()] for _ in batches]
+    found = [[Tally()] for _ in batches]
     targets = [Windows.of(batch.tokens).targets for batch in batches]
     first = layerwise_hidden(reference, batches, progress=part_of(progress, 0, 2))
     second = layerwise_hidden(other, batches, progress=part_of(progress, 1, 2))
-    _compare_logits(reference, [other], tallies, targets, first, [second], SINGLE, finite=False)
-    return [tally.quality() for (tally,) in tallies]
+    _compare_logits(reference, [other], found, targets, first, [second], SINGLE, finite=False)
+    return [tally.quality() for (tally,) in found]
 
 
 def compare(
@@ -131,28 +120,24 @@ def compare(
     reference_hidden: Hidden = layerwise_hidden, listeners: Sequence[Listener] = (), group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> list[Quality]:  # fmt: skip
-    """`compare_texts` on one text."""
-    (found,) = compare_texts(
-        reference, others, [windows], reference_hidden=reference_hidden, listeners=[listeners] if listeners else (),
-        group=group, progress=progress,
-    )  # fmt: skip
-    return found
-
-
-@torch.inference_mode()
-def compare_texts(
-    reference: Checkpoint, others: Sequence[Checkpoint], texts: Sequence[Tensor], *,
-    reference_hidden: Hidden = layerwise_hidden, listeners: Sequence[Sequence[Listener]] = (),
-    group: ProcessGroup = SINGLE, progress: Progress = silent,
-) -> list[list[Quality]]:  # fmt: skip
-    """Compare checkpoints with one reference on texts, each as windows [W, T] of token ids.
-
-    All T positions are compared; perplexity is that of the tokens after the first.
+    """`compare_texts` on one text.
 
     Args:
         reference_hidden: returns the reference's hidden states, for instance from a cache.
-        listeners: for each text, one per compared checkpoint; or none at all.
+        listeners: one per compared checkpoint; or none at all.
         group: the processes that share each model.
+    """
+    runs = [(other, None) for other in others]
+    (found,) = tallies(reference, runs, [windows], listeners, reference_hidden, group, progress)
+    return [tally.quality() for tally in found]
+
+
+def compare_texts(
+    reference: Checkpoint, others: Sequence[Checkpoint], texts: Sequence[Tensor], *, progress: Progress = silent
+) -> list[list[Quality]]:
+    """Compare checkpoints with one reference on texts, each as windows [W, T] of token ids.
+
+    All T positions are compared; perplexity is that of the tokens after the first.
 
     Returns:
         For each text the figures of each compared checkpoint.
@@ -161,33 +146,41 @@ def compare_texts(
         RequestError: if a vocabulary differs from the reference's in size.
         NonFiniteError: if a model's logits are NaN or Inf.
     """
+    found = tallies(reference, [(other, None) for other in others], texts, (), layerwise_hidden, SINGLE, progress)
+    return [[tally.quality() for tally in of_text] for of_text in found]
+
+
+@torch.inference_mode()
+def tallies(
+    reference: Checkpoint, others: Sequence[tuple[Checkpoint, torch.dtype | None]], texts: Sequence[Tensor],
+    listeners: Sequence[Listener], reference_hidden: Hidden, group: ProcessGroup, progress: Progress,
+) -> list[list[Tally]]:  # fmt: skip
+    """As `compare_texts`, of checkpoints with the type of their KV cache; None leaves keys and values as they are."""
     size = reference.config.vocab_size
-    if odd := [other for other in others if other.config.vocab_size != size]:
+    if odd := [other for other, _ in others if other.config.vocab_size != size]:
         raise RequestError(
             "cannot be compared with the reference", path=odd[0].path,
             found=f"{odd[0].config.vocab_size} tokens", expected=f"a vocabulary of {size}",
         )  # fmt: skip
-    every: Sequence[Sequence[Listener | None]] = listeners or [[None] * len(others)] * len(texts)
-    tallies = [[_Tally(listener) for listener in of_text] for of_text in every]
-    width = max(checkpoint.config.hidden_size for checkpoint in (reference, *others))
+    found = [[Tally(listener) for listener, _ in zip_longest(listeners, others)] for _ in texts]
+    width = max(checkpoint.config.hidden_size for checkpoint in (reference, *(other for other, _ in others)))
     parts = _parts([Windows.of(windows) for windows in texts], width)
     runs = len(parts) * (len(others) + 1)
-    for index, part in enumerate(parts):
+    steps = (part_of(progress, run, runs) for run in range(runs))
+    for part in parts:
         batches = [Batch.from_start(one.tokens) for _, one in part]
         targets = [one.targets for _, one in part]
-        run = index * (len(others) + 1)
-        first = reference_hidden(reference, batches, group=group, progress=part_of(progress, run, runs))
+        first = reference_hidden(reference, batches, group=group, progress=next(steps))
         size = 4 * width * sum(one.numel() for one in targets)
         for some in _pieces(len(others), max(1, 2 * STATES_BYTES // size - 1)):
             seconds = [
-                layerwise_hidden(
-                    others[number], batches, group=group, progress=part_of(progress, run + number + 1, runs)
-                )
-                for number in range(some.start, some.stop)
+                layerwise_hidden(other, batches, cache_dtype=cache, group=group, progress=next(steps))
+                for other, cache in others[some]
             ]
-            own = [tallies[text][some] for text, _ in part]
-            _compare_logits(reference, others[some], own, targets, first, seconds, group, finite=True)
-    return [[tally.quality() for tally in of_text] for of_text in tallies]
+            own = [found[text][some] for text, _ in part]
+            compared = [other for other, _ in others[some]]
+            _compare_logits(reference, compared, own, targets, first, seconds, group, finite=True)
+    return found
 
 
 @torch.inference_mode()
@@ -251,7 +244,7 @@ def text_windows(ids: Sequence[int], bos_id: int | None, length: int) -> Tensor:
     return torch.tensor([lead + body[i : i + step] for i in range(0, len(body) - step + 1, step)])
 
 
-class _Tally:
+class Tally:
     """Figures on two models' predictions, collected batch by batch: a few numbers per token."""
 
     def __init__(self, listener: Listener | None = None) -> None:
@@ -264,40 +257,36 @@ class _Tally:
         difference = (p - q).abs().max().item()
         self._largest = difference if math.isnan(difference) else max(self._largest, difference)
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
-        kl = token_kl(log_p, log_q)
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
         if self._listener is not None:
             self._listener(log_p, log_q, kl, targets)
-        self._found.append((
-            kl,
-            (p.argmax(-1) == q.argmax(-1)).double(),
-            *(F.nll_loss(log, targets, reduction="none", ignore_index=NOT_SCORED).double() for log in (log_p, log_q)),
-            targets != NOT_SCORED,
-        ))  # fmt: skip
+        losses = [F.nll_loss(log, targets, reduction="none", ignore_index=NOT_SCORED) for log in (log_p, log_q)]
+        agreed = p.argmax(-1) == q.argmax(-1)
+        self._found.append((kl, agreed.double(), *(loss.double() for loss in losses), targets != NOT_SCORED))
+
+    def by_token(self) -> list[Tensor]:
+        """Of each token KL(reference || other), whether the likeliest token is the same, and both losses, as float64
+        [N]; and whether it has a target."""
+        return [torch.cat(parts) for parts in zip(*self._found, strict=True)]
 
     def quality(self) -> Quality:
-        kl, agreed, first, second, scored = (torch.cat(parts) for parts in zip(*self._found, strict=True))
+        """The figures over all tokens."""
+        kl, agreed, first, second, scored = self.by_token()
         mean, top1 = mean_estimate(kl), mean_estimate(agreed)
         median, p99 = np.quantile(kl.numpy(), [0.5, 0.99]).tolist()
-        divergence = Divergence(
-            len(kl), self._largest, max(mean.value, 0.0), max(median, 0.0), max(p99, 0.0), top1.value, mean.error,
-            top1.error,
-        )  # fmt: skip
+        kls = max(mean.value, 0.0), max(median, 0.0), max(p99, 0.0)
+        divergence = Divergence(len(kl), self._largest, *kls, top1.value, mean.error, top1.error)
         first, second = first[scored], second[scored]
         reference, other, ratio = (mean_estimate(losses).exp() for losses in (first, second, second - first))
         return Quality(divergence, reference.value, other.value, reference.error, other.error, ratio.error)
 
 
-def token_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) of each token, float64 [N], of log probabilities [N, V]."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
-
-
 def _compare_logits(
-    reference: Checkpoint, others: Sequence[Checkpoint], tallies: Sequence[Sequence[_Tally]],
+    reference: Checkpoint, others: Sequence[Checkpoint], found: Sequence[Sequence[Tally]],
     targets: Sequence[Tensor], first: Sequence[Tensor], seconds: Sequence[Sequence[Tensor]],
     group: ProcessGroup, *, finite: bool,
 ) -> None:  # fmt: skip
-    """Add the logits of hidden states to the tallies, by batch and compared checkpoint.
+    """Add the logits of hidden states to tallies, by batch and compared checkpoint.
 
     The hidden states [B, T, D] are `first`, the reference's by batch, and `seconds`, by compared checkpoint and batch.
     With `finite`, logits that are NaN or Inf are an error.
@@ -305,9 +294,9 @@ def _compare_logits(
     for rows in head_pieces([one.numel() for one in targets], reference.config.vocab_size):
         expected = _logits(reference, [first[batch].flatten(0, 1)[some] for batch, some in rows], group, finite=finite)
         for number, (other, states) in enumerate(zip(others, seconds, strict=True)):
-            found = _logits(other, [states[batch].flatten(0, 1)[some] for batch, some in rows], group, finite=finite)
-            for (batch, some), p, q in zip(rows, expected, found, strict=True):
-                tallies[batch][number].add(p, q, targets[batch].flatten()[some])
+            logits = _logits(other, [states[batch].flatten(0, 1)[some] for batch, some in rows], group, finite=finite)
+            for (batch, some), p, q in zip(rows, expected, logits, strict=True):
+                found[batch][number].add(p, q, targets[batch].flatten()[some])
 
 
 def _losses(
