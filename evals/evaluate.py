@@ -28,11 +28,10 @@ from quantkit.jobs.inspect import inspect
 from quantkit.model.device import usable_device
 from quantkit.model.layerwise import layerwise_hidden
 from quantkit.progress import Progress, deduplicated, in_phase
-from quantkit.quality.figures import Estimate
+from quantkit.quality.figures import Estimate, manifest_or_empty
 from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
 from quantkit.quality.positions import PositionDivergence, cut_short
-from quantkit.quality.records import manifest_or_empty
 
 
 def evaluate(

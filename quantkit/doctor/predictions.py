@@ -26,11 +26,10 @@ from quantkit.formats.containers.meta_checkpoint import to_interleaved, to_rotat
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.progress import Progress, in_phase
-from quantkit.quality.bounds import BOUNDS, coarsest
+from quantkit.quality.bounds import BOUNDS, coarsest, measured_windows
 from quantkit.quality.figures import mean_estimate
 from quantkit.quality.measures import token_losses
 from quantkit.quality.source_check import SourceCheck, check_source
-from quantkit.quality.windows import measured_windows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice

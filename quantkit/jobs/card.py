@@ -30,12 +30,11 @@ from quantkit.jobs.result import growth_text
 from quantkit.jobs.target import NATIVE
 from quantkit.jobs.weights_only import kept_recurrent
 from quantkit.memory import size_text
-from quantkit.quality.bounds import BOUNDS, coarser
+from quantkit.quality.bounds import BOUNDS, RANDOM, WINDOW, coarser
 from quantkit.quality.figures import significant
 from quantkit.quality.gate import FLOOR, SLACK, Gate
 from quantkit.quality.positions import CACHES, PositionCertificate, rise_text
 from quantkit.quality.weights_only import WeightsOnly
-from quantkit.quality.windows import RANDOM, WINDOW
 from quantkit.tensors.recipe import Recipe
 from quantkit.version import __version__
 

@@ -42,8 +42,8 @@ from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.memory import resident_bytes, size_text
 from quantkit.model.device import float_type
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
+from quantkit.quality.bounds import measured_tokens, window_length
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
-from quantkit.quality.windows import measured_tokens, window_length
 from quantkit.tensors.dtypes import DType, FloatName
 from quantkit.tensors.products import bfloat16_linear, compute_dtype, times
 from quantkit.xla import require_compiler

@@ -1,11 +1,11 @@
-"""The bounds on the loss from a change of type, for the gate and for `verify`.
+"""The bounds on the loss from a change of type, and the windows of texts on which the gate and `verify` measure it.
 
-A model that passes the gate is never different to `verify`: both compare it with its source on the windows of
-`windows.py`, with the figures here.
+A model that passes the gate is never different to `verify`, as both use these.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantkit.quality.measures import Quality
-from quantkit.tensors.dtypes import DType
+from quantkit.data.files import gate_texts
+from quantkit.formats.checkpoint import Checkpoint, parameter_count
+from quantkit.formats.folder import checked_tokenizer
+from quantkit.quality.measures import Quality, text_windows
 from quantkit.tensors.qtensor import QuantTensor, frobenius, quantize_rtn, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
 
@@ -60,10 +62,15 @@ outliers use up the range, and the effect on the model is not measured.
 REPEATABLE = 0.005
 """The largest relative change of a figure that is measured again on another machine."""
 
+WINDOW = 256
+"""Tokens in a window, or the model's context where that is shorter."""
 
-def type_name(value: Tensor | QuantTensor) -> str:
-    """A tensor's type, as in `BOUNDS`: ``float16``, ``int4``, ..."""
-    return f"int{value.scheme.bits}" if isinstance(value, QuantTensor) else DType.of(value.dtype)
+RANDOM = "random tokens"
+"""The name of windows that are not from a text."""
+
+_MIN_TOKENS = 2  # the first predicts the second
+_WINDOWS = 2
+_LARGE_PARAMETERS = 10**9
 
 
 def coarser(bounds: Iterable[Bound]) -> Bound:
@@ -157,3 +164,39 @@ def exceeds(found: Quality, bound: Bound) -> bool:
     room = 1 + REPEATABLE
     ratio = found.perplexity / found.reference_perplexity
     return not (found.divergence.kl <= room * bound.kl and ratio <= room * bound.perplexity_ratio)
+
+
+def measured_windows(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
+    """The sha256 and windows [W, T] of each text, by its name.
+
+    Without a tokenizer, or if it makes no tokens of the texts, they are random tokens, the same each time, with their
+    own hash.
+    """
+    length, count = window_length(checkpoint), _count(checkpoint)
+    tokenizer, _ = checked_tokenizer(checkpoint)
+    if tokenizer is not None:
+        found = {}
+        for name, text in gate_texts().items():
+            windows = text_windows(tokenizer.encode(text), tokenizer.bos_id, length)[:count]
+            if windows.shape[1] >= _MIN_TOKENS:
+                found[name] = (hashlib.sha256(text.encode()).hexdigest(), windows)
+        if found:
+            return found
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(checkpoint.config.vocab_size, (count, length), generator=generator)
+    return {RANDOM: (hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), tokens)}
+
+
+def window_length(checkpoint: Checkpoint) -> int:
+    """Tokens in one window for a model."""
+    return max(_MIN_TOKENS, min(WINDOW, checkpoint.config.max_context))
+
+
+def measured_tokens(checkpoint: Checkpoint) -> int:
+    """The most tokens that a model is measured on."""
+    return len(gate_texts()) * _count(checkpoint) * window_length(checkpoint)
+
+
+def _count(checkpoint: Checkpoint) -> int:
+    """Windows of each text."""
+    return 1 if parameter_count(checkpoint) > _LARGE_PARAMETERS else _WINDOWS

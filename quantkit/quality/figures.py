@@ -1,14 +1,20 @@
-"""Figures with their standard errors, and no more digits than the errors justify."""
+"""Figures with their standard errors, with no more digits than these justify; and read back from a manifest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from quantkit.errors import CheckpointError
+from quantkit.formats import manifest
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 _MAX_PARTS = 20  # an error from 20 parts is itself known to a sixth
 _MIN_PART = 16  # tokens of a part
@@ -93,3 +99,51 @@ def _with_error(value: float, error: float) -> str:
     decimals = (1 if error / 10.0**exponent < _TWO_DIGITS else 0) - exponent
     shown = [round(one, decimals) + 0.0 for one in (value, error)]
     return " ± ".join(f"{one:.{max(0, decimals)}f}" for one in shown)
+
+
+def read_record(kind: type[T], value: Any, path: Path, what: str) -> T:
+    """A dataclass from the manifest at a path; keys that it does not have are ignored.
+
+    Args:
+        what: what the record states, for the error.
+
+    Raises:
+        CheckpointError: if the value has another form, or `kind` raises ValueError for it.
+    """
+    try:
+        return cast(T, _decoded(kind, value))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        raise CheckpointError(f"does not state {what}", path=path, hint="make it again") from None
+
+
+def manifest_or_empty(model: Path) -> dict[str, Any]:
+    """A model's manifest; empty if it has none that can be read."""
+    try:
+        return manifest.read(model)
+    except CheckpointError:
+        return {}
+
+
+def module_records(made: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a manifest states of each module; empty if it has another form."""
+    modules = made.get("modules")
+    return {name: one for name, one in modules.items() if isinstance(one, dict)} if isinstance(modules, dict) else {}
+
+
+def _decoded(kind: Any, value: Any) -> Any:
+    """A value of a type: a dataclass, a list, tuple or dict, an optional value, or a string or number."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = get_type_hints(kind)
+        required = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
+        stated = (one.name for one in fields(kind) if one.name in required or value.get(one.name) is not None)
+        return kind(**{name: _decoded(hints[name], value[name]) for name in stated})
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is list:
+        return [_decoded(arguments[0], one) for one in value]
+    if origin is tuple:
+        return tuple(_decoded(one, part) for one, part in zip(arguments, value, strict=True))
+    if origin is dict:
+        return {str(key): _decoded(arguments[1], one) for key, one in value.items()}
+    if arguments:  # X | None
+        return None if value is None else _decoded(arguments[0], value)
+    return kind(value)

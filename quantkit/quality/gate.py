@@ -16,12 +16,19 @@ from quantkit.errors import QualityError
 from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.progress import Progress, silent
-from quantkit.quality.bounds import BOUNDS, MAX_ERROR, coarser, coarsest, weight_bound, worst_row
-from quantkit.quality.figures import Estimate, rounded
+from quantkit.quality.bounds import (
+    BOUNDS,
+    MAX_ERROR,
+    WINDOW,
+    coarser,
+    coarsest,
+    measured_windows,
+    weight_bound,
+    worst_row,
+)
+from quantkit.quality.figures import Estimate, read_record, rounded
 from quantkit.quality.measures import compare_texts
-from quantkit.quality.records import read_record
 from quantkit.quality.transcoded import equal_as_numbers, row_pieces
-from quantkit.quality.windows import WINDOW, measured_windows
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import CARRIED, ROUNDING, SCALES_CAST, QuantTensor, quantize_rtn, relative_error
 from quantkit.tensors.scheme import QuantScheme
@@ -83,10 +90,8 @@ class TextResult:
 
     def limit(self, digits: int = 3) -> str:
         """The bound of the mean KL, in words."""
-        words = f"at most {self.kl_bound:.{digits}g}"
-        if self.rounding_kl is None:
-            return words
-        return f"{words}; rounding to nearest gives {self.rounding_kl:.{digits}g}"
+        rounding = "" if self.rounding_kl is None else f"; rounding to nearest gives {self.rounding_kl:.{digits}g}"
+        return f"at most {self.kl_bound:.{digits}g}{rounding}"
 
 
 @dataclass(frozen=True)
@@ -114,26 +119,20 @@ class Gate:
         for one in self.texts:
             if not one.kl <= one.kl_bound:
                 digits = _distinct_digits(one.kl, one.kl_bound)
-                return (
-                    "the result is too far from its source",
-                    f"a mean KL(source || result) of {one.kl:.{digits}g} nats a token on '{one.text}'",
-                    one.limit(digits),
-                )
+                found = f"a mean KL(source || result) of {one.kl:.{digits}g} nats a token on '{one.text}'"
+                return "the result is too far from its source", found, one.limit(digits)
             ratio = one.perplexity_ratio.value
             if not ratio <= self.perplexity_ratio_bound:
                 digits = _distinct_digits(ratio, self.perplexity_ratio_bound)
-                return (
-                    "the result predicts worse than its source",
-                    f"{ratio:.{digits}g} times the perplexity on '{one.text}'",
-                    f"at most {self.perplexity_ratio_bound:g} times",
-                )
+                found = f"{ratio:.{digits}g} times the perplexity on '{one.text}'"
+                allowed = f"at most {self.perplexity_ratio_bound:g} times"
+                return "the result predicts worse than its source", found, allowed
         for layer, reason in self.fallbacks.items():
             return f"layer '{layer}' was rounded to nearest", reason, "a layer that GPTQ can solve"
         for layer, (error, bound) in self.distorted.items():
-            return (
-                f"the weights of layer '{layer}' changed more than its scheme explains",
-                f"an error of {error:.3g} relative to the weights (Frobenius norms)", f"at most {bound:.3g}",
-            )  # fmt: skip
+            problem = f"the weights of layer '{layer}' changed more than its scheme explains"
+            found = f"an error of {error:.3g} relative to the weights (Frobenius norms)"
+            return problem, found, f"at most {bound:.3g}"
         return None
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
@@ -143,14 +142,10 @@ class Gate:
             accepted: whether the result is kept even if it does not pass.
         """
         return {
-            "passed": self.problem() is None,
-            "accepted": accepted,
-            "window": WINDOW,
-            "perplexity_ratio_bound": self.perplexity_ratio_bound,
-            "fallbacks": self.fallbacks,
-            **({"distorted": self.distorted} if self.distorted else {}),
-            "texts": [asdict(one) for one in self.texts],
-        }
+            "passed": self.problem() is None, "accepted": accepted, "window": WINDOW,
+            "perplexity_ratio_bound": self.perplexity_ratio_bound, "fallbacks": self.fallbacks,
+            **({"distorted": self.distorted} if self.distorted else {}), "texts": [asdict(one) for one in self.texts],
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> Gate:
@@ -168,10 +163,9 @@ def run_gate(
 ) -> Gate:  # fmt: skip
     """Compare a quantized model with its source on texts that are not for calibration.
 
-    The mean KL must be within `BOUNDS` for the fewest bits of its schemes. It must also be, with a
-    little slack, within that of the RTN baseline: the source rounded to nearest in the same schemes,
-    where groups longer than 128 and whole rows of int4 count as groups of 128. A result that is its
-    own baseline is run once. A source that is quantized itself has no baseline.
+    The mean KL must be within `BOUNDS` for the fewest bits of its schemes and, with a little slack, within that of the
+    RTN baseline (`rtn_baseline`). A result that is its own baseline is run once. A source that is quantized itself has
+    no baseline.
 
     Args:
         source: the float model, or a quantized one of which some tensors had to be rounded again.
@@ -200,11 +194,8 @@ def run_gate(
         figures = one.kl, one.kl_p99, limit, one.top1_agreement, quality.reference_perplexity, quality.perplexity
         errors = (None if error is None else rounded(error) for error in (one.kl_error, quality.ratio_error, rounding))
         texts.append(TextResult(name, digest, one.tokens, *map(rounded, figures), *errors))
-    fallbacks = {
-        name.removesuffix(".weight"): str(record["fallback"])
-        for name, record in records.items()
-        if record and "fallback" in record
-    }
+    unsolved = {name: record["fallback"] for name, record in records.items() if record and "fallback" in record}
+    fallbacks = {name.removesuffix(".weight"): str(reason) for name, reason in unsolved.items()}
     return Gate(texts, bound.perplexity_ratio, fallbacks, _distorted(source, result, records, assigned, progress))
 
 
@@ -224,10 +215,7 @@ def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path
         rounding = all(one.rounding_kl is not None and one.rounding_kl <= one.kl_bound for one in gate.texts)
         solver = 'GPTQ with more text, or round with `method="rtn"`' if rounding else "GPTQ with more text"
         remedy = f"choose a finer scheme or {solver}, or keep it with `accept_quality_loss=True` (and `resume=True`)"
-    errors = []
-    for module in schemes(result):
-        quantized, weight = _pair(source, result, module)
-        errors.append((relative_error(quantized, weight), module))
+    errors = ((relative_error(*_pair(source, result, module)), module) for module in schemes(result))
     worst = ", ".join(f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_NUM_WORST])
     raise QualityError(
         problem[0], path=dst, found=problem[1], expected=problem[2],
@@ -290,12 +278,7 @@ def rtn_baseline(
 
 
 class RtnCheckpoint:
-    """A float checkpoint with some layers rounded to nearest, computed when they are loaded.
-
-    Args:
-        assigned: the scheme of each module to round.
-        scale_dtype: of its scales; None is the source's.
-    """
+    """A float checkpoint with some layers rounded to nearest when they are loaded; arguments as for `rtn_baseline`."""
 
     def __init__(
         self, source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None
@@ -345,13 +328,14 @@ def is_baseline(result: Checkpoint, baseline: Checkpoint, records: Mapping[str, 
         record = records.get(name) or {}
         if own.scheme is not None and (record.get("solver") != ROUNDING or "fallback" in record):
             return False
-    for name in result.names():
-        for rows in row_pieces(result.info(name).shape, result.config.head_dim):
-            a, b = result.load(name, rows), baseline.load(name, rows)
-            if isinstance(a, QuantTensor) and isinstance(b, QuantTensor):
-                equal = equal_as_numbers(a, b)
-            else:
-                equal = isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a.float(), b.float())
-            if not equal:
-                return False
-    return True
+    return all(
+        _same_numbers(result.load(name, rows), baseline.load(name, rows))
+        for name in result.names()
+        for rows in row_pieces(result.info(name).shape, result.config.head_dim)
+    )
+
+
+def _same_numbers(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> bool:
+    if isinstance(a, QuantTensor) and isinstance(b, QuantTensor):
+        return equal_as_numbers(a, b)
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a.float(), b.float())

@@ -18,14 +18,13 @@ from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import read_names
 from quantkit.progress import Progress, in_phase, silent
-from quantkit.quality.bounds import REPEATABLE
+from quantkit.quality.bounds import REPEATABLE, measured_windows
+from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.gate import Gate, TextResult
 from quantkit.quality.measures import perplexity_estimates
 from quantkit.quality.positions import PositionCertificate
-from quantkit.quality.records import manifest_or_empty
 from quantkit.quality.transcoded import Exact
 from quantkit.quality.weights_only import WeightsOnly, require_as_recorded
-from quantkit.quality.windows import measured_windows
 from quantkit.text.chat_template import template_paths
 
 _WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}
@@ -139,14 +138,14 @@ def verify_model(model: str | Path, *, progress: Progress = silent) -> FolderRep
         )  # fmt: skip
     made, edited = require_as_written(model, progress=progress)
     readable = model if model.exists() else path.parent / min(made["files"], default="")
-    quantized = made.get("job") == "quantize" or "quality" in made
     texts: list[TextCheck] = []
     weights = None
-    if quantized and made.get("tensors_only") is True:
-        weights = WeightsOnly.from_json(made.get("quality"), path)
-        require_as_recorded(open_checkpoint(readable, tensors_only=True), made, path)
-    elif quantized:
-        texts = recheck(readable, made, progress=progress)
+    if made.get("job") == "quantize" or "quality" in made:
+        if made.get("tensors_only") is True:
+            weights = WeightsOnly.from_json(made.get("quality"), path)
+            require_as_recorded(open_checkpoint(readable, tensors_only=True), made, path)
+        else:
+            texts = recheck(readable, made, progress=progress)
     return FolderReport(model, len(made["files"]) - len(edited), edited, texts, made, weights)
 
 
@@ -160,10 +159,8 @@ def placed_manifest(model: Path) -> tuple[Path, Path]:
 
 
 def require_as_written(model: Path, *, progress: Progress = silent) -> tuple[dict[str, Any], dict[str, str]]:
-    """Compare the sha256 of a model's files with its manifest.
-
-    Returns:
-        The manifest, and the change of each file that users may edit, by its name.
+    """Compare the sha256 of a model's files with its manifest, and return that with the change of each file that users
+    may edit, by its name.
 
     Raises:
         CheckpointError: if there is no manifest, a file is missing or changed, or a file of weights,
@@ -182,16 +179,14 @@ def require_as_written(model: Path, *, progress: Progress = silent) -> tuple[dic
     for index, (name, expected) in enumerate(listed.items()):
         progress("sha256", index, len(listed), "files")
         path = manifest_path(model).parent / name
-        if Path(name).name != name or not path.is_file():
-            if name == _README:
-                edited[name] = "removed since"
-                continue
+        found = SourceFile(path).sha256() if Path(name).name == name and path.is_file() else None
+        if found == expected:
+            continue
+        if name == _README:
+            edited[name] = "removed since" if found is None else "edited since (not checked)"
+        elif found is None:
             raise CheckpointError("a file of the manifest is missing", path=path)
-        found = SourceFile(path).sha256()
-        if found != expected:
-            if name == _README:
-                edited[name] = "edited since (not checked)"
-                continue
+        else:
             raise CheckpointError(
                 "the file is not what quantkit wrote", path=path, found=f"sha256 {found[:12]}", expected=expected[:12],
                 hint="copy or make it again",
@@ -212,25 +207,25 @@ def recheck(model: Path, made: Mapping[str, Any], *, progress: Progress = silent
     quality: Any = made.get("quality")
     recorded = Gate.from_json(quality, manifest_path(model))
     checkpoint = open_checkpoint(model)
-    texts = measured_windows(checkpoint)
-    known = {one.text for one in recorded.texts if one.text in texts and texts[one.text][0] == one.sha256}
-    again = {name: windows for name, (_, windows) in texts.items() if name in known}
+    known = {(one.text, one.sha256) for one in recorded.texts}
+    texts = {
+        name: windows for name, (digest, windows) in measured_windows(checkpoint).items() if (name, digest) in known
+    }
     in_one_phase = in_phase(progress, "perplexity")
-    figures = perplexity_estimates(checkpoint, list(again.values()), progress=in_one_phase) if again else []
-    perplexities = {name: figure.value for name, figure in zip(again, figures, strict=True)}
-    for one in recorded.texts:
-        found = perplexities.get(one.text)
-        if found is None:
-            continue
-        if not (math.isfinite(found) and math.isclose(found, one.perplexity, rel_tol=REPEATABLE)):
+    figures = perplexity_estimates(checkpoint, list(texts.values()), progress=in_one_phase) if texts else []
+    perplexities = {name: figure.value for name, figure in zip(texts, figures, strict=True)}
+    checks = [TextCheck(one, perplexities.get(one.text)) for one in recorded.texts]
+    for one in checks:
+        found, expected = one.perplexity, one.recorded.perplexity
+        if found is not None and not (math.isfinite(found) and math.isclose(found, expected, rel_tol=REPEATABLE)):
             raise QualityError(
-                f"perplexity on '{one.text}' is not what the manifest says", path=model, found=f"{found:.4g}",
-                expected=f"{one.perplexity:.4g}", hint="make it again",
+                f"perplexity on '{one.recorded.text}' is not what the manifest says", path=model, found=f"{found:.4g}",
+                expected=f"{expected:.4g}", hint="make it again",
             )  # fmt: skip
     for failure in (_failure(recorded, "gate", quality, model), _certificate_failure(made, model)):
         if failure is not None:
             raise failure
-    return [TextCheck(one, perplexities.get(one.text)) for one in recorded.texts]
+    return checks
 
 
 def failed_certificate(model: Path) -> str | None:

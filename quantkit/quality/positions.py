@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import QualityError
-from quantkit.quality.figures import Estimate, rounded, significant
-from quantkit.quality.records import read_record
+from quantkit.quality.figures import Estimate, read_record, rounded, significant
 
 FLOAT, INT8 = "float", "int8"
 CACHES = (FLOAT, INT8)
@@ -157,11 +156,11 @@ class PositionCertificate:
             QualityError: if a bucket exceeds the bound.
         """
         if (problem := self.problem()) is not None:
-            raise QualityError(
-                problem[0], path=dst, found=problem[1], expected=problem[2],
-                hint=f"the last KL is {rise_text(self.caches[FLOAT])}; choose a finer scheme, or keep it with"
-                " `accept_quality_loss=True` (and `resume=True`)",
-            )  # fmt: skip
+            hint = (
+                f"the last KL is {rise_text(self.caches[FLOAT])}; choose a finer scheme, or keep it with"
+                " `accept_quality_loss=True` (and `resume=True`)"
+            )
+            raise QualityError(problem[0], path=dst, found=problem[1], expected=problem[2], hint=hint)
 
     def lines(self) -> list[str]:
         """A line for each cache, and one if the model was kept though it did not pass."""

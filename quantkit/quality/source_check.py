@@ -16,8 +16,9 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
 from quantkit.progress import Progress, silent
+from quantkit.quality.bounds import window_length
+from quantkit.quality.figures import rounded
 from quantkit.quality.measures import head_pieces, text_windows
-from quantkit.quality.windows import window_length
 from quantkit.tensors.finite import all_finite, checked_cast, nonfinite_logits
 from quantkit.tensors.qtensor import QuantTensor
 
@@ -98,17 +99,15 @@ def check_source(
     if tokenizer.bos_id is None:
         written -= len(tokenizer.decode(window[0, :1].tolist()).encode())
     count = len(window[0]) - 1
-    loss = found / count
+    perplexity = math.exp(min(found / count, 700))
     guess = min(tokenizer.vocab_size, source.config.vocab_size)
-    perplexity = math.exp(min(loss, 700))
-    if not loss < math.log(guess):
+    if not found / count < math.log(guess):
         raise CheckpointError(
             "the model predicts a plain English text no better than a uniform guess", path=source.path,
             found=f"perplexity {perplexity:.4g}", expected=f"less than its {guess} tokens",
             hint=f"weights or tokenizer are damaged or another model's; {_SKIP}",
         )  # fmt: skip
-    bits = found / math.log(2) / max(written, 1)
-    return SourceCheck("speech", count, float(f"{perplexity:.5g}"), float(f"{bits:.4g}"))
+    return SourceCheck("speech", count, rounded(perplexity), rounded(found / math.log(2) / max(written, 1), 4))
 
 
 def _loss(source: Checkpoint, hidden: Tensor, window: Tensor) -> float:

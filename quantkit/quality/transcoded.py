@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.kv_cache import KvCache
 from quantkit.progress import Progress, silent
-from quantkit.quality.bounds import BOUNDS, Bound, coarser, same_bits, same_but_rounded, type_name, weight_bound
+from quantkit.quality.bounds import BOUNDS, Bound, coarser, same_bits, same_but_rounded, weight_bound
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, cast_scales, float_rows, frobenius, row_chunks
 from quantkit.tensors.scheme import QuantScheme
@@ -61,7 +62,7 @@ class Exact:
 
 def require_exact(
     source: Checkpoint, result: Checkpoint, rounded: Collection[str] = (),
-    cast: Mapping[str, tuple[DType, ...]] | None = None, *, progress: Progress = silent,
+    cast: Mapping[str, tuple[DType, ...]] = MappingProxyType({}), *, progress: Progress = silent,
 ) -> Exact:  # fmt: skip
     """Compare a written model, as its own reader loads it, with its source.
 
@@ -84,13 +85,12 @@ def require_exact(
         if before.scheme is not None:
             quantized += 1
             equal = _same_codes(source, result, before.name, name)
-            if not equal and name in (cast or {}):
-                equal = _same_codes(source, result, before.name, name, (cast or {})[name])
+            if not equal and name in cast:
+                equal = _same_codes(source, result, before.name, name, cast[name])
                 scales_cast += equal
         elif result.format == "gguf" and result.config.norm_offset != 0 and "norm" in name:
             one, other = source.load(name), result.load(name)
-            equal = isinstance(one, Tensor) and isinstance(other, Tensor) and _equal(one, other.to(one.dtype))
-            norms += not equal
+            norms += not (isinstance(one, Tensor) and isinstance(other, Tensor) and _equal(one, other.to(one.dtype)))
             continue
         elif before.dtype == result.info(name).dtype:
             floats += 1
@@ -99,10 +99,8 @@ def require_exact(
         else:
             continue
         if not equal:
-            raise QuantkitError(
-                f"tensor '{name}' is not what the source holds, as it is read back", path=result.path,
-                hint=_BUG,
-            )  # fmt: skip
+            problem = f"tensor '{name}' is not what the source holds, as it is read back"
+            raise QuantkitError(problem, path=result.path, hint=_BUG)
     progress("exact", len(names), len(names), "tensors")
     return Exact(quantized, quantized - scales_cast, floats, norms, scales_cast)
 
@@ -213,7 +211,9 @@ def tensor_difference(
     Args:
         coarsest: see `weight_bound`; None for one that is quantized in neither model.
     """
-    types = type_name(first), type_name(second)
+    types = (
+        f"int{one.scheme.bits}" if isinstance(one, QuantTensor) else DType.of(one.dtype) for one in (first, second)
+    )
     bound = coarser((BOUNDS["float16"], *(BOUNDS[name] for name in types if name in BOUNDS)))
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         if same_bits(first, second):

@@ -25,14 +25,12 @@ from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import shown
 from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, deduplicated, in_phase
-from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds
-from quantkit.quality.figures import Estimate
+from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds, measured_windows
+from quantkit.quality.figures import Estimate, manifest_or_empty, module_records
 from quantkit.quality.manifest_check import FolderReport, failed_certificate, neither_true_nor_false, verify_model
 from quantkit.quality.measures import Divergence, compare_batches
-from quantkit.quality.records import manifest_or_empty, module_records
 from quantkit.quality.transcoded import TensorDifference, tensor_difference
 from quantkit.quality.weights_only import COMPARED, error_problem, recorded_errors, summary_problems
-from quantkit.quality.windows import measured_windows
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -59,6 +57,13 @@ class Verdict(Enum):
     WITHIN_BOUND = 10
     DIFFERENT = 11
     BEYOND_CERTIFICATE = QualityError.exit_code
+
+
+_VERDICTS = {
+    Verdict.SAME: "the same model", Verdict.WITHIN_BOUND: "within the bound of the scheme",
+    Verdict.DIFFERENT: "DIFFERENT",
+    Verdict.BEYOND_CERTIFICATE: "BEYOND THE BOUND of a certificate for long contexts",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -136,20 +141,12 @@ class VerifyReport:
     def to_json(self) -> dict[str, Any]:
         """Everything found; the verdict in lower case."""
         return {
-            "verdict": self.verdict.name.lower(),
-            "same": self.same,
-            "ok": self.ok,
-            "problems": self.problems,
-            "not_certified": self.not_certified,
-            "formats": list(self.formats),
-            "tensors": self.tensors,
-            "on_codes": self.on_codes,
-            "differing": [{**asdict(one), "within": one.within} for one in self.differing],
-            "probes": {name: asdict(probe) for name, probe in self.probes.items()},
-            "bound": asdict(self.bound),
-            "weights_only": self.weights_only,
-            "kv_cache": self.kv_cache,
-        }
+            "verdict": self.verdict.name.lower(), "same": self.same, "ok": self.ok, "problems": self.problems,
+            "not_certified": self.not_certified, "formats": list(self.formats), "tensors": self.tensors,
+            "on_codes": self.on_codes, "differing": [{**asdict(one), "within": one.within} for one in self.differing],
+            "probes": {name: asdict(probe) for name, probe in self.probes.items()}, "bound": asdict(self.bound),
+            "weights_only": self.weights_only, "kv_cache": self.kv_cache,
+        }  # fmt: skip
 
     def lines(self) -> list[str]:
         """The report as text."""
@@ -178,13 +175,7 @@ class VerifyReport:
                 out += [f"  {probe.line(name)}" for name, probe in self.probes.items()]
             else:
                 out.append("logits: equal")
-        words = {
-            Verdict.SAME: "the same model",
-            Verdict.WITHIN_BOUND: "within the bound of the scheme",
-            Verdict.DIFFERENT: "DIFFERENT",
-            Verdict.BEYOND_CERTIFICATE: "BEYOND THE BOUND of a certificate for long contexts",
-        }
-        return [*out, f"verdict: {words[self.verdict]}"]
+        return [*out, f"verdict: {_VERDICTS[self.verdict]}"]
 
 
 @overload
@@ -242,39 +233,40 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     kv_cache = one_sided(reference.kv_cache, other.kv_cache, (reference.path, other.path))
     if reference.kv_cache is not None and other.kv_cache is not None:
         problems += [found] if (found := reference.kv_cache.difference(other.kv_cache)) is not None else []
-    problems += _token_problems(reference, other) if runnable else []
-    problems += [] if runnable else [*summary_problems(reference), *summary_problems(other)]
+    if runnable:
+        problems += _token_problems(reference, other)
+    else:
+        problems += [*summary_problems(reference), *summary_problems(other)]
     if schemes(reference) and not schemes(other):
         reference, other = other, reference
-    names = [parameter.name for parameter in parameters(replace(reference.config, tied_embeddings=False))]
+    names = [parameter.name for parameter in parameters(configs[0])] if comparable else []
     differing: list[TensorDifference] = []
-    probes: dict[str, Probe] = {}
     bound = BOUNDS["float16"]
     recorded = {} if runnable else recorded_errors(reference, other)
     compensated = {**_compensated(reference), **_compensated(other)}
     on_codes = len(schemes(reference).keys() & schemes(other).keys()) if comparable else 0
-    if comparable:
-        for index, name in enumerate(names):
-            progress("tensors", index, len(names), "tensors")
-            pair = _load(reference, name), _load(other, name)
-            difference, allowed = tensor_difference(name, *pair, compensated.get(name.removesuffix(".weight")))
-            if difference is not None:
-                differing.append(difference)
-                bound = coarser((bound, allowed))
-                found = error_problem(name, difference.relative_error, recorded.get(name))
-                problems += [] if found is None else [found]
-        differing.sort(key=lambda difference: -difference.excess)
-        probes = _probed(reference, other, bound, progress) if runnable else {}
-    verdict = Verdict.WITHIN_BOUND
-    if not problems and not differing and not any(one.divergence.largest_logit_difference for one in probes.values()):
-        verdict = Verdict.SAME
-    elif problems or not all(one.within for one in differing) or not all(one.within for one in probes.values()):
+    for index, name in enumerate(names):
+        progress("tensors", index, len(names), "tensors")
+        pair = _load(reference, name), _load(other, name)
+        difference, allowed = tensor_difference(name, *pair, compensated.get(name.removesuffix(".weight")))
+        if difference is not None:
+            differing.append(difference)
+            bound = coarser((bound, allowed))
+            found = error_problem(name, difference.relative_error, recorded.get(name))
+            problems += [] if found is None else [found]
+    differing.sort(key=lambda difference: -difference.excess)
+    probes = _probed(reference, other, bound, progress) if comparable and runnable else {}
+    if problems or not (all(one.within for one in differing) and all(one.within for one in probes.values())):
         verdict = Verdict.DIFFERENT
-    if not_certified and verdict is not Verdict.DIFFERENT:
+    elif not_certified:
         verdict = Verdict.BEYOND_CERTIFICATE
-    tensors = len(names) if comparable else 0
+    elif differing or any(one.divergence.largest_logit_difference for one in probes.values()):
+        verdict = Verdict.WITHIN_BOUND
+    else:
+        verdict = Verdict.SAME
     return VerifyReport(
-        verdict, problems, formats, tensors, on_codes, differing, probes, bound, not runnable, not_certified, kv_cache
+        verdict, problems, formats, len(names), on_codes, differing, probes, bound, not runnable, not_certified,
+        kv_cache,
     )  # fmt: skip
 
 
@@ -322,9 +314,8 @@ def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
 
 
 def _load(checkpoint: Checkpoint, name: str) -> Tensor | QuantTensor:
-    if name == "lm_head.weight" and checkpoint.config.tied_embeddings:
-        name = "model.embed_tokens.weight"
-    return checkpoint.load(name)
+    tied = name == "lm_head.weight" and checkpoint.config.tied_embeddings
+    return checkpoint.load("model.embed_tokens.weight" if tied else name)
 
 
 def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
@@ -363,10 +354,8 @@ def _probed(reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Pr
 
 def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
     """The tokens other than texts on which logits are compared; fixed, so that reports are repeatable."""
-    config = checkpoint.config
-    generator = torch.Generator().manual_seed(1)
+    config, generator = checkpoint.config, torch.Generator().manual_seed(1)
     count = min(_RANDOM_TOKENS, config.max_context)
-
     first, second = (torch.randint(config.vocab_size, (1, count), generator=generator) for _ in range(2))
     return {
         "other random tokens": Batch.from_start(first),

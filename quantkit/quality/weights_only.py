@@ -14,7 +14,7 @@ from quantkit.formats.checkpoint import Checkpoint, parameter_count, schemes
 from quantkit.formats.output.destination import manifest_path
 from quantkit.json_values import shown
 from quantkit.quality.bounds import REPEATABLE
-from quantkit.quality.records import manifest_or_empty, module_records, read_record
+from quantkit.quality.figures import manifest_or_empty, module_records, read_record
 
 COMPARED = "weights only: no logits were compared"
 
@@ -99,12 +99,12 @@ def carried_tensors(source: Any, result: Checkpoint) -> dict[str, str]:
     found = {}
     for name in result.names():
         spec, before = result.info(name), source.info(name)
-        if spec.scheme is None:
-            as_floats = StoredTensor(name, before.dtype, before.shape).nbytes
-            if source.stored_bytes(name) != as_floats:
-                found[name] = f"dequantized to {spec.dtype} by its own scales"
-            else:
-                found[name] = "bit for bit" if spec.dtype == before.dtype else f"cast to {spec.dtype}"
+        if spec.scheme is not None:
+            continue
+        if source.stored_bytes(name) != StoredTensor(name, before.dtype, before.shape).nbytes:
+            found[name] = f"dequantized to {spec.dtype} by its own scales"
+        else:
+            found[name] = "bit for bit" if spec.dtype == before.dtype else f"cast to {spec.dtype}"
     return found
 
 
@@ -138,11 +138,10 @@ def summary_problems(checkpoint: Checkpoint) -> list[str]:
     if made.get("tensors_only") is not True:
         return []
     carried = {name for name in checkpoint.names() if checkpoint.info(name).scheme is None}
-    listed = made.get("carried")
+    listed = set(stated) if isinstance(stated := made.get("carried"), dict) else None
     problems = []
-    if not isinstance(listed, dict) or set(listed) != carried:
-        count = len(listed) if isinstance(listed, dict) else 0
-        problems.append(f"the manifest lists {count} carried tensors, and the model has {len(carried)}")
+    if listed != carried:
+        problems.append(f"the manifest lists {len(listed or ())} carried tensors, and the model has {len(carried)}")
     if "quality" not in made:
         return problems
     summary = WeightsOnly.from_json(made["quality"], manifest_path(checkpoint.path))
@@ -151,19 +150,15 @@ def summary_problems(checkpoint: Checkpoint) -> list[str]:
         found = weights_only(checkpoint, records)
     except (LookupError, TypeError, ValueError):
         return [*problems, "the manifest does not state the error of each quantized tensor"]
-    for what in ("parameters", "quantized", "carried", "worst_error"):
-        recorded, expected = getattr(summary, what), getattr(found, what)
-        if recorded != expected:
-            problems.append(f"'{what}' is {recorded:g} in the manifest's summary, and {expected:g} by its tensors")
-    return problems
+    return problems + [
+        f"'{what}' is {recorded:g} in the manifest's summary, and {expected:g} by its tensors"
+        for (what, recorded), expected in zip(asdict(summary).items(), asdict(found).values(), strict=True)
+        if what != "worst" and recorded != expected
+    ]
 
 
 def require_as_recorded(checkpoint: Checkpoint, made: Mapping[str, Any], path: Path) -> None:
-    """Compare the schemes of a model with its manifest.
-
-    Args:
-        made: the manifest.
-        path: of the manifest.
+    """Compare the schemes of a model with its manifest `made`, which is at `path`.
 
     Raises:
         CheckpointError: if they differ.
