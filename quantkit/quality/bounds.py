@@ -143,13 +143,12 @@ def _step_error(value: QuantTensor) -> float:
 
 def same_but_rounded(a: Tensor, b: Tensor) -> bool:
     """Whether one of two float tensors is the other one, cast to its type."""
-    return any(
-        all(
-            torch.equal(first[start:stop].to(second.dtype), second[start:stop])
-            for start, stop in row_chunks(len(first), math.prod(first.shape[1:]))
-        )
-        for first, second in ((a, b), (b, a))
-    )
+
+    def is_cast(first: Tensor, second: Tensor) -> bool:
+        chunks = (slice(*part) for part in row_chunks(len(a), math.prod(a.shape[1:])))
+        return all(torch.equal(first[rows].to(second.dtype), second[rows]) for rows in chunks)
+
+    return is_cast(a, b) or is_cast(b, a)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -102,10 +102,7 @@ def _with_error(value: float, error: float) -> str:
 
 
 def read_record(kind: type[T], value: Any, path: Path, what: str) -> T:
-    """A dataclass from the manifest at a path; keys that it does not have are ignored.
-
-    Args:
-        what: what the record states, for the error.
+    """A dataclass from the manifest at a path, for the error with what it states; keys that it lacks are ignored.
 
     Raises:
         CheckpointError: if the value has another form, or `kind` raises ValueError for it.

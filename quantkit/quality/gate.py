@@ -136,11 +136,7 @@ class Gate:
         return None
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
-        """The manifest's form.
-
-        Args:
-            accepted: whether the result is kept even if it does not pass.
-        """
+        """The manifest's form; `accepted` states whether the result is kept even if it does not pass."""
         return {
             "passed": self.problem() is None, "accepted": accepted, "window": WINDOW,
             "perplexity_ratio_bound": self.perplexity_ratio_bound, "fallbacks": self.fallbacks,
@@ -200,10 +196,7 @@ def run_gate(
 
 
 def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path, remedy: str | None = None) -> None:
-    """Check that a model passed.
-
-    Args:
-        remedy: the next step if it did not; None is that of a quantization.
+    """Check that a model passed; `remedy` is the next step if it did not, and None is that of a quantization.
 
     Raises:
         QualityError: if it did not pass, naming the layers whose weights changed the most.
@@ -263,11 +256,8 @@ def _distinct_digits(value: float, bound: float) -> int:
 def rtn_baseline(
     source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None
 ) -> RtnCheckpoint:
-    """The RTN baseline: the source rounded in the schemes by module, but int4 never in groups longer than 128.
-
-    Args:
-        scale_dtype: of its scales; None is the source's.
-    """
+    """The RTN baseline: the source rounded in the schemes by module, but int4 never in groups longer than 128. Its
+    scales have the type `scale_dtype`; None is the source's."""
     schemes = {}
     for module, scheme in assigned.items():
         if scheme.bits == 4 and (scheme.group_size is None or scheme.group_size > _COARSEST):
@@ -313,11 +303,8 @@ class RtnCheckpoint:
 def is_baseline(result: Checkpoint, baseline: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether a result is its own baseline, so that running both would give the same figures twice.
 
-    That is so if every quantized layer was only rounded, according to the records, and every tensor, as it is read
-    back, has the numbers that rounding the source gives.
-
-    Args:
-        records: the manifest's entries on tensors, by name.
+    That is so if every quantized layer was only rounded, according to `records` (the manifest's entries on tensors, by
+    name), and every tensor, as it is read back, has the numbers that rounding the source gives.
     """
     if baseline.config.differences(result.config) or baseline.names() != result.names():
         return False

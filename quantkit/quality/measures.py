@@ -74,17 +74,22 @@ class Quality:
 
 @dataclass(frozen=True)
 class Windows:
-    """Token ids [W, T] at positions 0, 1, 2, ..., and the target of each: ids [W, T], or `NOT_SCORED`."""
+    """Token ids [W, T], the target of each: ids [W, T], or `NOT_SCORED`; and positions [T], None for 0, 1, 2, ..."""
 
     tokens: Tensor
     targets: Tensor
+    positions: Tensor | None = None
 
     @classmethod
-    def of(cls, tokens: Tensor) -> Windows:
+    def of(cls, tokens: Tensor, positions: Tensor | None = None) -> Windows:
         """Each position predicts the next token of its window; the last predicts nothing."""
         targets = torch.full_like(tokens, NOT_SCORED)
         targets[:, :-1] = tokens[:, 1:]
-        return cls(tokens, targets)
+        return cls(tokens, targets, positions)
+
+    def batch(self) -> Batch:
+        """The tokens at their positions."""
+        return Batch.from_start(self.tokens) if self.positions is None else Batch(self.tokens, self.positions)
 
 
 class Hidden(Protocol):
@@ -101,17 +106,13 @@ Listener = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 and the other's probabilities [N, V], KL(reference || other) of each token in nats [N], and its target [N]."""
 
 
-@torch.inference_mode()
 def compare_batches(
     reference: Checkpoint, other: Checkpoint, batches: Sequence[Batch], *, progress: Progress = silent
 ) -> list[Quality]:
     """Compare a checkpoint with a reference on every batch, all in one pass; figures are NaN for logits that are not
     finite."""
-    found = [[Tally()] for _ in batches]
-    targets = [Windows.of(batch.tokens).targets for batch in batches]
-    first = layerwise_hidden(reference, batches, progress=part_of(progress, 0, 2))
-    second = layerwise_hidden(other, batches, progress=part_of(progress, 1, 2))
-    _compare_logits(reference, [other], found, targets, first, [second], SINGLE, finite=False)
+    windows = [Windows.of(batch.tokens, batch.positions) for batch in batches]
+    found = tallies(reference, [(other, None)], windows, progress=progress, finite=False)
     return [tally.quality() for (tally,) in found]
 
 
@@ -125,10 +126,12 @@ def compare(
     Args:
         reference_hidden: returns the reference's hidden states, for instance from a cache.
         listeners: one per compared checkpoint; or none at all.
-        group: the processes that share each model.
     """
     runs = [(other, None) for other in others]
-    (found,) = tallies(reference, runs, [windows], listeners, reference_hidden, group, progress)
+    (found,) = tallies(
+        reference, runs, [Windows.of(windows)], listeners=listeners, reference_hidden=reference_hidden, group=group,
+        progress=progress,
+    )  # fmt: skip
     return [tally.quality() for tally in found]
 
 
@@ -146,40 +149,45 @@ def compare_texts(
         RequestError: if a vocabulary differs from the reference's in size.
         NonFiniteError: if a model's logits are NaN or Inf.
     """
-    found = tallies(reference, [(other, None) for other in others], texts, (), layerwise_hidden, SINGLE, progress)
+    found = tallies(reference, [(other, None) for other in others], list(map(Windows.of, texts)), progress=progress)
     return [[tally.quality() for tally in of_text] for of_text in found]
 
 
 @torch.inference_mode()
 def tallies(
-    reference: Checkpoint, others: Sequence[tuple[Checkpoint, torch.dtype | None]], texts: Sequence[Tensor],
-    listeners: Sequence[Listener], reference_hidden: Hidden, group: ProcessGroup, progress: Progress,
+    reference: Checkpoint, others: Sequence[tuple[Checkpoint, torch.dtype | None]], texts: Sequence[Windows], *,
+    listeners: Sequence[Listener] = (), reference_hidden: Hidden = layerwise_hidden, group: ProcessGroup = SINGLE,
+    progress: Progress = silent, finite: bool = True,
 ) -> list[list[Tally]]:  # fmt: skip
-    """As `compare_texts`, of checkpoints with the type of their KV cache; None leaves keys and values as they are."""
-    size = reference.config.vocab_size
-    if odd := [other for other, _ in others if other.config.vocab_size != size]:
+    """As `compare_texts`, of checkpoints with the type of their KV cache; None leaves keys and values as they are. With
+    `finite`, logits that are NaN or Inf are an error."""
+    vocabulary = reference.config.vocab_size
+    if odd := [other for other, _ in others if other.config.vocab_size != vocabulary]:
         raise RequestError(
             "cannot be compared with the reference", path=odd[0].path,
-            found=f"{odd[0].config.vocab_size} tokens", expected=f"a vocabulary of {size}",
+            found=f"{odd[0].config.vocab_size} tokens", expected=f"a vocabulary of {vocabulary}",
         )  # fmt: skip
     found = [[Tally(listener) for listener, _ in zip_longest(listeners, others)] for _ in texts]
     width = max(checkpoint.config.hidden_size for checkpoint in (reference, *(other for other, _ in others)))
-    parts = _parts([Windows.of(windows) for windows in texts], width)
+    parts = _parts(texts, width)
     runs = len(parts) * (len(others) + 1)
     steps = (part_of(progress, run, runs) for run in range(runs))
     for part in parts:
-        batches = [Batch.from_start(one.tokens) for _, one in part]
-        targets = [one.targets for _, one in part]
+        batches = [one.batch() for _, one in part]
+        targets = [one.targets.flatten() for _, one in part]
         first = reference_hidden(reference, batches, group=group, progress=next(steps))
-        size = 4 * width * sum(one.numel() for one in targets)
+        size = 4 * width * sum(map(len, targets))
         for some in _pieces(len(others), max(1, 2 * STATES_BYTES // size - 1)):
             seconds = [
                 layerwise_hidden(other, batches, cache_dtype=cache, group=group, progress=next(steps))
                 for other, cache in others[some]
             ]
-            own = [found[text][some] for text, _ in part]
-            compared = [other for other, _ in others[some]]
-            _compare_logits(reference, compared, own, targets, first, seconds, group, finite=True)
+            for rows in head_pieces([len(one) for one in targets], vocabulary):
+                expected = _logits(reference, first, rows, group, finite=finite)
+                for number, states in zip(range(some.start, some.stop), seconds, strict=True):
+                    logits = _logits(others[number][0], states, rows, group, finite=finite)
+                    for (batch, own), p, q in zip(rows, expected, logits, strict=True):
+                        found[part[batch][0]][number].add(p, q, targets[batch][own])
     return found
 
 
@@ -281,44 +289,29 @@ class Tally:
         return Quality(divergence, reference.value, other.value, reference.error, other.error, ratio.error)
 
 
-def _compare_logits(
-    reference: Checkpoint, others: Sequence[Checkpoint], found: Sequence[Sequence[Tally]],
-    targets: Sequence[Tensor], first: Sequence[Tensor], seconds: Sequence[Sequence[Tensor]],
-    group: ProcessGroup, *, finite: bool,
-) -> None:  # fmt: skip
-    """Add the logits of hidden states to tallies, by batch and compared checkpoint.
-
-    The hidden states [B, T, D] are `first`, the reference's by batch, and `seconds`, by compared checkpoint and batch.
-    With `finite`, logits that are NaN or Inf are an error.
-    """
-    for rows in head_pieces([one.numel() for one in targets], reference.config.vocab_size):
-        expected = _logits(reference, [first[batch].flatten(0, 1)[some] for batch, some in rows], group, finite=finite)
-        for number, (other, states) in enumerate(zip(others, seconds, strict=True)):
-            logits = _logits(other, [states[batch].flatten(0, 1)[some] for batch, some in rows], group, finite=finite)
-            for (batch, some), p, q in zip(rows, expected, logits, strict=True):
-                found[batch][number].add(p, q, targets[batch].flatten()[some])
-
-
 def _losses(
     checkpoint: Checkpoint, texts: Sequence[Windows], group: ProcessGroup, progress: Progress
 ) -> Iterator[tuple[int, Tensor]]:
     """Minus the log probabilities [N] of some scored targets at a time, with the index of their text."""
     parts = _parts(texts, checkpoint.config.hidden_size)
     for index, part in enumerate(parts):
-        batches = [Batch.from_start(one.tokens) for _, one in part]
+        batches = [one.batch() for _, one in part]
         states = layerwise_hidden(checkpoint, batches, group=group, progress=part_of(progress, index, len(parts)))
         targets = [one.targets.flatten() for _, one in part]
         scored = [(one != NOT_SCORED).nonzero().squeeze(-1) for one in targets]
         for rows in head_pieces([len(one) for one in scored], checkpoint.config.vocab_size):
             chosen = [(batch, scored[batch][some]) for batch, some in rows]
-            found = _logits(checkpoint, [states[batch].flatten(0, 1)[own] for batch, own in chosen], group, finite=True)
+            found = _logits(checkpoint, states, chosen, group, finite=True)
             for (batch, own), logits in zip(chosen, found, strict=True):
                 yield part[batch][0], F.cross_entropy(logits, targets[batch][own], reduction="none").double()
 
 
-def _logits(checkpoint: Checkpoint, hidden: Sequence[Tensor], group: ProcessGroup, *, finite: bool) -> list[Tensor]:
-    """Logits [N, V] of each of some hidden states [N, D]; with `finite`, NaN or Inf is a `NonFiniteError`."""
-    found = head_logits(checkpoint, hidden, group=group)
+def _logits(
+    checkpoint: Checkpoint, states: Sequence[Tensor], rows: Sequence[tuple[int, slice | Tensor]], group: ProcessGroup,
+    *, finite: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Logits [N, V] of rows of hidden states [B, T, D]; with `finite`, NaN or Inf is a `NonFiniteError`."""
+    found = head_logits(checkpoint, [states[batch].flatten(0, 1)[own] for batch, own in rows], group=group)
     return [finite_logits(logits, checkpoint.path) for logits in found] if finite else found
 
 
@@ -341,7 +334,7 @@ def _parts(texts: Sequence[Windows], hidden_size: int) -> list[list[tuple[int, W
             if parts[-1] and total + size > STATES_BYTES:
                 parts.append([])
                 total = 0
-            parts[-1].append((index, Windows(one.tokens[rows], one.targets[rows])))
+            parts[-1].append((index, Windows(one.tokens[rows], one.targets[rows], one.positions)))
             total += size
     return parts
 

@@ -14,7 +14,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.layerwise import layerwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.quality.figures import mean_estimate
-from quantkit.quality.measures import Hidden, part_of, tallies, text_windows
+from quantkit.quality.measures import Hidden, Windows, part_of, tallies, text_windows
 from quantkit.quality.positions import CACHES, FLOAT, INT8, SHORTEST, TOKENS, PositionDivergence, position_edges
 
 _DTYPES = {FLOAT: None, INT8: torch.int8}
@@ -50,7 +50,6 @@ def divergence_by_position(
 
     Args:
         reference_hidden: returns the reference's hidden states, for instance from a cache.
-        group: the processes that share each model.
 
     Returns:
         For each compared checkpoint its buckets by the type of its KV cache: floats, or int8 rows at every position.
@@ -64,7 +63,8 @@ def divergence_by_position(
     found = []
     for index, window in enumerate(windows):
         report = part_of(progress, index, len(windows))
-        (of_window,) = tallies(reference, runs, [window.unsqueeze(0)], (), reference_hidden, group, report)
+        own = [Windows.of(window.unsqueeze(0))]
+        (of_window,) = tallies(reference, runs, own, reference_hidden=reference_hidden, group=group, progress=report)
         found.append([tally.by_token() for tally in of_window])
     stacked = ([torch.stack(parts) for parts in zip(*of_run, strict=True)] for of_run in zip(*found, strict=True))
     buckets = (position_buckets(kl, agreed) for kl, agreed, *_ in stacked)
@@ -73,11 +73,7 @@ def divergence_by_position(
 
 def position_buckets(kl: Tensor, agreed: Tensor, shortest: int = SHORTEST) -> list[PositionDivergence]:
     """Means over windows [W, T] of KL and of the likeliest tokens' agreement; a bucket's tokens are in the windows'
-    order.
-
-    Args:
-        shortest: positions of the first bucket.
-    """
+    order, and the first bucket has `shortest` positions."""
     buckets = []
     for start, stop in pairwise(position_edges(kl.shape[1], shortest)):
         mean, share = mean_estimate(kl[:, start:stop].flatten()), agreed[:, start:stop].double().mean().item()

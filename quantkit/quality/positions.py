@@ -103,11 +103,7 @@ def rise_text(buckets: Sequence[PositionDivergence]) -> str:
 
 
 def cut_short(text: str, length: int, requested: int, context: int) -> str:
-    """The note on windows of a text that have fewer tokens than were requested.
-
-    Args:
-        context: the model's context.
-    """
+    """The note on windows of a text that have fewer tokens than were requested; `context` is the model's."""
     shorter = "the model's context" if length == context else f"the text '{text}'"
     return f"KL by position goes to {length} tokens, not {requested}: {shorter} has no more"
 
@@ -144,11 +140,9 @@ class PositionCertificate:
         if not beyond:
             return None
         worst = max(beyond, key=lambda one: math.inf if math.isnan(one.kl) else one.kl)
-        return (
-            f"the result is too far from its source at positions {worst.name}",
-            f"a mean KL(source || result) of {significant(worst.kl, 5)} nats a token on '{self.text}'",
-            f"at most {self.kl_bound:.3g}",
-        )
+        problem = f"the result is too far from its source at positions {worst.name}"
+        found = f"a mean KL(source || result) of {significant(worst.kl, 5)} nats a token on '{self.text}'"
+        return problem, found, f"at most {self.kl_bound:.3g}"
 
     def require_within(self, dst: Path) -> None:
         """
@@ -174,11 +168,7 @@ class PositionCertificate:
         return lines
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
-        """The manifest's form.
-
-        Args:
-            accepted: whether the result is kept even if it does not pass.
-        """
+        """The manifest's form; `accepted` states whether the result is kept even if it does not pass."""
         return {"passed": self.problem() is None, "accepted": accepted, **asdict(self)}
 
     @classmethod

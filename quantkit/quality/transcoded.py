@@ -207,10 +207,7 @@ def tensor_difference(
     name: str, first: Tensor | QuantTensor, second: Tensor | QuantTensor, coarsest: QuantScheme | None
 ) -> tuple[TensorDifference | None, Bound]:
     """The difference between a tensor and its reference, the first one, None if they are equal; and its type's bound.
-
-    Args:
-        coarsest: see `weight_bound`; None for one that is quantized in neither model.
-    """
+    For `coarsest` see `weight_bound`; None for a tensor that is quantized in neither model."""
     types = (
         f"int{one.scheme.bits}" if isinstance(one, QuantTensor) else DType.of(one.dtype) for one in (first, second)
     )

@@ -51,11 +51,7 @@ class WeightsOnly:
         return None
 
     def to_json(self, *, accepted: bool = False) -> dict[str, Any]:
-        """The manifest's form.
-
-        Args:
-            accepted: as for a `Gate`; there is nothing to accept.
-        """
+        """The manifest's form; `accepted` is as for a `Gate`, but there is nothing to accept."""
         return {"compared": COMPARED, **asdict(self)}
 
     @classmethod
@@ -77,11 +73,7 @@ class WeightsOnly:
 
 
 def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -> WeightsOnly:
-    """The figures of a quantized model.
-
-    Args:
-        records: the manifest's entries on tensors, by name.
-    """
+    """The figures of a quantized model; `records` are the manifest's entries on tensors, by name."""
     assigned = schemes(result)
     errors = {module: float(records[f"{module}.weight"]["relative_error"]) for module in assigned}
     worst = max(errors, key=lambda module: errors[module])
@@ -91,11 +83,7 @@ def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -
 
 
 def carried_tensors(source: Any, result: Checkpoint) -> dict[str, str]:
-    """How each tensor that is not quantized was stored, by name.
-
-    Args:
-        source: the `StoredCheckpoint` that it comes from.
-    """
+    """How each tensor that is not quantized was stored, by name; `source` is the `StoredCheckpoint` it comes from."""
     found = {}
     for name in result.names():
         spec, before = result.info(name), source.info(name)
