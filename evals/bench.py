@@ -21,26 +21,10 @@ import torch
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError
+from quantkit.evals import timing
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
-from quantkit.evals.timing import (
-    MIN_CONTEXT,
-    PROMPT,
-    AtContext,
-    Decoding,
-    OtherProcesses,
-    Rate,
-    bandwidth,
-    context_rows,
-    loaded_bytes,
-    max_bytes,
-    measure_contexts,
-    prefill_once,
-    prefill_rates,
-    rate,
-    seconds,
-    weight_bytes,
-)
+from quantkit.evals.timing import MIN_CONTEXT, PROMPT, AtContext, Decoding, Rate, prefill_rates, rate
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.json_values import shown
@@ -242,7 +226,7 @@ def require_room(model: BenchModel, options: BenchOptions) -> None:
     """Check that the tokens fit the model's context and the memory, before anything is loaded.
 
     Raises:
-        RequestError: if they do not; of several contexts the shortest counts.
+        RequestError: if they do not; only the shortest context counts.
         QuantkitError: if the model cannot be opened.
     """
     checkpoint = model.checkpoint()
@@ -295,12 +279,8 @@ def _measure_in_new_process(model: BenchModel, options: BenchOptions, progress: 
 
 def _send_result(model: BenchModel, options: BenchOptions, sender: Connection) -> None:
     """Run in the new process: send progress as tuples, then the result or the error."""
-
-    def progress(*now: str | int) -> None:
-        sender.send(now)
-
     try:
-        sender.send(_measure(model, options, progress))
+        sender.send(_measure(model, options, lambda *now: sender.send(now)))
     except QuantkitError as error:
         sender.send(error)
     except Exception as error:  # of any type, which might not be picklable
@@ -318,7 +298,7 @@ def _measure(source: BenchModel, options: BenchOptions, progress: Progress, grou
 def _measure_model(source: BenchModel, options: BenchOptions, progress: Progress, group: ProcessGroup) -> Bench:
     checkpoint = source.checkpoint()
     name, max_context = source.name or checkpoint.path.resolve().name, checkpoint.config.max_context
-    rows = context_rows(options.contexts, options.batches, max_context)
+    rows = [(one, batch) for one in options.contexts if one <= max_context for batch in options.batches]
     too_long = [f"context {one}: the model's is {max_context}" for one in options.contexts if one > max_context]
     steps, total = count(), 3 + len(options.prompt_lengths) + len(options.batches) + len(rows)
 
@@ -331,23 +311,27 @@ def _measure_model(source: BenchModel, options: BenchOptions, progress: Progress
     model = load_model(checkpoint, device=device, backend=options.backend, group=group)
     load_seconds = time.perf_counter() - started
     step()
-    others, compiled, runs = OtherProcesses(), options.compiled, options.runs
+    others, compiled, runs = timing.OtherProcesses(), options.compiled, options.runs
     cache = torch.int8 if options.int8_cache else model.dtype
-    firsts = [seconds(partial(prefill_once, model, PROMPT, compiled, cache)) for _ in range(1 + runs)]
+
+    def prefill_seconds(length: int) -> float:
+        return timing.seconds(partial(timing.prefill_once, model, length, compiled, cache))
+
+    firsts = [prefill_seconds(PROMPT) for _ in range(1 + runs)]
     prefill = {}
     for length in options.prompt_lengths:
         step()
-        prefill[length] = rate(length, partial(seconds, partial(prefill_once, model, length, compiled, cache)), runs)
+        prefill[length] = rate(length, partial(prefill_seconds, length), runs)
     decode = {}
     for batch in options.batches:
         step()
         decode[batch] = rate(batch * NEW, Decoding(model, batch, NEW, compiled, cache_dtype=cache).run, runs)
-    peak = max_bytes(model.device)
-    at_contexts, left_out = measure_contexts(
+    peak = timing.max_bytes(model.device)
+    at_contexts, left_out = timing.measure_contexts(
         model, rows, compiled=compiled, cache_dtype=cache, runs=runs, group=group, step=step
     )
     other_load = others.cores() if group.size == 1 else None  # the group's processes would count as others
-    threads, read_bytes = torch.get_num_threads(), weight_bytes(model)
+    threads, read_bytes = torch.get_num_threads(), timing.weight_bytes(model)
     step()
     one_thread, cpu = None, model.device.type == "cpu" and group.size == 1
     if cpu and options.threads is None and 1 in decode and threads > 1 and read_bytes < SMALL_BYTES:
@@ -357,27 +341,14 @@ def _measure_model(source: BenchModel, options: BenchOptions, progress: Progress
         finally:
             torch.set_num_threads(threads)
     result = Bench(
-        name=name,
-        quantized=bool(schemes(checkpoint)),
-        backends=backend_names(model),
-        dtype=DType.of(model.dtype),
+        name=name, quantized=bool(schemes(checkpoint)), backends=backend_names(model), dtype=DType.of(model.dtype),
         device=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
-        threads=threads,
-        cores=os.cpu_count() or threads,
-        other_load=other_load,
-        load_seconds=load_seconds,
-        first_token_seconds=(firsts[0], statistics.median(firsts[1:])),
-        prefill=prefill,
-        decode=decode,
-        one_thread=one_thread,
-        weight_bytes=read_bytes,
-        bandwidth=bandwidth(model.device),
-        peak_bytes=max([peak, *(one.peak_bytes or 0 for one in at_contexts)]),
-        cache_dtype=DType.of(cache),
-        loaded_bytes=loaded_bytes(model),
-        at_contexts=at_contexts,
-        left_out=[*too_long, *left_out],
+        threads=threads, cores=os.cpu_count() or threads, other_load=other_load, load_seconds=load_seconds,
+        first_token_seconds=(firsts[0], statistics.median(firsts[1:])), prefill=prefill, decode=decode,
+        one_thread=one_thread, weight_bytes=read_bytes, bandwidth=timing.bandwidth(model.device),
+        peak_bytes=max([peak, *(one.peak_bytes or 0 for one in at_contexts)]), cache_dtype=DType.of(cache),
+        loaded_bytes=timing.loaded_bytes(model), at_contexts=at_contexts, left_out=[*too_long, *left_out],
         price_per_hour=options.price_per_hour,
-    )
+    )  # fmt: skip
     step()
     return result

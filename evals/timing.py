@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +23,6 @@ from quantkit.model.decoder import Decoder
 from quantkit.model.device import free_bytes
 from quantkit.model.feed_forward import Experts
 from quantkit.model.load import load_model
-from quantkit.runtime.captured import PendingTokens
 from quantkit.runtime.engine import Engine
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import finite_logits
@@ -56,12 +54,7 @@ class Rate:
 
 
 def rate(tokens: int, timed_call: Callable[[], float], runs: int) -> Rate:
-    """Time several runs, after a call that warms up.
-
-    Args:
-        tokens: of a call.
-        timed_call: makes a call and returns its seconds.
-    """
+    """Time several runs, after a call that warms up; `timed_call` makes a call for `tokens` and returns its seconds."""
     timed_call()
     return Rate.of([tokens / _mean_seconds(timed_call) for _ in range(runs)])
 
@@ -111,9 +104,7 @@ def _random(model: Decoder, batch: int, length: int) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
 
-def prefill_once(
-    model: Decoder, length: int, compiled: bool | None, cache_dtype: torch.dtype | None = None
-) -> None:  # fmt: skip
+def prefill_once(model: Decoder, length: int, compiled: bool | None, cache_dtype: torch.dtype | None = None) -> None:
     """A random prompt, up to its first new token.
 
     Raises:
@@ -187,11 +178,9 @@ class Decoding:
         tokens.tolist()
         self.engine.last[: len(slots)] = tokens
         started = time.perf_counter()
-        pending: PendingTokens | None = None
         for position in range(length, length + self._new):
             pending = self.engine.decode(slots, [position] * len(slots))
-        if pending is not None:
-            pending.read()
+        pending.read()
         return time.perf_counter() - started
 
 
@@ -253,24 +242,13 @@ def decoding_speed(checkpoint: Checkpoint, device: torch.device, group: ProcessG
     model = load_model(checkpoint, device=device, group=group)
     with torch.inference_mode():
         found = rate(NEW_TOKENS, Decoding(model, 1, NEW_TOKENS, None).run, RUNS)
-    return Speed(
-        found.median, DType.of(model.dtype), backend_names(model), str(model.device), torch.get_num_threads()
-    )  # fmt: skip
+    backends, threads = backend_names(model), torch.get_num_threads()
+    return Speed(found.median, DType.of(model.dtype), backends, str(model.device), threads)
 
 
 CONTEXT_NEW = 16  # tokens of each sequence that are decoded in a run: the last ones of its context
 MIN_CONTEXT = PROMPT + CONTEXT_NEW
 SPARE_BYTES = 256_000_000  # for intermediate results
-
-
-class ContextRow(NamedTuple):
-    """Sequences decoded at once, and the tokens of each, including new ones."""
-
-    context: int
-    batch: int
-
-    def __str__(self) -> str:
-        return f"context {self.context} of {self.batch} {'sequence' if self.batch == 1 else 'sequences'}"
 
 
 @dataclass(frozen=True)
@@ -308,18 +286,14 @@ def prefill_rates(found: Sequence[AtContext]) -> dict[int, Rate]:
     return {context: Rate.of(runs) for context, runs in rates.items()}
 
 
-def context_rows(contexts: Sequence[int], batches: Sequence[int], max_context: int) -> list[ContextRow]:
-    """The measurements that fit a model's context."""
-    return [ContextRow(context, batch) for context in contexts if context <= max_context for batch in batches]
-
-
 def measure_contexts(
-    model: Decoder, rows: Sequence[ContextRow], *, compiled: bool | None, cache_dtype: torch.dtype, runs: int,
+    model: Decoder, rows: Sequence[tuple[int, int]], *, compiled: bool | None, cache_dtype: torch.dtype, runs: int,
     group: ProcessGroup, step: Callable[[], None],
 ) -> tuple[list[AtContext], list[str]]:  # fmt: skip
     """Measure the rows that fit in memory; a line for each of the others.
 
     Args:
+        rows: tokens of each sequence, including new ones, and the number of sequences that are decoded at once.
         step: called before each row.
 
     Raises:
@@ -327,14 +301,16 @@ def measure_contexts(
         NonFiniteError: if the model's logits are NaN or Inf.
     """
     found, left_out = [], []
-    for row in rows:
+    for context, batch in rows:
         step()
-        if (reason := group.broadcast_from_rank0(_too_large(model, row, cache_dtype, group.size))) is not None:
+        row = f"context {context} of {batch} {'sequence' if batch == 1 else 'sequences'}"
+        reason = group.broadcast_from_rank0(_too_large(model, context, batch, cache_dtype, group.size))
+        if reason is not None:
             left_out.append(f"{row}: {reason}")
             continue
         try:
             with enough_memory(None):
-                found.append(_measure_context(model, row, compiled, cache_dtype, runs))
+                found.append(_measure_context(model, context, batch, compiled, cache_dtype, runs))
         except RequestError as error:
             if group.size > 1:  # the others would wait
                 raise
@@ -343,24 +319,22 @@ def measure_contexts(
 
 
 def _measure_context(
-    model: Decoder, row: ContextRow, compiled: bool | None, cache_dtype: torch.dtype, runs: int
+    model: Decoder, context: int, batch: int, compiled: bool | None, cache_dtype: torch.dtype, runs: int
 ) -> AtContext:
     device = model.device
     if compiled or device.type == "cuda":
         torch.compiler.reset()  # graphs for another cache would count toward the limit
     malloc_trim()
-    counted = True
-    if device.type == "cuda":
+    if on_gpu := device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    else:
-        counted = reset_peak()
-    prompt = row.context - CONTEXT_NEW
-    decoding = Decoding(model, row.batch, CONTEXT_NEW, compiled, prompt=prompt, cache_dtype=cache_dtype)
+    counted = on_gpu or reset_peak()
+    prompt = context - CONTEXT_NEW
+    decoding = Decoding(model, batch, CONTEXT_NEW, compiled, prompt=prompt, cache_dtype=cache_dtype)
     prompt_rate = prompt / decoding.fill()
-    together = rate(row.batch * CONTEXT_NEW, decoding.run, runs)
+    together = rate(batch * CONTEXT_NEW, decoding.run, runs)
     peak = max_bytes(device) if counted else None
-    return AtContext(*row, prompt_rate, together, decoding.engine.cache_bytes, peak)
+    return AtContext(context, batch, prompt_rate, together, decoding.engine.cache_bytes, peak)
 
 
 def max_bytes(device: torch.device) -> int:
@@ -368,9 +342,9 @@ def max_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes()
 
 
-def _too_large(model: Decoder, row: ContextRow, cache_dtype: torch.dtype, processes: int) -> str | None:
-    """Why a row does not fit in free memory; None if it fits."""
-    needed, free = cache_bytes(model.config, row.batch, row.context, cache_dtype), free_bytes(model.device)
+def _too_large(model: Decoder, context: int, batch: int, cache_dtype: torch.dtype, processes: int) -> str | None:
+    """Why the sequences do not fit in free memory; None if they fit."""
+    needed, free = cache_bytes(model.config, batch, context, cache_dtype), free_bytes(model.device)
     if model.device.type == "cpu":
         free //= processes
     if needed + SPARE_BYTES <= free:

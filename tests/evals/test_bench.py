@@ -89,7 +89,7 @@ def test_a_device_that_is_not_there_is_refused(demo_model: Path) -> None:
 def test_one_thread_is_tried_where_the_weights_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     model, options = BenchModel(shape="llama-160m", scheme="int8"), BenchOptions((), (1,), runs=1, backend="reference")
     monkeypatch.setattr("quantkit.evals.bench.rate", lambda *_: Rate(torch.get_num_threads(), 1, 2))
-    monkeypatch.setattr("quantkit.evals.bench.bandwidth", lambda _: 1e9)
+    monkeypatch.setattr(timing, "bandwidth", lambda _: 1e9)
     monkeypatch.setattr("quantkit.evals.bench._measure_in_new_process", _measure)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
