@@ -66,7 +66,7 @@ class Outputs:
         for path in files:
             _require_writable(path, reads, makes)
         if plot is not None:
-            from quantkit.evals.extras import optional
+            from quantkit.evals import optional
 
             optional("matplotlib")
 

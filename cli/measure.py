@@ -15,7 +15,7 @@ from quantkit.cli.help import RUN, Command, section
 from quantkit.cli.output import ProgressDisplay, columns, note, warn
 from quantkit.cli.processes import require_models, together
 from quantkit.errors import RequestError
-from quantkit.evals.names import named, short_names
+from quantkit.evals.table import named, short_names
 from quantkit.json_values import shown
 from quantkit.quality.positions import TOKENS
 

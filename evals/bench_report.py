@@ -8,8 +8,7 @@ from itertools import cycle
 from typing import Any
 
 from quantkit.evals.bench import Bench
-from quantkit.evals.names import shorten
-from quantkit.evals.plot import new_figure, picture_bytes, style_axes
+from quantkit.evals.plot import new_figure, picture_bytes, shorten, style_axes
 from quantkit.evals.table import NONE, Table
 from quantkit.evals.timing import CONTEXT_NEW, PROMPT, Rate, prefill_rates
 
@@ -75,10 +74,8 @@ def _of_models(found: Sequence[Bench]) -> list[Table]:
     cost = Table(
         f"{_cost_title(found)} tokens: of a prompt (prefill), new (decode)",
         ("model", *(f"{name} cost" for name in rates[0])),
-        [
-            (one.name, *(_cost(one, rate) for rate in of.values())) for one, of in zip(found, rates, strict=True)
-        ],
-    )  # fmt: skip
+        [(one.name, *(_cost(one, rate) for rate in of.values())) for one, of in zip(found, rates, strict=True)],
+    )
     return [speed, start, memory, cost]
 
 
@@ -95,10 +92,7 @@ def _decoding(found: Sequence[Bench]) -> Table:
             for one in found for at in one.at_contexts
         ],
     )  # fmt: skip
-    if not _priced(found):
-        return table
-    costs = [_cost(one, at.together) for one in found for at in one.at_contexts]
-    return _with_costs(table, f"{_cost_title(found)} new tokens", costs)
+    return _with_costs(table, found, "new tokens", [(one, at.together) for one in found for at in one.at_contexts])
 
 
 def _prefill(found: Sequence[Bench]) -> Table:
@@ -112,14 +106,15 @@ def _prefill(found: Sequence[Bench]) -> Table:
             for one, context, rate in rates
         ],
     )  # fmt: skip
+    return _with_costs(table, found, "tokens of a prompt", [(one, rate) for one, _, rate in rates])
+
+
+def _with_costs(table: Table, found: Sequence[Bench], what: str, rates: Sequence[tuple[Bench, Rate]]) -> Table:
+    """A table with a column of costs, if there is a price."""
     if not _priced(found):
         return table
-    return _with_costs(table, f"{_cost_title(found)} tokens of a prompt", [_cost(one, rate) for one, _, rate in rates])
-
-
-def _with_costs(table: Table, title: str, costs: Sequence[str]) -> Table:
-    rows = [(*row, cost) for row, cost in zip(table.rows, costs, strict=True)]
-    return Table(f"{table.title}. {title}", (*table.head, "cost"), rows)
+    rows = [(*row, _cost(one, rate)) for row, (one, rate) in zip(table.rows, rates, strict=True)]
+    return Table(f"{table.title}. {_cost_title(found)} {what}", (*table.head, "cost"), rows)
 
 
 def _cost_title(found: Sequence[Bench]) -> str:
@@ -204,17 +199,14 @@ def picture(found: Sequence[Bench], kind: str = "png") -> bytes:
     """Bars of decoding by batch and of prefill by length; below them, for each model measured with long contexts,
     decoding by batch with a line for each context.
 
-    Args:
-        kind: ``png``, ``pdf`` or ``svg``.
+    `kind` is ``png``, ``pdf`` or ``svg``.
 
     Raises:
         RequestError: if matplotlib is not installed.
     """
-    panels = [
-        ("decoding", "sequences at once", [one.decode for one in found]),
-        ("prefill", "tokens of the prompt", [one.prefill for one in found]),
-    ]
-    panels = [panel for panel in panels if panel[2][0]]
+    decoding = "decoding", "sequences at once", [one.decode for one in found]
+    prefill = "prefill", "tokens of the prompt", [one.prefill for one in found]
+    panels = [panel for panel in (decoding, prefill) if panel[2][0]]
     with_contexts = [one for one in found if one.at_contexts]
     columns, rows = min(len(with_contexts), _MAX_COLUMNS), -(-len(with_contexts) // _MAX_COLUMNS)
     figure = new_figure(_PANEL_WIDTH * max(len(panels), columns), _PANEL_HEIGHT * (1 + rows))

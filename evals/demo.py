@@ -83,13 +83,7 @@ class DemoReport:
 
     def to_json(self) -> dict[str, Any]:
         """All results; verdicts in lower case."""
-        return {
-            "source": self.source,
-            "rows": [asdict(row) for row in self.rows],
-            "verdicts": {name: verdict.name.lower() for name, verdict in self.verdicts.items()},
-            "samples": self.samples,
-            "left_out": self.left_out,
-        }
+        return {**asdict(self), "verdicts": {name: verdict.name.lower() for name, verdict in self.verdicts.items()}}
 
     def lines(self, width: int = WIDTH) -> list[str]:
         """The report as text, in lines of at most `width` columns."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantkit.arguments import as_integer, as_path, as_paths, as_strings, require_flags, require_instance
 from quantkit.data.files import EXCERPT, excerpt
@@ -17,10 +17,10 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals.cache import StateCache
 from quantkit.evals.harness import as_lm
-from quantkit.evals.models import Model, Stream, fixed_window, open_models, streams
-from quantkit.evals.names import short_names
+from quantkit.evals.models import FIXED_WINDOW, Model, open_models, streams
 from quantkit.evals.results import Evaluation, Row, TextFacts, TextMeasures
 from quantkit.evals.samples import Predictions, TextDetails, text_details
+from quantkit.evals.table import short_names
 from quantkit.evals.tasks import TaskScore, open_tasks, require_tasks, run_tasks
 from quantkit.evals.texts import Text, prefix_token, read_text, score_documents, token_ids
 from quantkit.evals.timing import Speed, decoding_speed
@@ -35,22 +35,12 @@ from quantkit.quality.positions import PositionDivergence, cut_short
 
 
 def evaluate(
-    paths: str | Path | Sequence[str | Path],
-    *,
-    texts: str | Path | Sequence[str | Path] = (),
-    tasks: str | Sequence[str] = (),
-    task_data: str | Path | None = None,
-    against: str | Path | None = None,
-    window: int | None = None,
-    positions: int | None = None,
-    position_windows: int | None = None,
-    cache_logits: str | Path | None = None,
-    speed: bool = False,
-    details: bool = False,
-    device: str | torch.device | None = None,
-    group: ProcessGroup = SINGLE,
-    progress: Progress | None = None,
-) -> Evaluation:
+    paths: str | Path | Sequence[str | Path], *, texts: str | Path | Sequence[str | Path] = (),
+    tasks: str | Sequence[str] = (), task_data: str | Path | None = None, against: str | Path | None = None,
+    window: int | None = None, positions: int | None = None, position_windows: int | None = None,
+    cache_logits: str | Path | None = None, speed: bool = False, details: bool = False,
+    device: str | torch.device | None = None, group: ProcessGroup = SINGLE, progress: Progress | None = None,
+) -> Evaluation:  # fmt: skip
     """Measure checkpoints, each by itself and, if there is a reference, by the divergence from it.
 
     All but `speed` runs in float32, and perplexity and divergence on the CPU. With neither texts nor tasks, the
@@ -64,8 +54,7 @@ def evaluate(
         tasks: a name of lm-evaluation-harness, or several.
         task_data: a folder with tasks' data: TASK.jsonl, .json, .parquet or .txt.
         against: the reference's folder, or ``NAME=PATH``.
-        window: tokens of a window; by default a model's context, at most 2048 for fixed and 8192 for rolling
-            windows.
+        window: tokens of a window; by default a model's context, at most 2048 for fixed and 8192 for rolling windows.
         positions: also measure the divergence from the reference by position, in windows of this many tokens, with keys
             and values in a float and in an int8 cache; a text, or context, that is shorter is measured to its end.
         position_windows: how many of each text, at most; by default as many as hold 32768 tokens, and one at least.
@@ -112,31 +101,29 @@ def evaluate(
     chosen, notes = _texts(files, use_excerpt=not tasks)
     notes += [text.note for text in chosen if text.note is not None]
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})
-    length = fixed_window(models, window)
+    length = window or min(FIXED_WINDOW, *(model.checkpoint.config.max_context for model in models))
     read = [streams(models, text, length, same=against is not None) for text in chosen]
     hidden: Hidden = layerwise_hidden if kept is None else StateCache(kept)
-    loaded: contextlib.AbstractContextManager[list[Any]] = (
-        open_tasks(tasks, data, progress=progress) if tasks else contextlib.nullcontext([])
-    )
     measures: list[dict[str, TextMeasures]] = [{} for _ in models]
     closer: dict[str, TextDetails] = {}
-    with loaded as questions:
+    with open_tasks(tasks, data, progress=progress) as questions:
         for text, cut in zip(chosen, read, strict=True):
             listeners = {model.name: Predictions() for model in models[1:]} if details and against is not None else {}
             states = None if against is None else hidden
-            found = _over_fixed_windows(models, cut, states, list(listeners.values()), group, progress)
+            windows = [own for _, own in cut]
+            found = _over_fixed_windows(models, windows, states, list(listeners.values()), group, progress)
             if listeners:
-                closer[text.name] = text_details(listeners, cut[0].windows, models[0].tokenizer)
+                closer[text.name] = text_details(listeners, windows[0], models[0].tokenizer)
             buckets, more = _by_position(models, text, by_positions, hidden, group, progress)
             notes += more
-            for measured, model, stream, figures, own in zip(measures, models, cut, found, buckets, strict=True):
+            for measured, model, (tokens, _), figures, own in zip(measures, models, cut, found, buckets, strict=True):
                 perplexity, divergence, ratio_error = figures
                 documents = score_documents(
                     model.checkpoint, model.tokenizer, text, model.rolling_window, group=group,
                     progress=in_phase(progress, f"{model.name}: word perplexity"),
                 )  # fmt: skip
                 measured[text.name] = TextMeasures(
-                    stream.tokens, documents, perplexity.value, divergence, perplexity.error, ratio_error, own
+                    tokens, documents, perplexity.value, divergence, perplexity.error, ratio_error, own
                 )
         answers = [_answers(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
     paces: list[Speed | None] = [None for _ in models]
@@ -148,23 +135,15 @@ def evaluate(
     return Evaluation(
         rows=[_row(*one) for one in zip(models, measures, answers, paces, errors, strict=True)],
         reference=None if against is None else models[0].name,
-        texts={
-            text.name: TextFacts(
-                text.sha256,
-                "WikiText, detokenized" if text.is_wikitext else "as it is",
-                len(text.documents),
-                text.words,
-                text.bytes,
-            )
-            for text in chosen
-        },
-        window=length if chosen else None,
-        layer_error=kind,
-        device=where.type,
-        versions={name: importlib.metadata.version(name) for name in packages},
-        notes=notes,
-        details=closer,
-    )
+        texts={text.name: _facts(text) for text in chosen},
+        window=length if chosen else None, layer_error=kind, device=where.type,
+        versions={name: importlib.metadata.version(name) for name in packages}, notes=notes, details=closer,
+    )  # fmt: skip
+
+
+def _facts(text: Text) -> TextFacts:
+    kind = "WikiText, detokenized" if text.is_wikitext else "as it is"
+    return TextFacts(text.sha256, kind, len(text.documents), text.words, text.bytes)
 
 
 def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.device:
@@ -192,27 +171,25 @@ def _texts(paths: Sequence[Path], *, use_excerpt: bool) -> tuple[list[Text], lis
 
 
 def _over_fixed_windows(
-    models: Sequence[Model], read: Sequence[Stream], hidden: Hidden | None, listeners: Sequence[Listener],
+    models: Sequence[Model], windows: Sequence[Tensor], hidden: Hidden | None, listeners: Sequence[Listener],
     group: ProcessGroup, progress: Progress,
 ) -> list[tuple[Estimate, Divergence | None, float | None]]:  # fmt: skip
     """Each model's token perplexity; with `hidden`, of all but the first also the divergence from the first, and the
     error of the ratio of perplexities."""
     if hidden is None:
         alone = []
-        for model, stream in zip(models, read, strict=True):
+        for model, own in zip(models, windows, strict=True):
             report = in_phase(progress, f"{model.name}: token perplexity")
-            alone += perplexity_estimates(model.checkpoint, [stream.windows], group=group, progress=report)
+            alone += perplexity_estimates(model.checkpoint, [own], group=group, progress=report)
         return [(one, None, None) for one in alone]
     reference, *others = (model.checkpoint for model in models)
     found = compare(
-        reference, others, read[0].windows, reference_hidden=hidden, listeners=listeners, group=group,
+        reference, others, windows[0], reference_hidden=hidden, listeners=listeners, group=group,
         progress=in_phase(progress, f"divergence from {models[0].name}"),
     )  # fmt: skip
     first = Estimate(found[0].reference_perplexity, found[0].reference_perplexity_error)
-    return [
-        (first, None, None),
-        *((Estimate(one.perplexity, one.perplexity_error), one.divergence, one.ratio_error) for one in found),
-    ]
+    rest = ((Estimate(one.perplexity, one.perplexity_error), one.divergence, one.ratio_error) for one in found)
+    return [(first, None, None), *rest]
 
 
 _Answers = tuple[dict[str, TaskScore], list[str]]
@@ -233,19 +210,12 @@ def _row(
 ) -> Row:
     found = inspect(model.checkpoint.path)
     return Row(
-        name=model.name,
-        megabytes=found.weight_bytes / 1e6,
-        bits_per_weight=found.bits_per_weight,
-        rolling_window=model.rolling_window,
-        prefix=prefix_token(model.tokenizer, model.checkpoint),
+        name=model.name, megabytes=found.weight_bytes / 1e6, bits_per_weight=found.bits_per_weight,
+        rolling_window=model.rolling_window, prefix=prefix_token(model.tokenizer, model.checkpoint),
         adds_bos=token_ids(model.tokenizer, "a")[0] == model.tokenizer.bos_id,
-        texts=texts,
-        tasks=answers[0],
-        task_backends=answers[1],
-        speed=speed,
-        layer_errors=errors,
+        texts=texts, tasks=answers[0], task_backends=answers[1], speed=speed, layer_errors=errors,
         method=str(manifest_or_empty(model.checkpoint.path).get("method") or ""),
-    )
+    )  # fmt: skip
 
 
 def _layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]:

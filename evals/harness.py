@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
-from quantkit.evals.extras import optional
+from quantkit.evals import optional
 from quantkit.evals.models import backend_names
 from quantkit.evals.texts import prefix_token, rolling, token_ids
 from quantkit.formats.checkpoint import Checkpoint
@@ -32,12 +32,7 @@ def as_lm(
     checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, *, device: str | torch.device = "cpu",
     group: ProcessGroup = SINGLE, progress: Progress = silent,
 ) -> Any:  # fmt: skip
-    """An ``lm_eval.api.model.LM`` that answers with this checkpoint, run in float32.
-
-    Args:
-        max_length: tokens the model sees at once.
-        device: where it runs.
-        group: the processes that share the model.
+    """An ``lm_eval.api.model.LM`` that answers with this checkpoint, in float32, and sees `max_length` tokens at once.
 
     Raises:
         RequestError: if lm-evaluation-harness is not installed.
@@ -67,9 +62,7 @@ class Scorer:
     def prefix_token_id(self) -> int:
         return self._prefix
 
-    @property
-    def eot_token_id(self) -> int:
-        return self._prefix
+    eot_token_id = prefix_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         """Token ids, with the BOS that the model expects unless it is declined."""

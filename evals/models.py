@@ -11,7 +11,7 @@ from torch import Tensor
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.shard import require_shareable
 from quantkit.errors import RequestError
-from quantkit.evals.names import named, short_names
+from quantkit.evals.table import named, short_names
 from quantkit.evals.texts import Text, measuring_tokenizer, token_ids
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import open_checkpoint
@@ -36,22 +36,11 @@ class Model:
     rolling_window: int
 
 
-@dataclass(frozen=True)
-class Stream:
-    """A text as one stream of `tokens` tokens, cut into windows [W, T], with BOS where the tokenizer puts it."""
-
-    tokens: int
-    windows: Tensor
-
-
 def open_models(
     paths: Sequence[str | Path], against: str | Path | None, window: int | None, group: ProcessGroup = SINGLE
 ) -> list[Model]:
-    """All models, the reference first and once, by their given names or the shortest distinct ends of their paths.
-
-    Args:
-        paths, against: folders, also as ``NAME=PATH``.
-        group: the processes that share each model.
+    """All models, the reference first and once, by their given names or the shortest distinct ends of their paths;
+    folders may be given as ``NAME=PATH``.
 
     Raises:
         RequestError: if there is none but the reference, two have one name, or the window exceeds a context.
@@ -76,9 +65,8 @@ def open_models(
         require_shareable(checkpoint, group)
         context = checkpoint.config.max_context
         if window is not None and not 2 <= window <= context:
-            raise RequestError(
-                "windows do not fit the model", path=path, found=window, expected=f"2 to {context} tokens"
-            )
+            expected = f"2 to {context} tokens"
+            raise RequestError("windows do not fit the model", path=path, found=window, expected=expected)
         rolling = window or min(context, ROLLING_WINDOW)
         models.append(Model(name, checkpoint, measuring_tokenizer(checkpoint), rolling))
     return models
@@ -89,13 +77,9 @@ def backend_names(model: Decoder) -> list[str]:
     return sorted({module.backend.name for module in model.modules() if isinstance(module, QuantLinear)})
 
 
-def fixed_window(models: Sequence[Model], window: int | None) -> int:
-    """Tokens of the windows that all models share."""
-    return window or min(FIXED_WINDOW, *(model.checkpoint.config.max_context for model in models))
-
-
-def streams(models: Sequence[Model], text: Text, length: int, *, same: bool) -> list[Stream]:
-    """A text as each model reads it, in windows of `length` tokens.
+def streams(models: Sequence[Model], text: Text, length: int, *, same: bool) -> list[tuple[int, Tensor]]:
+    """A text as each model reads it: the number of its tokens, and the text as one stream, cut into windows
+    [W, length], with BOS where the tokenizer puts it.
 
     Args:
         same: require that all read the same tokens.
@@ -108,4 +92,4 @@ def streams(models: Sequence[Model], text: Text, length: int, *, same: bool) -> 
         raise RequestError(f"{odd[0]} and {models[0].name} do not read the text '{text.name}' as the same tokens")
     if min(len(one) for one in ids) < 2:
         raise RequestError(f"the text '{text.name}' is too short to measure on")
-    return [Stream(len(one), text_windows(one, None, length)) for one in ids]
+    return [(len(one), text_windows(one, None, length)) for one in ids]

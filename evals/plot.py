@@ -6,14 +6,14 @@ import io
 import math
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import cycle
+from dataclasses import dataclass
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 from quantkit.errors import RequestError
-from quantkit.evals.extras import optional
-from quantkit.evals.names import Box, place_label, shorten
+from quantkit.evals import optional
 from quantkit.evals.results import Evaluation, Row
 from quantkit.quality.figures import significant
 
@@ -31,7 +31,6 @@ class _Point(NamedTuple):
     """One model on one text."""
 
     row: Row
-    bits: float
     cost: float
     error: float | None
     color: str
@@ -42,8 +41,7 @@ def picture(found: Evaluation, kind: str = "png") -> bytes:
     """KL from the reference, or without one word perplexity, by bits per weight; below it the worst layers of up to
     three models that quantkit quantized by one method.
 
-    Args:
-        kind: ``png``, ``pdf`` or ``svg``.
+    `kind` is ``png``, ``pdf`` or ``svg``.
 
     Raises:
         RequestError: if matplotlib is not installed, or if there are neither models to compare on a text nor manifests
@@ -55,10 +53,8 @@ def picture(found: Evaluation, kind: str = "png") -> bytes:
     if len(rows) > _MAX_PANELS or len({row.method for row in rows}) > 1:
         rows = []
     if not points and not rows:
-        raise RequestError(
-            "nothing to draw",
-            expected=f"two models and a text, or up to {_MAX_PANELS} models that quantkit quantized by one method",
-        )
+        expected = f"two models and a text, or up to {_MAX_PANELS} models that quantkit quantized by one method"
+        raise RequestError("nothing to draw", expected=expected)
     heights = [_COSTS_HEIGHT] * bool(points) + [_LAYERS_HEIGHT] * bool(rows)
     figure = new_figure(_WIDTH, sum(heights))
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
@@ -81,17 +77,11 @@ def _points(found: Evaluation) -> list[_Point]:
     """With a reference the models that differ from it, otherwise two models or more."""
     if found.reference is None and len(found.rows) < 2:
         return []
-    points = []
-    for text, mark in zip(found.texts, cycle(_MARKS)):
-        for index, row in enumerate(found.rows):
-            measured, error = row.texts[text], None
-            cost = measured.documents.word_perplexity
-            if found.reference is not None:
-                divergence = measured.divergence
-                cost, error = (0.0, None) if divergence is None else (divergence.kl, divergence.kl_error)
-            if math.isfinite(cost) and cost > 0:
-                points.append(_Point(row, row.bits_per_weight, cost, error, f"C{index % 10}", mark))
-    return points
+    return [
+        _Point(found.rows[index], cost.value, cost.error, f"C{index % 10}", _MARKS[number % len(_MARKS)])
+        for number, index, cost in found.costs()
+        if cost.value > 0
+    ]
 
 
 def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
@@ -102,10 +92,10 @@ def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
         if point.error is not None and math.isfinite(point.error):
             bar = [[min(point.error, 0.9 * point.cost)], [point.error]]  # above 0 for a logarithmic axis
         axes.errorbar(
-            point.bits, point.cost, yerr=bar, fmt=point.mark, color=point.color, markersize=6,
+            point.row.bits_per_weight, point.cost, yerr=bar, fmt=point.mark, color=point.color, markersize=6,
             capsize=2.5, elinewidth=1,
         )  # fmt: skip
-    costs, bits = [point.cost for point in points], [point.bits for point in points]
+    costs, bits = [point.cost for point in points], [point.row.bits_per_weight for point in points]
     if found.reference is not None or max(costs) > _LOG_RATIO * min(costs):
         axes.set_yscale("log")
         axes.set_ylim(min(costs) / 1.8, max(costs) * 1.8)
@@ -119,20 +109,15 @@ def _costs(axes: Any, found: Evaluation, points: Sequence[_Point]) -> None:
     axes.set_xlim(max(0, min(bits) - room), max(bits) + room)
     axes.minorticks_off()
     axes.set_xlabel("bits per weight", fontsize=_SIZE)
-    if found.reference is None:
-        axes.set_ylabel("word perplexity", fontsize=_SIZE)
-    else:
-        axes.set_ylabel("KL per token, nats", fontsize=_SIZE)
-        reference = (
-            f"{shorten(found.reference, _MAX_LABEL)} ({significant(found.rows[0].bits_per_weight)} bits a weight)"
-        )
-        axes.set_title(f"KL from {reference}", fontsize=_SIZE + 1, parse_math=False)
+    axes.set_ylabel("word perplexity" if found.reference is None else "KL per token, nats", fontsize=_SIZE)
+    if found.reference is not None:
+        name, bits_per_weight = shorten(found.reference, _MAX_LABEL), significant(found.rows[0].bits_per_weight)
+        axes.set_title(f"KL from {name} ({bits_per_weight} bits a weight)", fontsize=_SIZE + 1, parse_math=False)
     axes.tick_params(labelsize=_SIZE)
     if len(found.texts) > 1:
-        marks = [
-            lines.Line2D([], [], linestyle="", marker=mark, color="0.4", label=shorten(text, _MAX_LABEL).lstrip("_"))
-            for text, mark in zip(found.texts, cycle(_MARKS))
-        ]
+        labels = [shorten(text, _MAX_LABEL).lstrip("_") for text in found.texts]
+        style = {"linestyle": "", "color": "0.4"}
+        marks = [lines.Line2D([], [], marker=mark, label=label, **style) for label, mark in zip(labels, cycle(_MARKS))]
         axes.legend(handles=marks, frameon=False, fontsize=_SIZE - 1, title="text", title_fontsize=_SIZE - 1)
     style_axes(axes, "both")
 
@@ -143,18 +128,18 @@ def _label(axes: Any, points: Sequence[_Point], renderer: Any) -> None:
     def box(extent: Any) -> Box:
         return Box(extent.x0, extent.y0, extent.x1, extent.y1)
 
-    places = [axes.transData.transform((point.bits, point.cost)) for point in points]
+    places = [axes.transData.transform((point.row.bits_per_weight, point.cost)) for point in points]
     taken = [Box(x - 13, y - 13, x + 13, y + 13) for x, y in places]
     if (legend := axes.get_legend()) is not None:
         taken.append(box(legend.get_window_extent(renderer)))
     pixels = renderer.points_to_pixels(1.0)
     named: set[str] = set()
     for point, place in zip(points, places, strict=True):
-        if point.row.name in named:
+        if (name := point.row.name) in named:
             continue
-        named.add(point.row.name)
+        named.add(name)
         label = axes.annotate(
-            shorten(point.row.name, _MAX_LABEL), (point.bits, point.cost), (0, 0), textcoords="offset points",
+            shorten(name, _MAX_LABEL), (point.row.bits_per_weight, point.cost), (0, 0), textcoords="offset points",
             fontsize=_SIZE - 1, color=point.color, parse_math=False, va="bottom",
             arrowprops={"arrowstyle": "-", "color": point.color, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 4},
         )  # fmt: skip
@@ -217,3 +202,53 @@ def ignore_missing_glyphs() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
         yield
+
+
+_DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle; `low` and `high` are the ends of its vertical side."""
+
+    left: float
+    low: float
+    right: float
+    high: float
+
+    def overlap(self, other: Box) -> float:
+        """The area that both cover."""
+        width = min(self.right, other.right) - max(self.left, other.left)
+        height = min(self.high, other.high) - max(self.low, other.low)
+        return max(0.0, width) * max(0.0, height)
+
+
+def place_label(
+    point: tuple[float, float], size: tuple[float, float], distances: Iterable[float], within: Box, taken: list[Box]
+) -> Box:
+    """The box next to a point that overlaps `taken` the least, the nearest if several do; it is added to `taken`.
+
+    Args:
+        size: width and height of the label.
+        distances: from the point to the label, to try.
+        within: area that the label should not leave.
+    """
+
+    def cost(box: Box) -> float:
+        outside = size[0] * size[1] - box.overlap(within)
+        return round(sum(box.overlap(other) for other in taken) + 10 * outside, 3)  # equal where only floats differ
+
+    candidates = []
+    for distance, (right, up) in product(distances, _DIRECTIONS):
+        left = point[0] + right * distance - size[0] * (1 - right) / 2
+        low = point[1] + up * distance - size[1] * (1 - up) / 2
+        candidates.append(Box(left, low, left + size[0], low + size[1]))
+    place = min(candidates, key=cost)
+    taken.append(place)
+    return place
+
+
+def shorten(name: str, length: int) -> str:
+    """A name of at most `length` characters: the two ends of a longer one."""
+    half = (length - 1) // 2
+    return name if len(name) <= length else f"{name[:half]}…{name[-half:]}"

@@ -43,15 +43,14 @@ def markdown(found: Evaluation) -> str:
 
 def tables(found: Evaluation) -> list[Table]:
     """A table for each text, a row per model, tasks and speed in the first; then those of divergence."""
-    rest = _task_and_speed_columns(found)
-    task_note = [_TASK_ERRORS] if found.rows[0].tasks else []
+    rest, task_note = _task_and_speed_columns(found), _TASK_ERRORS if found.rows[0].tasks else ""
     made = []
     for text in found.texts:
-        title = f"On {_counted(found, text)}; token ppl in windows of {found.window}."
-        made.append(_table(" ".join([title, *task_note]), found.rows, [*_SIZE, *_text_columns(text), *rest]))
-        rest, task_note = [], []
+        title = f"On {_counted(found, text)}; token ppl in windows of {found.window}. {task_note}".rstrip()
+        made.append(_table(title, found.rows, [*_SIZE, *_text_columns(text), *rest]))
+        rest, task_note = [], ""
     if not found.texts:
-        made.append(_table(" ".join(task_note) or None, found.rows, [*_SIZE, *rest]))
+        made.append(_table(task_note or None, found.rows, [*_SIZE, *rest]))
     elif found.reference is not None:
         made += [_divergence_table(found, found.reference), *position_tables(found).values()]
     return made
@@ -67,8 +66,9 @@ def side_by_side(found: Evaluation) -> list[Table]:
         made.append(_table(title, found.rows, [*_SIZE, *divergence, *_text_columns(text), *rest]))
         rest = []
     if means := _means(found):
-        made.append(Table(f"Mean of {len(found.texts)} texts", ("model", "KL, nats/token", "top-1, %", "ppl ratio"),
-                          [(name, kl, top1, ratio) for name, _, kl, _, _, top1, ratio in means]))  # fmt: skip
+        head = "model", "KL, nats/token", "top-1, %", "ppl ratio"
+        rows: list[tuple[str, ...]] = [(name, kl, top1, ratio) for name, _, kl, _, _, top1, ratio in means]
+        made.append(Table(f"Mean of {len(found.texts)} texts", head, rows))
     return made or [_table(None, found.rows, [*_SIZE, *rest])]
 
 
@@ -103,11 +103,13 @@ def _text_columns(text: str) -> list[_Column]:
 
 
 def _divergence_table(found: Evaluation, reference: str) -> Table:
-    made = [
-        _table(None, [row for row in found.rows if row.texts[text].divergence is not None],
-               [_SIZE[0], *_named_text(found, text), *_divergence_columns(found, text)])
-        for text in found.texts
-    ]  # fmt: skip
+    compared, several = found.rows[1:], len(found.texts) > 1
+
+    def part(text: str) -> Table:
+        name: list[_Column] = [("text", lambda _: text)] if several else []
+        return _table(None, compared, [_SIZE[0], *name, *_divergence_columns(found, text)])
+
+    made = [part(text) for text in found.texts]
     texts = ", ".join(_counted(found, text) for text in found.texts)
     title = (
         f"Against {reference}, on {texts} in windows of {found.window}: KL({reference} || model), its median and 99th"
@@ -125,10 +127,6 @@ def _means(found: Evaluation) -> list[tuple[str, ...]]:
         for row in found.rows
         if (over := found.over_texts(row)) is not None
     ]  # fmt: skip
-
-
-def _named_text(found: Evaluation, text: str) -> list[_Column]:
-    return [("text", lambda row: text)] if len(found.texts) > 1 else []
 
 
 def _divergence_columns(found: Evaluation, text: str, *, share: float = 100) -> list[_Column]:
@@ -159,9 +157,8 @@ def _task_and_speed_columns(found: Evaluation) -> list[_Column]:
     def score(task: str, row: Row) -> str:
         return str(row.tasks[task].estimate)
 
-    columns: list[_Column] = [
-        (f"{task} {one.metric}", partial(score, task)) for task, one in found.rows[0].tasks.items()
-    ]
+    columns: list[_Column] = []
+    columns += [(f"{task} {one.metric}", partial(score, task)) for task, one in found.rows[0].tasks.items()]
     if found.rows[0].speed is not None:
         columns.append(("tok/s", lambda row: NONE if row.speed is None else significant(row.speed.tokens_per_second)))
     return columns
@@ -219,12 +216,8 @@ def _position_table(found: Evaluation, text: str, length: int, windows: int) -> 
 
 def _position_columns(found: Evaluation, text: str) -> list[_Column]:
     """For programs, columns for each bucket and cache of all texts; cells of a text without the bucket are empty."""
-    buckets = {
-        (one.start, one.stop): one.name
-        for row in found.rows
-        for measures in row.texts.values()
-        for one in measures.positions.get(FLOAT, [])
-    }
+    every = (of_text.positions.get(FLOAT, []) for row in found.rows for of_text in row.texts.values())
+    buckets = {(one.start, one.stop): one.name for some in every for one in some}
 
     def cell(cache: str, name: str, field: str, row: Row) -> str:
         own = row.texts[text].positions.get(cache, [])
@@ -240,9 +233,9 @@ def _position_columns(found: Evaluation, text: str) -> list[_Column]:
 
 def _windows_by_position(found: Evaluation) -> dict[str, tuple[int, int]]:
     """The windows' length and number, for each text measured by position."""
-    found_windows = {}
-    for text in found.texts:
-        for row in found.rows:
-            if buckets := row.texts[text].positions.get(FLOAT):
-                found_windows[text] = buckets[-1].stop, buckets[0].tokens // buckets[0].stop
-    return found_windows
+    return {
+        text: (buckets[-1].stop, buckets[0].tokens // buckets[0].stop)
+        for text in found.texts
+        for row in found.rows
+        if (buckets := row.texts[text].positions.get(FLOAT))
+    }

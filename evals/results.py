@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -58,10 +58,8 @@ class TextMeasures:
 
 @dataclass(frozen=True)
 class OverTexts:
-    """A model's distance from the reference as the mean of its texts, with equal weights.
-
-    Errors are from the spread between the texts; the ratio is the geometric mean.
-    """
+    """A model's distance from the reference as the mean of its texts, with equal weights; the ratio is the geometric
+    mean. Errors are from the spread between the texts."""
 
     kl: Estimate
     top1_agreement: Estimate
@@ -128,17 +126,25 @@ class Evaluation:
     def perplexity_ratio(self, row: Row, text: str) -> float | None:
         """Token perplexity over the reference's; None where there is no reference.
 
-        Args:
-            text: its name in `texts`.
-
         Raises:
-            RequestError: if nothing was measured on it.
+            RequestError: if nothing was measured on a text of this name.
         """
         if text not in self.texts:
             raise RequestError("no such text was measured on", found=shown(text), expected=", ".join(self.texts))
         if self.reference is None:
             return None
         return row.texts[text].token_perplexity / self.rows[0].texts[text].token_perplexity
+
+    def costs(self) -> Iterator[tuple[int, int, Estimate]]:
+        """By the indices of text and row: KL from the reference or, without one, word perplexity; finite ones only."""
+        for number, text in enumerate(self.texts):
+            for index, measures in enumerate(row.texts[text] for row in self.rows):
+                cost = Estimate(measures.documents.word_perplexity)
+                if self.reference is not None:
+                    apart = measures.divergence
+                    cost = Estimate(math.nan) if apart is None else Estimate(apart.kl, apart.kl_error)
+                if math.isfinite(cost.value):
+                    yield number, index, cost
 
     def lines(self) -> list[str]:
         """The tables as text: models side by side, and their divergence from the reference."""

@@ -22,12 +22,8 @@ _MAX_SHIFT = 16  # tokens by which a part may begin earlier, at a word
 
 @dataclass(frozen=True)
 class Guess:
-    """A model's prediction at one position of a text.
-
-    Attributes:
-        tokens, probabilities: the likeliest first.
-        right: the probability of the token in the text.
-    """
+    """A model's prediction at one position of a text, the likeliest tokens first; `right` is the probability of the
+    token in the text."""
 
     tokens: tuple[int, ...]
     probabilities: tuple[float, ...]
@@ -36,12 +32,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class TokenDivergence:
-    """How far a model is from the reference where it predicts one token.
-
-    Attributes:
-        kl: KL(reference || model), in nats.
-        guess: the model's prediction.
-    """
+    """A model's prediction of one token, and KL(reference || model) there, in nats."""
 
     kl: float
     guess: Guess
@@ -103,11 +94,10 @@ def text_details(predictions: dict[str, Predictions], windows: Tensor, tokenizer
     found = {name: one.gathered() for name, one in predictions.items()}
     kls = {name: tensors[0].clamp(min=0) for name, tensors in found.items()}
     samples = [_sample(found, windows, some, tokenizer) for some in _parts(kls, windows.flatten().tolist(), tokenizer)]
-    agreed = {name: tensors[1][:, 0] == tensors[4][:, 0] for name, tensors in found.items()}
-    shape = windows.shape
-    buckets = {
-        name: position_buckets(kl.view(shape), agreed[name].view(shape), _FIRST_POSITIONS) for name, kl in kls.items()
-    }
+    buckets = {}
+    for name, tensors in found.items():
+        agreed = tensors[1][:, 0] == tensors[4][:, 0]
+        buckets[name] = position_buckets(kls[name].view_as(windows), agreed.view_as(windows), _FIRST_POSITIONS)
     return TextDetails(samples, buckets)
 
 
@@ -147,8 +137,7 @@ def _sample(found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range
         for name, tensors in found.items()
     }
     tokens = tuple(ids[places.start : places.stop].tolist())
-    guesses = [one.guess for some in models.values() for one in some if one is not None]
-    guesses += [one for one in reference if one is not None]
+    guesses = [*(one for one in reference if one), *(one.guess for some in models.values() for one in some if one)]
     named = [*tokens, *(token for one in guesses for token in one.tokens)]
     return TextSample(places.start, tokens, _pieces(tokenizer, named), reference, models)
 

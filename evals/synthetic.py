@@ -27,8 +27,11 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-# Hidden, feed-forward, layers, heads, KV heads, vocabulary, context; for a mixture of experts, whose feed-forward is
-# that of one expert, also head size, experts and experts per token.
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "max_position_embeddings", "head_dim", "num_experts", "num_experts_per_tok",
+)  # fmt: skip
+"""The last three for a mixture of experts, whose feed-forward is that of one expert."""
 _SHAPES = {
     "llama-160m": (768, 3072, 12, 12, 12, 32000, 2048),
     "tinyllama-1.1b": (2048, 5632, 22, 32, 4, 32000, 2048),
@@ -109,20 +112,16 @@ def synthetic(shape: str, scheme: str | None, head: str | None = None) -> Synthe
     """
     if shape not in _SHAPES:
         raise RequestError("unknown shape", found=shape, expected=", ".join(_SHAPES))
-    hidden, inner, layers, heads, shared, vocabulary, context, *mixture = _SHAPES[shape]
+    sizes = dict(zip(_SIZES, _SHAPES[shape], strict=False))
     raw = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
-        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": shared, "vocab_size": vocabulary, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": max(context, _MIN_CONTEXT), "rope_theta": 10000.0, "torch_dtype": "bfloat16",
-        "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16", "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1,
+        "eos_token_id": None, **sizes, "max_position_embeddings": max(sizes["max_position_embeddings"], _MIN_CONTEXT),
     }  # fmt: skip
-    if mixture:
-        head_dim, count, per_token = mixture
+    if "num_experts" in sizes:
         raw |= {
-            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": head_dim,
-            "moe_intermediate_size": inner, "num_experts": count, "num_experts_per_tok": per_token,
-            "norm_topk_prob": True,
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True,
+            "moe_intermediate_size": sizes["intermediate_size"],
         }  # fmt: skip
     config = config_from_hf(raw, shape)
     name = "-".join(part for part in (shape, scheme, head and f"head-{head}") if part is not None)

@@ -1,14 +1,16 @@
-"""Tables of figures: for a terminal, in Markdown, LaTeX and CSV."""
+"""Tables of figures: for a terminal, in Markdown, LaTeX and CSV; and the names of models in them."""
 
 from __future__ import annotations
 
 import csv
 import io
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Literal
 
 Style = Literal["terminal", "markdown", "latex", "csv"]
@@ -121,11 +123,9 @@ def _markdown(table: Table) -> list[str]:
 
 def _latex(table: Table) -> list[str]:
     head, *rows = (" & ".join(map(_latex_cell, row)) + r" \\" for row in zip(*_columns(table), strict=True))
-    body = [
-        rf"\begin{{tabular}}{{{''.join('r' if right else 'l' for right in columns_to_right(table))}}}",
-        r"\toprule", head, r"\midrule", *rows, r"\bottomrule",
-        r"\end{tabular}",
-    ]  # fmt: skip
+    alignment = "".join("r" if right else "l" for right in columns_to_right(table))
+    begin, end = rf"\begin{{tabular}}{{{alignment}}}", r"\end{tabular}"
+    body = [begin, r"\toprule", head, r"\midrule", *rows, r"\bottomrule", end]
     if table.title is not None:
         caption = rf"\caption{{{_escaped(table.title)}}}"
         body = [r"\begin{table}", r"\centering", caption, *body, r"\end{table}"]
@@ -191,3 +191,26 @@ def columns_to_right(table: Table) -> list[bool]:
 
 def _padded(text: str, width: int, to_right: bool) -> str:
     return text.rjust(width) if to_right else text.ljust(width)
+
+
+def short_names(paths: Sequence[str | Path]) -> list[str]:
+    """The shortest ends of paths that are distinct: ``int4``, or ``a/int4`` where there is a ``b/int4`` too."""
+    parts = [Path(os.path.abspath(path)).parts for path in paths]
+    return [_end(own, {other for other in parts if other != own}) for own in parts]
+
+
+def _end(own: tuple[str, ...], others: set[tuple[str, ...]]) -> str:
+    for count in range(1, len(own)):
+        if not any(other[-count:] == own[-count:] for other in others):
+            return "/".join(own[-count:])
+    return str(Path(*own))
+
+
+def named(texts: Sequence[str | Path]) -> list[tuple[str | None, Path]]:
+    """Paths with their names in ``NAME=PATH``; None for a path that exists under the whole string."""
+    found: list[tuple[str | None, Path]] = []
+    for text in map(str, texts):
+        name, _, path = text.partition("=")
+        whole = not name.strip() or not path or "/" in name or os.path.lexists(text)
+        found.append((None, Path(text)) if whole else (name.strip(), Path(path)))
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import difflib
 import io
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
-from quantkit.evals.extras import optional
+from quantkit.evals import optional
 from quantkit.evals.texts import articles
 from quantkit.files.hub_answers import checked_answers
 from quantkit.progress import Progress, silent
@@ -94,9 +95,11 @@ def open_tasks(names: Sequence[str], data: Path | None, *, progress: Progress = 
         progress: called for every task.
 
     Raises:
-        RequestError: if the harness is not installed, a task is unknown, or its data
-            cannot be had or do not fit it.
+        RequestError: if the harness is not installed, a task is unknown, or its data cannot be had or do not fit it.
     """
+    if not names:
+        yield []
+        return
     require_tasks(names)
     local = _local_files(names, data)
     if (absent := [name for name in names if name not in local]) and not _hub_answers():
@@ -231,11 +234,8 @@ def _first_bad_line(name: str, file: Path, scratch: str) -> str | None:
             return False
         return True
 
-    good, bad = 0, len(lines)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if loads(0, middle) else (good, middle)
-    return None if loads(good, bad) else f"line {bad}"
+    bad = 1 + bisect.bisect_left(range(1, len(lines)), True, key=lambda count: not loads(0, count))
+    return None if loads(bad - 1, bad) else f"line {bad}"
 
 
 def _unusable(task: Any) -> tuple[Path, str] | None:
@@ -285,13 +285,12 @@ def _one_process() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    seeds = optional("lm_eval.defaults")
+    states, seeds = (random.getstate(), np.random.get_state()), optional("lm_eval.defaults")
     random.seed(seeds.DEFAULT_RANDOM_SEED)
     np.random.seed(seeds.DEFAULT_OTHER_SEED)
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

@@ -31,9 +31,8 @@ _LONG_WORDS = 40  # bytes; in languages with spaces a word has some 5 to 20
 class Text:
     """A text as it is in its file, and its documents.
 
-    WikiText's raw form, known by its title lines (`` = Title = ``), is one document per
-    article, as in the data set of lm-evaluation-harness's task; any other text is one
-    document.
+    WikiText's raw form, known by its title lines (`` = Title = ``), is one document per article, as in the data set of
+    lm-evaluation-harness's task; any other text is one document.
 
     Attributes:
         name: for tables.
@@ -182,17 +181,13 @@ def score_documents(
 def rolling(ids: Sequence[int], prefix: int, length: int) -> list[tuple[list[int], list[int]]]:
     """Windows over a document that predict every token once: ids, and targets at the same positions.
 
-    Windows are adjacent; the last one reaches back to full length and scores only the
-    remaining tokens (lm-evaluation-harness, one token of context).
+    Windows are adjacent; the last one reaches back to full length and scores only the remaining tokens
+    (lm-evaluation-harness, one token of context).
     """
     source = [prefix, *ids]
     pairs = []
-    done = 0
-    while done < len(ids):
-        new = min(length, len(ids) - done)
-        end = done + new
+    for done in range(0, len(ids), length):
+        end = min(done + length, len(ids))
         begin = max(0, end - length)
-        targets = [NOT_SCORED] * (done - begin) + list(ids[done:end])
-        pairs.append((source[begin:end], targets))
-        done = end
+        pairs.append((source[begin:end], [NOT_SCORED] * (done - begin) + list(ids[done:end])))
     return pairs

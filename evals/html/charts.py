@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from quantkit.evals.html.heatmap import round_up
-from quantkit.evals.names import Box, place_label
+from quantkit.evals.plot import Box, place_label
 from quantkit.evals.results import Evaluation
-from quantkit.quality.figures import Estimate
 from quantkit.quality.positions import FLOAT, PositionDivergence
 
 HEIGHT = 300
@@ -96,10 +95,6 @@ class Drawing:
         place = {"x": _rounded(x), "y": _rounded(y), "text-anchor": anchor}
         self.shapes.append(Shape("text", {"class": kind, **place, "style": color and f"fill:{color}"}, content, title))
 
-    def y_axis(self, low: float, high: float, log: bool) -> Axis:
-        """The vertical axis."""
-        return Axis(low, high, _BOTTOM, _TOP, log)
-
     def axes(self, x: Axis, y: Axis, x_title: str, y_title: str, x_ticks: Sequence[float] | None = None) -> None:
         """Grid lines, tick labels and titles."""
         for value in y.ticks():
@@ -122,13 +117,8 @@ class Chart:
     """A drawing for wide windows and one for phones; `label` describes them to screen readers."""
 
     label: str
-    drawings: list[Drawing]
     keys: list[str]
-
-    @classmethod
-    def empty(cls, label: str, keys: Iterable[str] = ()) -> Chart:
-        """A chart to draw on."""
-        return cls(label, [Drawing(500), Drawing(328)], list(keys))
+    drawings: tuple[Drawing, Drawing] = field(default_factory=lambda: (Drawing(500), Drawing(328)))
 
 
 def left_margin(y: Axis) -> float:
@@ -223,24 +213,18 @@ def cost_chart(evaluation: Evaluation) -> Chart | None:
     if evaluation.reference is not None:
         cost = f"KL from {fit(evaluation.reference, 20)}, nats per token"
     keys = [f"{_mark(index)} {name}" for index, name in enumerate(texts)] if len(texts) > 1 else []
-    chart = Chart.empty(f"{cost}, by size: {'; '.join(point.title for point in points)}", keys)
+    chart = Chart(f"{cost}, by size: {'; '.join(point.title for point in points)}", keys)
     for drawing in chart.drawings:
         _draw_points(drawing, evaluation, points, cost)
     return chart
 
 
 def _points(evaluation: Evaluation) -> Iterator[_Point]:
-    for number, text in enumerate(evaluation.texts):
-        for index, row in enumerate(evaluation.rows):
-            measures = row.texts[text]
-            cost = Estimate(measures.documents.word_perplexity)
-            if evaluation.reference is not None:
-                if measures.divergence is None:
-                    continue
-                cost = Estimate(measures.divergence.kl, measures.divergence.kl_error)
-            if math.isfinite(cost.value) and cost.value >= 0:
-                title = f"{row.name} on {text}: {row.megabytes:.2f} MB, {cost}"
-                yield _Point(index, _mark(number), row.megabytes, cost.value, cost.error or 0.0, title)
+    texts = list(evaluation.texts)
+    for number, index, cost in evaluation.costs():
+        row = evaluation.rows[index]
+        title = f"{row.name} on {texts[number]}: {row.megabytes:.2f} MB, {cost}"
+        yield _Point(index, _mark(number), row.megabytes, cost.value, cost.error or 0.0, title)
 
 
 def _mark(text: int) -> str:
@@ -251,7 +235,8 @@ def _draw_points(drawing: Drawing, evaluation: Evaluation, points: list[_Point],
     sizes = [point.megabytes for point in points]
     if evaluation.reference is not None:
         sizes.append(evaluation.rows[0].megabytes)
-    y = drawing.y_axis(*axis_range([end for point in points for end in point.error_bar]))
+    low, high, log = axis_range([end for point in points for end in point.error_bar])
+    y = Axis(low, high, _BOTTOM, _TOP, log)
     log = max(sizes) >= LOG_RATIO * min(sizes)
     x = Axis(min(sizes) / 1.6 if log else 0.0, max(sizes) * 1.12, left_margin(y), drawing.width - 8, log)
     drawing.axes(x, y, "size, MB", cost)
@@ -308,7 +293,7 @@ def position_chart(lines: Sequence[Line], title: str) -> Chart | None:
         f"{line.name}: {', '.join(f'{bucket.name}: {bucket.estimate}' for bucket in line.buckets)}" for line in lines
     ]
     keys = ["dashed: with the int8 cache"] if any(line.dashed for line in lines) else []
-    chart = Chart.empty(f"{title}. {'; '.join(values)}", keys)
+    chart = Chart(f"{title}. {'; '.join(values)}", keys)
     for drawing in chart.drawings:
         _draw_lines(drawing, lines, kls)
     return chart
@@ -322,7 +307,7 @@ def _draw_lines(drawing: Drawing, lines: Sequence[Line], kls: Sequence[float]) -
     last = max(bucket.stop for line in lines for bucket in line.buckets)
     first = min(line.buckets[0].stop for line in lines)
     low, high, log = axis_range(kls)
-    y = drawing.y_axis(low if log else 0.0, high, log)
+    y = Axis(low if log else 0.0, high, _BOTTOM, _TOP, log)
     right = drawing.width - 24 - max(text_width(name(line)) for line in lines)
     x = Axis(first / math.sqrt(2), last, left_margin(y), right, True)
     ticks = [2**power for power in range(first.bit_length() - 1, last.bit_length())]

@@ -113,10 +113,9 @@ def share_scale(evaluation: Evaluation) -> bool:
 def heat_maps(evaluation: Evaluation) -> list[HeatMap]:
     """A map for each model whose manifest has errors."""
     rows = [row for row in evaluation.rows if row.layer_errors]
-    if share_scale(evaluation):
-        scale = error_scale(error for row in rows for error in row.layer_errors.values())
-        return [_heat_map(row, scale) for row in rows]
-    return [_heat_map(row, error_scale(row.layer_errors.values())) for row in rows]
+    scale = error_scale(error for row in rows for error in row.layer_errors.values())
+    shared = share_scale(evaluation)
+    return [_heat_map(row, scale if shared else error_scale(row.layer_errors.values())) for row in rows]
 
 
 def _heat_map(row: Row, scale: ColorScale) -> HeatMap:
@@ -170,11 +169,5 @@ def _kind(role: str) -> str:
     return f"{_GROUPS.get(group, group)} {'o' if part == 'output' else part.replace('_', ' ')}".strip()
 
 
-def _pattern(name: str) -> re.Pattern[str]:
-    escaped = re.escape(name)
-    for key in ("layer", "expert"):
-        escaped = escaped.replace(re.escape(f"{{{key}}}"), rf"(?P<{key}>\d+)")
-    return re.compile(escaped)
-
-
-_PATTERNS = {role: _pattern(name) for role, name in CANONICAL.items()}
+_NUMBER = re.compile(r"\\\{(layer|expert)\\\}")  # a place for a number in a name, as `re.escape` spells it
+_PATTERNS = {role: re.compile(_NUMBER.sub(r"(?P<\1>\\d+)", re.escape(name))) for role, name in CANONICAL.items()}

@@ -29,23 +29,14 @@ def page(evaluation: Evaluation) -> str:
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     whole = environment.get_template("page.html.jinja").render(
-        evaluation=evaluation,
-        headline=headline(evaluation),
-        main_model=main_model(evaluation).name,
-        tables=side_by_side(evaluation),
-        charts=list(_charts(evaluation)),
-        height=HEIGHT,
-        position_tables=position_tables(evaluation),
-        heat_maps=heat_maps(evaluation),
-        share_scale=share_scale(evaluation),
-        token_scale=token_scale(evaluation),
-        worst_tokens=worst_tokens,
+        evaluation=evaluation, headline=headline(evaluation), main_model=main_model(evaluation).name,
+        tables=side_by_side(evaluation), charts=list(_charts(evaluation)), height=HEIGHT,
+        position_tables=position_tables(evaluation), heat_maps=heat_maps(evaluation),
+        share_scale=share_scale(evaluation), token_scale=token_scale(evaluation), worst_tokens=worst_tokens,
         method=[line.partition(": ") for line in method(evaluation)],
         dots={row.name: None if row.name == evaluation.reference else model_color(index)
               for index, row in enumerate(evaluation.rows)},
-        columns_to_right=columns_to_right,
-        in_text=in_text,
-        script=Markup(script),
+        columns_to_right=columns_to_right, in_text=in_text, script=Markup(script),
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=Markup((_FOLDER / "style.css").read_text(encoding="utf-8")),
         data=Markup(script_data(evaluation)) if evaluation.details else None,
@@ -71,11 +62,7 @@ def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
     others = [_summary(evaluation, row) for row in _compared(evaluation) if row is not main]
     if evaluation.reference is None:
         return _summary(evaluation, main), None, others
-    reference = evaluation.rows[0]
-    lead = (
-        f"Compared with {evaluation.reference}: {reference.megabytes:.2f} MB,"
-        f" {significant(reference.bits_per_weight)} bits a weight"
-    )
+    lead = f"Compared with {_size(evaluation.rows[0])}"
     if evaluation.texts:
         agreement = _range([one.times(100) for one in _divergences(evaluation, main)[1]])
         lead += f"; {main.name} predicts the same likeliest token at {agreement}\u00a0% of positions"
@@ -83,7 +70,7 @@ def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
 
 
 def main_model(evaluation: Evaluation) -> Row:
-    """The smallest model, and of several of that size the one that diverges least."""
+    """The smallest model; if several are that small, the one that diverges least."""
 
     def mean_kl(row: Row) -> float:
         kls = [one.kl for text in evaluation.texts if (one := row.texts[text].divergence) is not None]
@@ -100,7 +87,7 @@ def _summary(evaluation: Evaluation, row: Row) -> str:
     if evaluation.reference is None:
         perplexities = [Estimate(row.texts[text].documents.word_perplexity) for text in evaluation.texts]
         cost = f", word perplexity {_range(perplexities)}" if perplexities else ""
-        return f"{row.name}: {row.megabytes:.2f} MB, {significant(row.bits_per_weight)} bits a weight{cost}"
+        return f"{_size(row)}{cost}"
     ratio = evaluation.rows[0].megabytes / row.megabytes
     factor = significant(max(ratio, 1 / ratio), 2)
     size = f"{factor}\u00a0× {'smaller' if ratio > 1 else 'larger'}"  # noqa: RUF001
@@ -109,6 +96,10 @@ def _summary(evaluation: Evaluation, row: Row) -> str:
     if not evaluation.texts:
         return f"{row.name} is {size}"
     return f"{row.name} is {size}; per token it diverges by {_range(_divergences(evaluation, row)[0])} nats"
+
+
+def _size(row: Row) -> str:
+    return f"{row.name}: {row.megabytes:.2f} MB, {significant(row.bits_per_weight)} bits a weight"
 
 
 def _divergences(evaluation: Evaluation, row: Row) -> tuple[list[Estimate], list[Estimate]]:

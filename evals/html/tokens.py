@@ -19,14 +19,9 @@ _CONTEXT = 6  # tokens shown before each of the worst
 
 def token_scale(evaluation: Evaluation) -> ColorScale:
     """The color scale of all tokens of a page."""
-    return log_scale(
-        token.kl
-        for details in evaluation.details.values()
-        for sample in details.samples
-        for tokens in sample.models.values()
-        for token in tokens
-        if token is not None
-    )
+    samples = (sample for details in evaluation.details.values() for sample in details.samples)
+    tokens = (token for sample in samples for of_model in sample.models.values() for token in of_model)
+    return log_scale(token.kl for token in tokens if token is not None)
 
 
 def script_data(evaluation: Evaluation) -> str:

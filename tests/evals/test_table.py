@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.evals.names import named, short_names
-from quantkit.evals.table import NONE, Table, render
+from quantkit.evals.table import NONE, Table, named, render, short_names
 
 TABLE = Table(
     "Made of A & B:",
