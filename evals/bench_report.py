@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 from quantkit.evals.bench import Bench
@@ -146,12 +146,11 @@ def warnings(found: Sequence[Bench]) -> list[str]:
         few = f"a figure spreads by {spread:.0%}"
         few = few if len(wide) == 1 else f"{len(wide)} figures spread by up to {spread:.0%}"
         lines.append(f"{few} ({what}): measure again on a quiet machine, or with more `runs`")
-    floats = [one for one in found if not one.quantized and 1 in one.decode]
+    decoded = [(one, one.decode[1].median) for one in found if 1 in one.decode]
     return lines + [
         f"{one.name} decodes slower than {other.name}, which is not quantized"
-        for one in found
-        for other in floats
-        if one.quantized and 1 in one.decode and one.decode[1].median < other.decode[1].median
+        for (one, speed), (other, other_speed) in product(decoded, decoded)
+        if one.quantized and not other.quantized and speed < other_speed
     ]
 
 

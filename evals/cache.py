@@ -1,7 +1,6 @@
-"""Caches a reference's hidden states on disk, for later evaluations.
+"""Caches a reference's final hidden states on disk, for later evaluations.
 
-The head computes logits from the final hidden states, which are smaller by the ratio of
-width to vocabulary; so the states are cached.
+The head computes logits from them, which are larger by the ratio of vocabulary to width.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from quantkit.version import __version__
 class StateCache:
     """`layerwise_hidden` with a cache on disk: one file for each checkpoint and tokens.
 
-    The key of a file consists of everything its states depend on: the checkpoint's files (path, name,
-    size, time), the tokens and their positions, and the versions of quantkit and torch.
+    The key of a file consists of everything its states depend on: the checkpoint's files (path, name, size, time), the
+    tokens and their positions, and the versions of quantkit and torch.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,19 +57,12 @@ class StateCache:
         """
         key = _key(checkpoint, batches)
         path = self._folder / f"{key}.safetensors"
-        size = checkpoint.config.hidden_size
-        tensors = [
-            StoredTensor(f"{key}.{index}", DType.FLOAT32, (*batch.tokens.shape, size))
-            for index, batch in enumerate(batches)
-        ]
+        shapes = [(*batch.tokens.shape, checkpoint.config.hidden_size) for batch in batches]
+        tensors = [StoredTensor(f"{key}.{index}", DType.FLOAT32, shape) for index, shape in enumerate(shapes)]
         with contextlib.suppress(CheckpointError):  # it is not complete
             if path.is_file() and list((file := open_file(path)).tensors.values()) == tensors:
                 return [file.read(tensor.name) for tensor in tensors]
         states = layerwise_hidden(checkpoint, batches, group=group, progress=progress)
-        self._keep(path, tensors, states)
-        return states
-
-    def _keep(self, path: Path, tensors: Sequence[StoredTensor], states: Sequence[Tensor]) -> None:
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
@@ -83,6 +75,7 @@ class StateCache:
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise destination_error(error, path) from error
+        return states
 
 
 def _key(checkpoint: Checkpoint, batches: Sequence[Batch]) -> str:

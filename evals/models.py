@@ -81,11 +81,8 @@ def streams(models: Sequence[Model], text: Text, length: int, *, same: bool) -> 
     """A text as each model reads it: the number of its tokens, and the text as one stream, cut into windows
     [W, length], with BOS where the tokenizer puts it.
 
-    Args:
-        same: require that all read the same tokens.
-
     Raises:
-        RequestError: if they do not, or the text has less than two tokens.
+        RequestError: if `same` is set and they do not all read the same tokens, or if there are less than two tokens.
     """
     ids = [token_ids(model.tokenizer, text.raw) for model in models]
     if same and (odd := [model.name for model, one in zip(models, ids, strict=True) if one != ids[0]]):

@@ -165,14 +165,12 @@ class Evaluation:
     def over_texts(self, row: Row) -> OverTexts | None:
         """Means over the texts; None for fewer than three texts, and for the reference."""
         found = [apart for text in self.texts if (apart := row.texts[text].divergence) is not None]
-        ratios = [ratio for text in self.texts if (ratio := self.perplexity_ratio(row, text)) is not None]
         if len(found) < _MIN_TEXTS:
             return None
-        return OverTexts(
-            kl=_mean([one.kl for one in found]),
-            top1_agreement=_mean([one.top1_agreement for one in found]),
-            perplexity_ratio=_mean([math.log(ratio) if ratio > 0 else -math.inf for ratio in ratios]).exp(),
-        )
+        ratios = [ratio for text in self.texts if (ratio := self.perplexity_ratio(row, text)) is not None]
+        logarithms = [math.log(ratio) if ratio > 0 else -math.inf for ratio in ratios]
+        kl, top1 = _mean([one.kl for one in found]), _mean([one.top1_agreement for one in found])
+        return OverTexts(kl, top1, _mean(logarithms).exp())
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, with None for infinite ones. The last model's ``layer_errors`` are at the top level too."""

@@ -50,13 +50,8 @@ _HEAD = QuantScheme(8, None)
 
 @dataclass
 class SyntheticCheckpoint:
-    """Random weights, generated when they are loaded, the same each time.
-
-    Attributes:
-        path: the shape's name.
-        config: its architecture, in bfloat16.
-        schemes: by module; those not in it stay floats.
-    """
+    """Random weights in bfloat16, generated when they are loaded, the same each time; `path` is the shape's name, and
+    modules without one of the `schemes` stay floats."""
 
     path: Path
     config: ModelConfig

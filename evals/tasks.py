@@ -92,10 +92,9 @@ def open_tasks(names: Sequence[str], data: Path | None, *, progress: Progress = 
     Args:
         data: a folder with files named for tasks, ``hellaswag.jsonl`` and the like, in
             the fields that the task expects. Others come from the hub or its cache.
-        progress: called for every task.
 
     Raises:
-        RequestError: if the harness is not installed, a task is unknown, or its data cannot be had or do not fit it.
+        RequestError: if the harness is not installed, a task is unknown, or its data are missing or do not fit it.
     """
     if not names:
         yield []
@@ -103,10 +102,8 @@ def open_tasks(names: Sequence[str], data: Path | None, *, progress: Progress = 
     require_tasks(names)
     local = _local_files(names, data)
     if (absent := [name for name in names if name not in local]) and not _hub_answers():
-        raise RequestError(
-            f"the data of task '{absent[0]}' are not here, and the hub cannot be reached",
-            hint=f"give them as {absent[0]}.jsonl in a folder named with `task_data`",
-        )
+        hint = f"give them as {absent[0]}.jsonl in a folder named with `task_data`"
+        raise RequestError(f"the data of task '{absent[0]}' are not here, and the hub cannot be reached", hint=hint)
     with tempfile.TemporaryDirectory(prefix="quantkit-tasks-") as scratch, _seeded():
         loaded = []
         for index, name in enumerate(names):
@@ -138,11 +135,9 @@ def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
             if place := _unusable(task):
                 raise RequestError(f"does not fit the task: {error!r}", path=place[0], found=place[1]) from error
         raise RequestError(f"the harness cannot run these tasks: {error!r}") from error
-    values = {**found["results"], **found.get("groups", {})}
-    return {
-        name: _score(values[name], found["n-shot"].get(name), found["n-samples"].get(name))
-        for name in (one.task_name if hasattr(one, "task_name") else one.name for one in tasks)
-    }
+    values, shots, samples = {**found["results"], **found.get("groups", {})}, found["n-shot"], found["n-samples"]
+    names = [one.task_name if hasattr(one, "task_name") else one.name for one in tasks]
+    return {name: _score(values[name], shots.get(name), samples.get(name)) for name in names}
 
 
 def _score(values: Mapping[str, Any], shots: Any, samples: Mapping[str, int] | None) -> TaskScore:
@@ -202,9 +197,8 @@ def _load(name: str, file: Path | None, scratch: str) -> list[Any]:
         if file is not None:
             line, cause = _first_bad_line(name, file, scratch), error.__cause__ or error  # datasets wraps its reader's
             raise RequestError(f"does not fit the task: {cause!r}", path=file, found=line) from error
-        raise RequestError(
-            f"the data of task '{name}' cannot be had: {error!r}", hint=f"give them as {name}.jsonl in `task_data`"
-        ) from error
+        hint = f"give them as {name}.jsonl in `task_data`"
+        raise RequestError(f"the data of task '{name}' cannot be had: {error!r}", hint=hint) from error
     return [loaded["groups"][name]] if name in loaded.get("groups", {}) else list(loaded["tasks"].values())
 
 

@@ -29,15 +29,10 @@ _LONG_WORDS = 40  # bytes; in languages with spaces a word has some 5 to 20
 
 @dataclass(frozen=True)
 class Text:
-    """A text as it is in its file, and its documents.
+    """A text as it is in its file, `raw`, with the file's sha256 and a name for tables; and its documents.
 
     WikiText's raw form, known by its title lines (`` = Title = ``), is one document per article, as in the data set of
     lm-evaluation-harness's task; any other text is one document.
-
-    Attributes:
-        name: for tables.
-        sha256: of the file.
-        raw: all of it.
     """
 
     name: str

@@ -271,12 +271,9 @@ class Line(NamedTuple):
 
 def position_lines(evaluation: Evaluation, text: str) -> list[Line]:
     """Divergence by position, with both caches if it was requested; otherwise over the windows of the other figures."""
-    rows = list(enumerate(evaluation.rows))
-    requested = [
-        Line(index, row.name, cache != FLOAT, buckets)
-        for index, row in rows
-        for cache, buckets in row.texts[text].positions.items()
-    ]
+    requested, rows = [], list(enumerate(evaluation.rows))
+    for index, row in rows:
+        requested += [Line(index, row.name, cache != FLOAT, own) for cache, own in row.texts[text].positions.items()]
     if requested or text not in evaluation.details:
         return requested
     by_model = evaluation.details[text].positions
@@ -289,9 +286,7 @@ def position_chart(lines: Sequence[Line], title: str) -> Chart | None:
     kls = [kl for bucket in finite for kl in (bucket.kl, bucket.kl + (bucket.kl_error or 0))]
     if not kls or max(len(line.buckets) for line in lines) < 2:
         return None
-    values = [
-        f"{line.name}: {', '.join(f'{bucket.name}: {bucket.estimate}' for bucket in line.buckets)}" for line in lines
-    ]
+    values = [f"{line.name}: {', '.join(f'{one.name}: {one.estimate}' for one in line.buckets)}" for line in lines]
     keys = ["dashed: with the int8 cache"] if any(line.dashed for line in lines) else []
     chart = Chart(f"{title}. {'; '.join(values)}", keys)
     for drawing in chart.drawings:

@@ -20,11 +20,7 @@ _DECADE = (1, 2, 5)
 
 @dataclass(frozen=True)
 class ColorScale:
-    """Colors 1 to `STEPS`; values below all limits have color 0.
-
-    Attributes:
-        limits: where each color begins, ascending.
-    """
+    """Colors 1 to `STEPS`, which begin at `limits`, ascending; values below all limits have color 0."""
 
     limits: tuple[float, ...]
 

@@ -23,12 +23,8 @@ from quantkit.tensors.scheme import QuantScheme
 
 @dataclass(frozen=True)
 class Bound:
-    """The largest loss that a type may cause.
-
-    Attributes:
-        kl: mean KL(source || result) per token, in nats.
-        perplexity_ratio: perplexity over that of the source.
-    """
+    """The largest loss that a type may cause: mean KL(source || result) per token, in nats, and perplexity over that of
+    the source."""
 
     kl: float
     perplexity_ratio: float

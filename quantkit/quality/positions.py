@@ -158,10 +158,8 @@ class PositionCertificate:
 
     def lines(self) -> list[str]:
         """A line for each cache, and one if the model was kept though it did not pass."""
-        lines = [
-            f"KL by position, {cache} cache: {own[-1].estimate} at {own[-1].name}, {rise_text(own)}"
-            for cache, own in self.caches.items()
-        ]
+        last = {cache: f"{own[-1].estimate} at {own[-1].name}, {rise_text(own)}" for cache, own in self.caches.items()}
+        lines = [f"KL by position, {cache} cache: {figures}" for cache, figures in last.items()]
         lines[0] += f" ({self.windows} x {self.length} tokens of {self.text})"
         if (problem := self.problem()) is not None:
             lines.append(f"BEYOND ITS BOUND, and accepted: {problem[0]}: {problem[1]}, {problem[2]}")

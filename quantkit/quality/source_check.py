@@ -32,14 +32,8 @@ _SKIP = "`source_check=False` goes on without this check"
 
 @dataclass(frozen=True)
 class SourceCheck:
-    """A source's loss on one window of a packaged text.
-
-    Attributes:
-        text: its name.
-        tokens: predicted.
-        perplexity: per token.
-        bits_per_byte: of the text predicted, as UTF-8.
-    """
+    """A source's loss on one window of the packaged text of this name: the number of tokens predicted, their
+    perplexity, and bits per byte of the text as UTF-8."""
 
     text: str
     tokens: int

@@ -160,21 +160,17 @@ class VerifyReport:
         if self.differing:
             worst = self.differing[0]
             allowed = f"at most {worst.bound:.3g}" if worst.bound else "none is allowed"
-            out.append(
-                f"worst tensor: {worst.name}, relative error {worst.relative_error:.3g} ({allowed}),"
-                f" largest difference {worst.largest:.3g}"
-            )
+            error = f"relative error {worst.relative_error:.3g} ({allowed})"
+            out.append(f"worst tensor: {worst.name}, {error}, largest difference {worst.largest:.3g}")
         out += [f"KV cache: {self.kv_cache}"] if self.kv_cache is not None else []
         if self.weights_only:
             out.append(COMPARED)
         elif self.probes:
-            if any(probe.divergence.largest_logit_difference for probe in self.probes.values()):
-                where = "" if all(probe.bound for probe in self.probes.values()) else " on texts"
-                bounds = f"at most {self.bound.kl:g}{where}; perplexity at most x {self.bound.perplexity_ratio:g}"
-                out.append(f"logits: KL in nats a token, {bounds}")
-                out += [f"  {probe.line(name)}" for name, probe in self.probes.items()]
-            else:
-                out.append("logits: equal")
+            where = "" if all(probe.bound for probe in self.probes.values()) else " on texts"
+            bounds = f"at most {self.bound.kl:g}{where}; perplexity at most x {self.bound.perplexity_ratio:g}"
+            of_probes = [f"  {probe.line(name)}" for name, probe in self.probes.items()]
+            differ = any(probe.divergence.largest_logit_difference for probe in self.probes.values())
+            out += [f"logits: KL in nats a token, {bounds}", *of_probes] if differ else ["logits: equal"]
         return [*out, f"verdict: {_VERDICTS[self.verdict]}"]
 
 
