@@ -27,7 +27,7 @@ from quantkit.quality.bounds import (
     worst_row,
 )
 from quantkit.quality.figures import Estimate, read_record, rounded
-from quantkit.quality.measures import compare_texts
+from quantkit.quality.measures import Windows, tallies
 from quantkit.quality.transcoded import equal_as_numbers, row_pieces
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import CARRIED, ROUNDING, SCALES_CAST, QuantTensor, quantize_rtn, relative_error
@@ -181,12 +181,13 @@ def run_gate(
         others += [] if is_baseline(result, baseline, records) else [baseline]
     bound = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in assigned.values())
     measured = measured_windows(source)
-    lost = compare_texts(source, others, [windows for _, windows in measured.values()], progress=progress)
+    lost = tallies(source, others, [Windows.of(windows) for _, windows in measured.values()], progress=progress)
     texts = []
     for (name, (digest, _)), by_model in zip(measured.items(), lost, strict=True):
-        rounding = by_model[1].divergence.kl if len(by_model) > 1 else None
+        quality, *rtn = (tally.quality() for tally in by_model)
+        rounding = rtn[0].divergence.kl if rtn else None
         limit = bound.kl if rounding is None else min(bound.kl, max(FLOOR, SLACK * rounding))
-        quality, one = by_model[0], by_model[0].divergence
+        one = quality.divergence
         figures = one.kl, one.kl_p99, limit, one.top1_agreement, quality.reference_perplexity, quality.perplexity
         errors = (None if error is None else rounded(error) for error in (one.kl_error, quality.ratio_error, rounding))
         texts.append(TextResult(name, digest, one.tokens, *map(rounded, figures), *errors))

@@ -112,7 +112,7 @@ def compare_batches(
     """Compare a checkpoint with a reference on every batch, all in one pass; figures are NaN for logits that are not
     finite."""
     windows = [Windows.of(batch.tokens, batch.positions) for batch in batches]
-    found = tallies(reference, [(other, None)], windows, progress=progress, finite=False)
+    found = tallies(reference, [other], windows, progress=progress, finite=False)
     return [tally.quality() for (tally,) in found]
 
 
@@ -121,71 +121,67 @@ def compare(
     reference_hidden: Hidden = layerwise_hidden, listeners: Sequence[Listener] = (), group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> list[Quality]:  # fmt: skip
-    """`compare_texts` on one text.
+    """Compare checkpoints with one reference on a text, as windows [W, T] of token ids.
 
-    Args:
-        reference_hidden: returns the reference's hidden states, for instance from a cache.
-        listeners: one per compared checkpoint; or none at all.
+    Args and errors are those of `tallies`.
     """
-    runs = [(other, None) for other in others]
     (found,) = tallies(
-        reference, runs, [Windows.of(windows)], listeners=listeners, reference_hidden=reference_hidden, group=group,
+        reference, others, [Windows.of(windows)], listeners=listeners, reference_hidden=reference_hidden, group=group,
         progress=progress,
     )  # fmt: skip
     return [tally.quality() for tally in found]
 
 
-def compare_texts(
-    reference: Checkpoint, others: Sequence[Checkpoint], texts: Sequence[Tensor], *, progress: Progress = silent
-) -> list[list[Quality]]:
-    """Compare checkpoints with one reference on texts, each as windows [W, T] of token ids.
+@torch.inference_mode()
+def tallies(
+    reference: Checkpoint, others: Sequence[Checkpoint], texts: Sequence[Windows], *,
+    cache_dtypes: Sequence[torch.dtype | None] = (None,), listeners: Sequence[Listener] = (),
+    reference_hidden: Hidden = layerwise_hidden, group: ProcessGroup = SINGLE, progress: Progress = silent,
+    finite: bool = True,
+) -> list[list[Tally]]:  # fmt: skip
+    """Compare checkpoints with one reference on texts.
 
-    All T positions are compared; perplexity is that of the tokens after the first.
+    All positions are compared; perplexity is that of the tokens after the first.
+
+    Args:
+        cache_dtypes: types of KV caches that each checkpoint is run with; None leaves keys and values as they are.
+        listeners: one per checkpoint and type; or none at all.
+        reference_hidden: returns the reference's hidden states, for instance from a cache.
+        finite: logits that are NaN or Inf are an error.
 
     Returns:
-        For each text the figures of each compared checkpoint.
+        For each text the figures of each compared checkpoint, with each type of KV cache.
 
     Raises:
         RequestError: if a vocabulary differs from the reference's in size.
         NonFiniteError: if a model's logits are NaN or Inf.
     """
-    found = tallies(reference, [(other, None) for other in others], list(map(Windows.of, texts)), progress=progress)
-    return [[tally.quality() for tally in of_text] for of_text in found]
-
-
-@torch.inference_mode()
-def tallies(
-    reference: Checkpoint, others: Sequence[tuple[Checkpoint, torch.dtype | None]], texts: Sequence[Windows], *,
-    listeners: Sequence[Listener] = (), reference_hidden: Hidden = layerwise_hidden, group: ProcessGroup = SINGLE,
-    progress: Progress = silent, finite: bool = True,
-) -> list[list[Tally]]:  # fmt: skip
-    """As `compare_texts`, of checkpoints with the type of their KV cache; None leaves keys and values as they are. With
-    `finite`, logits that are NaN or Inf are an error."""
-    vocabulary = reference.config.vocab_size
-    if odd := [other for other, _ in others if other.config.vocab_size != vocabulary]:
+    size = reference.config.vocab_size
+    if odd := [other for other in others if other.config.vocab_size != size]:
         raise RequestError(
             "cannot be compared with the reference", path=odd[0].path,
-            found=f"{odd[0].config.vocab_size} tokens", expected=f"a vocabulary of {vocabulary}",
+            found=f"{odd[0].config.vocab_size} tokens", expected=f"a vocabulary of {size}",
         )  # fmt: skip
-    found = [[Tally(listener) for listener, _ in zip_longest(listeners, others)] for _ in texts]
-    width = max(checkpoint.config.hidden_size for checkpoint in (reference, *(other for other, _ in others)))
+    compared = [(other, cache) for other in others for cache in cache_dtypes]
+    found = [[Tally(listener) for listener, _ in zip_longest(listeners, compared)] for _ in texts]
+    width = max(checkpoint.config.hidden_size for checkpoint in (reference, *others))
     parts = _parts(texts, width)
-    runs = len(parts) * (len(others) + 1)
+    runs = len(parts) * (len(compared) + 1)
     steps = (part_of(progress, run, runs) for run in range(runs))
     for part in parts:
         batches = [one.batch() for _, one in part]
         targets = [one.targets.flatten() for _, one in part]
         first = reference_hidden(reference, batches, group=group, progress=next(steps))
-        size = 4 * width * sum(map(len, targets))
-        for some in _pieces(len(others), max(1, 2 * STATES_BYTES // size - 1)):
+        state_bytes = 4 * width * sum(map(len, targets))
+        for some in _pieces(len(compared), max(1, 2 * STATES_BYTES // state_bytes - 1)):
             seconds = [
                 layerwise_hidden(other, batches, cache_dtype=cache, group=group, progress=next(steps))
-                for other, cache in others[some]
+                for other, cache in compared[some]
             ]
-            for rows in head_pieces([len(one) for one in targets], vocabulary):
+            for rows in head_pieces([len(one) for one in targets], size):
                 expected = _logits(reference, first, rows, group, finite=finite)
                 for number, states in zip(range(some.start, some.stop), seconds, strict=True):
-                    logits = _logits(others[number][0], states, rows, group, finite=finite)
+                    logits = _logits(compared[number][0], states, rows, group, finite=finite)
                     for (batch, own), p, q in zip(rows, expected, logits, strict=True):
                         found[part[batch][0]][number].add(p, q, targets[batch][own])
     return found

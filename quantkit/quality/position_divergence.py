@@ -15,9 +15,9 @@ from quantkit.model.layerwise import layerwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.quality.figures import mean_estimate
 from quantkit.quality.measures import Hidden, Windows, part_of, tallies, text_windows
-from quantkit.quality.positions import CACHES, FLOAT, INT8, SHORTEST, TOKENS, PositionDivergence, position_edges
+from quantkit.quality.positions import CACHES, SHORTEST, TOKENS, PositionDivergence, position_edges
 
-_DTYPES = {FLOAT: None, INT8: torch.int8}
+_CACHE_DTYPES = (None, torch.int8)  # of `CACHES`
 _MIN_TOKENS = 2  # the first predicts the second
 
 
@@ -59,12 +59,14 @@ def divergence_by_position(
         RequestError: if a vocabulary differs from the reference's in size.
         NonFiniteError: if a model's logits are NaN or Inf.
     """
-    runs = [(other, _DTYPES[cache]) for other in others for cache in CACHES]
     found = []
     for index, window in enumerate(windows):
         report = part_of(progress, index, len(windows))
         own = [Windows.of(window.unsqueeze(0))]
-        (of_window,) = tallies(reference, runs, own, reference_hidden=reference_hidden, group=group, progress=report)
+        (of_window,) = tallies(
+            reference, others, own, cache_dtypes=_CACHE_DTYPES, reference_hidden=reference_hidden, group=group,
+            progress=report,
+        )  # fmt: skip
         found.append([tally.by_token() for tally in of_window])
     stacked = ([torch.stack(parts) for parts in zip(*of_run, strict=True)] for of_run in zip(*found, strict=True))
     buckets = (position_buckets(kl, agreed) for kl, agreed, *_ in stacked)

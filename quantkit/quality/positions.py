@@ -14,8 +14,8 @@ from typing import Any
 from quantkit.errors import QualityError
 from quantkit.quality.figures import Estimate, read_record, rounded, significant
 
-FLOAT, INT8 = "float", "int8"
-CACHES = (FLOAT, INT8)
+FLOAT = "float"
+CACHES = (FLOAT, "int8")
 """The types of KV caches."""
 
 SHORTEST = 128

@@ -250,13 +250,13 @@ def test_a_baseline_that_is_not_run_would_give_the_same_figures(
     folder = tmp_path / "out"
     quantkit.quantize(demo_model, folder, scheme, method="rtn", accept_quality_loss=True)
     ran: list[int] = []
-    compare_texts = gate.compare_texts
+    tallies = gate.tallies
 
     def compared(reference: Any, others: Any, *rest: Any, **options: Any) -> Any:
         ran.append(len(others))
-        return compare_texts(reference, others, *rest, **options)
+        return tallies(reference, others, *rest, **options)
 
-    monkeypatch.setattr(gate, "compare_texts", compared)
+    monkeypatch.setattr(gate, "tallies", compared)
     source, result, records = open_checkpoint(demo_model), open_checkpoint(folder), _records(folder)
     short = gate.run_gate(source, result, records)
     monkeypatch.setattr(gate, "is_baseline", lambda *_: False)
