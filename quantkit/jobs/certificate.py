@@ -17,7 +17,7 @@ from quantkit.files.located import text_of
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.labels import file_name
 from quantkit.progress import Progress
-from quantkit.quality.bounds import BOUNDS, coarser
+from quantkit.quality.bounds import scheme_bound
 from quantkit.quality.measures import LOGITS_BYTES
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
 from quantkit.quality.positions import CACHES, TOKENS, PositionCertificate, cut_short
@@ -44,7 +44,7 @@ class CertifiedText:
     ) -> PositionCertificate:
         """Measure a result against its source. The scheme with the fewest bits decides the bound. Raises
         `NonFiniteError` if a model's logits are NaN or Inf."""
-        bound = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in schemes).kl
+        bound = scheme_bound(schemes).kl
         (caches,) = divergence_by_position(source, [result], self.windows, progress=progress)
         found = {cache: [one.rounded() for one in buckets] for cache, buckets in caches.items()}
         count, length = self.windows.shape

@@ -74,6 +74,11 @@ def coarser(bounds: Iterable[Bound]) -> Bound:
     return max(bounds, key=lambda bound: bound.kl)
 
 
+def scheme_bound(schemes: Iterable[QuantScheme]) -> Bound:
+    """The bound for the fewest bits of some schemes."""
+    return coarser(BOUNDS[f"int{scheme.bits}"] for scheme in schemes)
+
+
 def coarsest(schemes: Iterable[QuantScheme]) -> QuantScheme:
     """The scheme with the fewest bits and, if there are several, the longest groups."""
     return max(schemes, key=lambda scheme: (-scheme.bits, scheme.group_size or math.inf))

@@ -16,16 +16,7 @@ from quantkit.errors import QualityError
 from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.progress import Progress, silent
-from quantkit.quality.bounds import (
-    BOUNDS,
-    MAX_ERROR,
-    WINDOW,
-    coarser,
-    coarsest,
-    measured_windows,
-    weight_bound,
-    worst_row,
-)
+from quantkit.quality.bounds import MAX_ERROR, WINDOW, coarsest, measured_windows, scheme_bound, weight_bound, worst_row
 from quantkit.quality.figures import Estimate, read_record, rounded
 from quantkit.quality.measures import Windows, tallies
 from quantkit.quality.transcoded import equal_as_numbers, row_pieces
@@ -179,7 +170,7 @@ def run_gate(
         scale_dtype = result.info(f"{next(iter(assigned))}.weight").dtype
         baseline = rtn_baseline(source, assigned, scale_dtype)
         others += [] if is_baseline(result, baseline, records) else [baseline]
-    bound = coarser(BOUNDS[f"int{scheme.bits}"] for scheme in assigned.values())
+    bound = scheme_bound(assigned.values())
     measured = measured_windows(source)
     lost = tallies(source, others, [Windows.of(windows) for _, windows in measured.values()], progress=progress)
     texts = []
