@@ -65,12 +65,12 @@ class StateCache:
         states = layerwise_hidden(checkpoint, batches, group=group, progress=progress)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
-            with partial.open("wb") as file:
-                file.write(build_header(tensors))
+            with partial.open("wb") as target:
+                target.write(build_header(tensors))
                 for state in states:
-                    file.write(state.contiguous().numpy().data)
-                file.flush()
-                os.fsync(file.fileno())
+                    target.write(state.contiguous().numpy().data)
+                target.flush()
+                os.fsync(target.fileno())
             partial.replace(path)
         except OSError as error:
             partial.unlink(missing_ok=True)
