@@ -52,7 +52,7 @@ from quantkit.version import __version__
 if TYPE_CHECKING:
     from quantkit import errors as errors
     from quantkit.doctor.diagnose import diagnose as diagnose
-    from quantkit.doctor.report import Diagnosis as Diagnosis
+    from quantkit.doctor.findings import Diagnosis as Diagnosis
     from quantkit.evals.evaluate import evaluate as evaluate
     from quantkit.evals.results import Evaluation as Evaluation
     from quantkit.formats.detect import open_checkpoint as open_checkpoint
@@ -100,7 +100,7 @@ _JOBS = {
 }  # fmt: skip
 _TYPES = {
     "Completion": "quantkit.runtime.request", "ConvertResult": "quantkit.jobs.result",
-    "Diagnosis": "quantkit.doctor.report", "Estimate": "quantkit.jobs.plan", "Evaluation": "quantkit.evals.results",
+    "Diagnosis": "quantkit.doctor.findings", "Estimate": "quantkit.jobs.plan", "Evaluation": "quantkit.evals.results",
     "FolderReport": "quantkit.quality.manifest_check", "Gate": "quantkit.quality.gate",
     "GeneratedFile": "quantkit.jobs.generate_file", "Inspection": "quantkit.jobs.inspect",
     "Logprobs": "quantkit.runtime.request", "Override": "quantkit.tensors.recipe",

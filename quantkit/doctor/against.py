@@ -11,9 +11,8 @@ from pathlib import Path
 from torch import Tensor
 
 from quantkit.architectures.topology import parameters
-from quantkit.doctor.findings import Finding, finding
+from quantkit.doctor.findings import Finding, LayerError, finding
 from quantkit.doctor.folder import Folder
-from quantkit.doctor.report import LayerError
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import read_as_floats, schemes
@@ -28,14 +27,8 @@ _TIMES_USUAL = 3.0
 
 
 def check(folder: Folder, source: Path, progress: Progress) -> tuple[list[Finding], list[LayerError]]:
-    """Compare all tensors with those of the source.
-
-    Returns:
-        What is wrong, and how far each linear is from the source, the farthest first.
-
-    Raises:
-        RequestError: if the source is quantized itself.
-    """
+    """What is wrong with tensors, compared with those of the source, and how far each linear is from it, the farthest
+    first. A quantized source is a `RequestError`."""
     where = folder.path.name
     try:
         reference, patient = open_pair(source, folder.path)
@@ -81,8 +74,10 @@ class _Comparison:
         before, after = _load(self.reference, name), _load(self.patient, name)
         if isinstance(before, QuantTensor):
             before = before.dequantize()
-        if isinstance(after, Tensor) and (same_bits(before, after) or self._only_cast(before, after)):
-            return
+        if isinstance(after, Tensor):
+            cast = before.dtype != after.dtype and before.dim() > 0 and same_but_rounded(before, after)
+            if cast or same_bits(before, after):
+                return
         error = _relative_error(before, after)
         module = name.removesuffix(".weight")
         if isinstance(after, QuantTensor):
@@ -94,9 +89,6 @@ class _Comparison:
             self._encoded[module] = error
         else:
             yield finding("changed", name, f"relative difference {error:.3g}")
-
-    def _only_cast(self, before: Tensor, after: Tensor) -> bool:
-        return before.dtype != after.dtype and before.dim() > 0 and same_but_rounded(before, after)
 
     def _is_encoded(self, name: str) -> bool:
         """Whether a weight is stored as codes that are read as floats."""

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.arguments import as_integer, as_path, as_string, require_flags
-from quantkit.doctor import files, gguf, kv_cache, quantization, readers, text, weights, zero_points
-from quantkit.doctor.findings import RUNTIMES, Finding, Runtime, finding, ordered
+from quantkit.doctor import files, gguf, quantization, readers, text, weights, zero_points
+from quantkit.doctor.findings import RUNTIMES, SEVERITIES, Diagnosis, Finding, LayerError, Runtime, finding
 from quantkit.doctor.folder import Folder
-from quantkit.doctor.report import Diagnosis, LayerError
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.located import located, require_there
@@ -75,7 +74,7 @@ def diagnose(
         findings += values.check(folder, checks.view, progress)
         findings += checks.recorded_files(progress)
     if not _has_errors(findings):
-        findings += files.check_opened(folder) if folder.kind in ("meta", "gguf") else checks.opened()
+        findings += checks.refused()
     if deep:
         findings += checks.predictions(progress, sound=not _has_errors(findings))
     if source is not None:
@@ -83,10 +82,12 @@ def diagnose(
 
         found, layers = compared.check(folder, source, progress)
         findings += found
+    findings = list(dict.fromkeys(findings))
+    places = {rule: place for place, rule in enumerate(dict.fromkeys(one.rule.name for one in findings))}
+    findings.sort(key=lambda one: (SEVERITIES.index(one.rule.severity_for(runtime)), places[one.rule.name]))
     return Diagnosis(
-        str(path), checks.kind(), runtime, ordered(findings, runtime), checks.looked_at(),
-        checks.left_out(source is not None), layers,
-    )  # fmt: skip
+        str(path), checks.kind(), runtime, findings, checks.looked_at(), checks.left_out(source is not None), layers
+    )
 
 
 def _has_errors(findings: Sequence[Finding]) -> bool:
@@ -112,7 +113,7 @@ class _Checks:
             yield from weights.check(view)
             yield from quantization.check(view, self.tp)
             yield from zero_points.check(view, deep=self.deep)
-            yield from kv_cache.check(view)
+            yield from quantization.check_cache(view)
             if self.runtime is not None:
                 yield from readers.check(view, self.runtime)
         if folder.kind in ("safetensors", "bin", "meta"):
@@ -120,9 +121,11 @@ class _Checks:
         elif folder.kind == "gguf":
             yield from gguf.check(folder)
 
-    def opened(self) -> Iterator[Finding]:
+    def refused(self) -> Iterator[Finding]:
         """What quantkit's own reader refuses."""
-        if self.view is not None and self.view.is_read:
+        if self.folder.kind in ("meta", "gguf"):
+            yield from files.check_opened(self.folder)
+        elif self.view is not None and self.view.is_read:
             yield from weights.check_read(self.view, deep=self.deep)
 
     def recorded_files(self, progress: Progress) -> Iterator[Finding]:
@@ -140,10 +143,7 @@ class _Checks:
             yield finding("not-as-written", path.name if error.path is None else error.path.name, error.problem)
 
     def predictions(self, progress: Progress, *, sound: bool) -> list[Finding]:
-        """
-        Args:
-            sound: whether no error was found before.
-        """
+        """What is wrong with a model's predictions; it is run if it is sound so far."""
         if self.folder.kind not in ("safetensors", "bin", "meta", "gguf") or (self.view and not self.view.is_read):
             return []
         if not sound:
@@ -152,12 +152,12 @@ class _Checks:
         from quantkit.doctor import predictions
 
         found = predictions.check(self.folder, self._manifest, progress)
-        self._read += [] if found.figures is None else [found.figures]
+        self._read += [] if found.measured is None else [found.measured]
         self._unread += [] if found.left_out is None else [found.left_out]
         return found.findings
 
     def kind(self) -> str:
-        """What it is, in a few words."""
+        """The kind of model, in a few words."""
         folder = self.folder
         words = [_TITLES.get(folder.kind, "a file of weights" if folder.kind else "no model")]
         if isinstance(kind := folder.config.get("model_type"), str):

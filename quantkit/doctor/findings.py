@@ -1,10 +1,12 @@
-"""Rules, which rules.toml lists, and what they find."""
+"""Rules, which rules.toml lists, what they find, and the report that `quantkit.diagnose` returns."""
 
 from __future__ import annotations
 
 import functools
+import textwrap
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal, get_args
@@ -15,6 +17,8 @@ RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """The worst first."""
+_WIDTH = 100
+_INDENT = " " * 4
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,11 @@ class Rule:
     """Something that can be wrong.
 
     Attributes:
-        name: by which people and scripts know it.
         severity: an error breaks the model, or changes what it predicts, wherever it is loaded.
         checks: what is wrong, in a few words.
         remedy: what to do about it.
         source: a format's description, or threads of runtimes' issue trackers.
-        breaks: the runtimes that it breaks although it is no error for all.
+        breaks: the runtimes that it breaks although it is not an error for all.
     """
 
     name: str
@@ -56,16 +59,12 @@ class Finding:
     what: str
 
     def to_json(self, runtime: Runtime | None = None) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """The finding as plain values."""
+        rule = self.rule
         return {
-            "severity": self.rule.severity_for(runtime),
-            "rule": self.rule.name,
-            "where": self.where,
-            "what": self.what,
-            "remedy": self.rule.remedy,
-            "source": self.rule.source,
-            "breaks": list(self.rule.breaks),
-        }
+            "severity": rule.severity_for(runtime), "rule": rule.name, "where": self.where, "what": self.what,
+            "remedy": rule.remedy, "source": rule.source, "breaks": list(rule.breaks),
+        }  # fmt: skip
 
 
 @functools.cache
@@ -88,12 +87,100 @@ def finding(rule: str, where: str, what: str) -> Finding:
     return Finding(_by_name()[rule], where, what)
 
 
-def ordered(findings: Iterable[Finding], runtime: Runtime | None) -> list[Finding]:
-    """The worst first, those of one rule together, in the order in which they were found; each once."""
-    places: dict[str, int] = {}
-    found = list(dict.fromkeys(findings))
-    for one in found:
-        places.setdefault(one.rule.name, len(places))
-    return sorted(
-        found, key=lambda one: (SEVERITIES.index(one.rule.severity_for(runtime)), places[one.rule.name])
+@dataclass(frozen=True)
+class LayerError:
+    """The error of a linear compared with its float source.
+
+    Attributes:
+        error: relative to the source (Frobenius norms).
+        bound: the error that rounding in its scheme explains.
+    """
+
+    module: str
+    error: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `quantkit.diagnose` finds.
+
+    Attributes:
+        kind: of model, in a few words.
+        runtime: the requested one; None for all.
+        findings: the worst first.
+        looked_at: what was read.
+        left_out: what was not checked, and why.
+        layers: the error of each linear compared with its float source, the largest first; empty without a source.
+    """
+
+    path: str
+    kind: str
+    runtime: Runtime | None
+    findings: Sequence[Finding]
+    looked_at: Sequence[str]
+    left_out: Sequence[str]
+    layers: Sequence[LayerError] = ()
+
+    @property
+    def broken(self) -> bool:
+        """Whether something breaks: wherever it is loaded, or in the requested runtime."""
+        return any(self.severity(finding) == "error" for finding in self.findings)
+
+    def severity(self, finding: Finding) -> str:
+        """How bad a finding is here."""
+        return finding.rule.severity_for(self.runtime)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return {
+            "path": self.path, "kind": self.kind, "runtime": self.runtime, "broken": self.broken,
+            "findings": [finding.to_json(self.runtime) for finding in self.findings],
+            "looked_at": list(self.looked_at), "left_out": list(self.left_out),
+            "layers": [vars(layer) for layer in self.layers],
+        }  # fmt: skip
+
+    def lines(self, width: int = _WIDTH) -> list[str]:
+        """A table for people: one entry for each rule that found something."""
+        groups: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            groups.setdefault(finding.rule.name, []).append(finding)
+        lines = _wrapped(f"{self.path}: {self.kind}", "", width)
+        for group in groups.values():
+            lines += self._entry(group, width)
+        if self.layers:
+            low, high = (bound(layer.error for layer in self.layers) for bound in (min, max))
+            errors = f"{len(self.layers)} linears, relative error {low:.3g} to {high:.3g}"
+            lines.append(f"  from the source: {errors}; farthest:")
+        lines += [f"    {layer.error:.4f}  {_shortened(layer.module, 80)}" for layer in self.layers[:3]]
+        counts = Counter(self.severity(group[0]) for group in groups.values())
+        words = [f"{counts[one]} {one}{'s' if counts[one] > 1 else ''}" for one in SEVERITIES if counts[one]]
+        who = f" for {self.runtime}" if self.runtime else ""
+        lines += _wrapped(f"{', '.join(words) or 'nothing found'}{who}", "", width)
+        lines += _wrapped(f"looked at: {'; '.join(self.looked_at)}", "", width) if self.looked_at else []
+        lines += _wrapped(f"not looked at: {'; '.join(self.left_out)}", "", width) if self.left_out else []
+        # characters that no terminal shows are escaped
+        return ["".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line) for line in lines]
+
+    def _entry(self, group: Sequence[Finding], width: int) -> list[str]:
+        """What one rule found: where the first is, and how many more there are."""
+        first, rule = group[0], group[0].rule
+        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        head = f"  {self.severity(first):<8} {rule.name:<20} "
+        where = _shortened(first.where, width - len(head) - len(more)) + more
+        breaks = f"; breaks {', '.join(rule.breaks)}" if rule.breaks else ""
+        remedy = _wrapped(f"-> {rule.remedy} [{rule.source}]", _INDENT, width)
+        return [head + where, *_wrapped(first.what + breaks, _INDENT, width), *remedy]
+
+
+def _shortened(text: str, length: int) -> str:
+    if len(text) <= length:
+        return text
+    half = (length - 3) // 2
+    return f"{text[:half]}...{text[len(text) - half :]}"
+
+
+def _wrapped(text: str, indent: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent or _INDENT, break_on_hyphens=False
     )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +39,13 @@ _NAMED = {
 }
 _ALONE = re.compile(r"model.*\.(pth|pt)")  # gpt-fast's
 _PART = re.compile(r"-(\d+)-of-(\d+)\.")
-_ADAPTER = "adapter_config.json"
 _MAX_FILES = 4096
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A file that could not be read, or should be there."""
-
-    path: Path
-    error: QuantkitError
 
 
 class Folder:
     """What is at a path; only headers are read.
 
     Attributes:
-        path: the path as it was passed.
         root: the folder with the files next to the weights.
         kind: of the weights that are checked: ``safetensors``, ``bin``, ``meta``, ``mistral`` or ``gguf``; ``file`` for
             a single file; empty if there are none.
@@ -71,7 +60,7 @@ class Folder:
         headers: of GGUF files that could be read.
         stored, homes: their tensors, and the file of each.
         twice: tensors that are in two files, and which.
-        problems: what could not be read.
+        problems: files that could not be read, or should be there, with the error of each.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,7 +71,7 @@ class Folder:
         """
         self.path = path
         found = require_there(path)
-        self.problems: list[Problem] = []
+        self.problems: list[tuple[Path, QuantkitError]] = []
         self.stray: list[Path] = []
         self.files: dict[str, TensorFile] = {}
         self.headers: dict[str, GgufHeader] = {}
@@ -97,7 +86,6 @@ class Folder:
         self.names = sorted(one.name for one in self.root.iterdir()) if found.is_dir() else [found.name]
         self.dead = [name for name in _SMALL if name in self.names and not (self.root / name).is_file()]
         self.kind, self.listed = self._weights(found)
-        self._belong = set(self.listed)
         for one in self.listed[:_MAX_FILES]:
             self._open(one)
 
@@ -112,18 +100,7 @@ class Folder:
     @property
     def complete(self) -> bool:
         """Whether every file of weights could be read."""
-        return len(self.files) + len(self.headers) == len(self.listed) and not any(
-            self.is_listed(one.path) for one in self.problems
-        )
-
-    def is_listed(self, path: Path) -> bool:
-        """Whether a file is one of those of weights that belong to the model."""
-        return path in self._belong
-
-    @property
-    def is_adapter(self) -> bool:
-        """Whether it is an adapter without its model."""
-        return not self.listed and _ADAPTER in self.names
+        return len(self.files) + len(self.headers) == len(self.listed)
 
     def in_unread_file(self, name: str) -> bool:
         """Whether a tensor may be in a file that could not be read."""
@@ -149,14 +126,14 @@ class Folder:
         try:
             return read_settings(path)
         except CheckpointError as error:
-            self.problems.append(Problem(path, error))
+            self.problems.append((path, error))
             return {}
 
     def _settings(self) -> Mapping[str, Any] | None:
         try:
             found = settings_in(self.config, self.root).get(SETTINGS)
         except CheckpointError as error:
-            self.problems.append(Problem(error.path or self.root, error))
+            self.problems.append((error.path or self.root, error))
             return None
         return found if isinstance(found, dict) else None
 
@@ -200,7 +177,7 @@ class Folder:
             if not isinstance(mapped, dict) or not mapped:
                 raise CheckpointError("lacks the key 'weight_map'", path=index)
         except CheckpointError as error:
-            self.problems.append(Problem(index, error))
+            self.problems.append((index, error))
             return []
         self.index = mapped
         inside = {name for name in mapped.values() if isinstance(name, str) and may_hold_weights(name)}
@@ -236,7 +213,7 @@ class Folder:
                 return
             file = _READERS[path.suffix.lower()](path)
         except QuantkitError as error:
-            self.problems.append(Problem(path, error))
+            self.problems.append((path, error))
             return
         self.files[path.name] = file
         for name, tensor in file.tensors.items():

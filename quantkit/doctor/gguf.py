@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,18 +18,14 @@ from quantkit.text.chat_template import ChatTemplate
 _TOKENIZERS = ("llama", "gpt2", "bert", "t5", "rwkv", "plamo2", "gemma4", "hybriddna", "whitespace", "none", "no_vocab")
 _KEYS = ("block_count", "context_length", "embedding_length", "attention.head_count")
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
-_GEMMA2 = {
-    "gemma2.attention.sliding_window_pattern": 1, "gemma2.attn_logit_softcapping": 0,
-    "gemma2.final_logit_softcapping": 0,
-}  # fmt: skip
+_GEMMA2 = {"attention.sliding_window_pattern": 1, "attn_logit_softcapping": 0, "final_logit_softcapping": 0}
 """Values with which llama.cpp stops or divides by zero."""
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
-_EVEN = frozenset(
-    {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "qwen2moe",
-     "qwen3moe", "olmoe", "mistral3"}
+_EVEN = (
+    "llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "qwen2moe",
+    "qwen3moe", "olmoe", "mistral3",
 )  # fmt: skip
 """Architectures whose blocks all have the same tensors."""
-_TOKENS = "tokenizer.ggml.tokens"
 _IDS = ("bos_token_id", "eos_token_id", "padding_token_id", "unknown_token_id", "eot_token_id")
 
 
@@ -67,8 +63,8 @@ def _keys(metadata: Mapping[str, Any], architecture: str, where: str) -> Iterato
     if architecture == "granite" and "granite.logit_scale" not in metadata:
         yield finding("gguf-keys", where, "granite.logit_scale is missing")
     for key, wrong in _GEMMA2.items() if architecture == "gemma2" else ():
-        if metadata.get(key) == wrong:
-            yield finding("gguf-keys", where, f"{key} is {wrong}")
+        if metadata.get(f"gemma2.{key}") == wrong:
+            yield finding("gguf-keys", where, f"gemma2.{key} is {wrong}")
 
 
 def _tensors(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, GgufTensor]) -> Iterator[Finding]:
@@ -89,56 +85,51 @@ def _tensors(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[st
                 yield finding("extra-tensor", name, f"block_count is {blocks}")
             else:
                 own[int(match[1])][match[2]] = tensor
-    common = Counter(suffix for found in own.values() for suffix in found)
+    shapes: dict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
+    for found in own.values():
+        for suffix, tensor in found.items():
+            shapes[suffix][tensor.shape] += 1
     for layer, found in own.items():
         if not found:
             yield finding("missing-tensor", f"blk.{layer}", "the block has no tensors")
         elif architecture in _EVEN:
-            for suffix, count in common.items():
-                if suffix not in found and 2 * count > blocks:
+            for suffix, counts in shapes.items():
+                if suffix not in found and 2 * counts.total() > blocks:
                     yield finding("missing-tensor", f"blk.{layer}.{suffix}", "not in the file; other blocks have it")
-                elif suffix in found and found[suffix].shape != (shape := _usual(own, suffix)):
+                elif suffix in found and found[suffix].shape != (shape := counts.most_common(1)[0][0]):
                     what = f"found {list(found[suffix].shape)}, in most blocks {list(shape)}"
                     yield finding("wrong-shape", found[suffix].name, what)
-
-
-def _usual(own: Mapping[int, Mapping[str, GgufTensor]], suffix: str) -> tuple[int, ...]:
-    shapes = Counter(found[suffix].shape for found in own.values() if suffix in found)
-    return shapes.most_common(1)[0][0]
 
 
 def _text(
     folder: Folder, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: str
 ) -> Iterator[Finding]:  # fmt: skip
-    tokens = metadata.get(_TOKENS)
+    prefix = "tokenizer.ggml."
+    stated = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    tokens, model = stated.get("tokens"), stated.get("model")
     if not isinstance(tokens, list) or not tokens:
-        yield finding("no-tokenizer", where, f"{_TOKENS} is missing")
+        yield finding("no-tokenizer", where, "tokenizer.ggml.tokens is missing")
         return
     count = len(tokens)
     for key in ("scores", "token_type"):
-        listed = metadata.get(f"tokenizer.ggml.{key}")
+        listed = stated.get(key)
         if isinstance(listed, list) and len(listed) != count:
             yield finding("gguf-vocabulary", where, f"{count} tokens, {len(listed)} of {key}")
     embedding = tensors.get("token_embd.weight")
     if embedding is not None and embedding.shape[0] != count:
         yield finding("gguf-vocabulary", where, f"{count} tokens, {embedding.shape[0]} rows of token_embd.weight")
-    if metadata.get("tokenizer.ggml.model") == "gpt2":
-        if not metadata.get("tokenizer.ggml.merges"):
-            yield finding("gguf-keys", where, "tokenizer.ggml.merges is missing")
-        if not metadata.get("tokenizer.ggml.pre"):
-            yield finding("gguf-pre", where, "tokenizer.ggml.pre is missing")
-    elif not isinstance(metadata.get("tokenizer.ggml.model"), str):
+    if model == "gpt2":
+        for key, rule in (("merges", "gguf-keys"), ("pre", "gguf-pre")):
+            if not stated.get(key):
+                yield finding(rule, where, f"tokenizer.ggml.{key} is missing")
+    elif not isinstance(model, str):
         yield finding("gguf-keys", where, "tokenizer.ggml.model is missing")
-    elif metadata["tokenizer.ggml.model"] not in _TOKENIZERS:
-        yield finding("gguf-tokenizer", where, f"tokenizer.ggml.model is {shown(metadata['tokenizer.ggml.model'])}")
+    elif model not in _TOKENIZERS:
+        yield finding("gguf-tokenizer", where, f"tokenizer.ggml.model is {shown(model)}")
     for key in _IDS:
-        value = metadata.get(f"tokenizer.ggml.{key}")
+        value = stated.get(key)
         if value is not None and (type(value) is not int or not 0 <= value < count):
             yield finding("token-out-of-range", where, f"{key} {shown(value)}, expected below {count}")
-    yield from _template(folder, metadata, where)
-
-
-def _template(folder: Folder, metadata: Mapping[str, Any], where: str) -> Iterator[Finding]:
     source = metadata.get("tokenizer.chat_template")
     if source is None:
         names = [metadata.get(key) for key in ("general.name", "general.finetune", "general.basename")]

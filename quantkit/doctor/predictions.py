@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,70 +45,50 @@ _SURE = 3.0  # standard errors
 _MIN_GAIN = 0.05  # nats a token; sound models gain at most 0.00 from another reading
 
 
-@dataclass(frozen=True)
+@dataclass
 class Predictions:
-    """What a model predicts on the packaged texts.
+    """What a model predicts on the packaged texts: findings, and a line that says what was measured, or why not."""
 
-    Attributes:
-        figures: what was measured, for people; None if nothing was.
-        left_out: why nothing was measured; None if something was.
-    """
-
-    findings: list[Finding] = field(default_factory=list)
-    figures: str | None = None
+    findings: list[Finding]
+    measured: str | None = None
     left_out: str | None = None
 
 
 def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Predictions:
-    """Run a model, one block in memory at a time.
-
-    Args:
-        recorded: its manifest; empty if it has none.
-    """
+    """Run a model, one block in memory at a time; `recorded` is its manifest, empty if it has none."""
+    found = Predictions([])
     try:
         model = open_checkpoint(folder.path)
         tokenizer, _ = checked_tokenizer(model)
+        count = parameter_count(model)
         if tokenizer is None:
-            return Predictions(left_out="what it predicts: it has no tokenizer")
-        if (count := parameter_count(model)) > MAX_PARAMETERS:
+            found.left_out = "what it predicts: it has no tokenizer"
+        elif count > MAX_PARAMETERS:
             reason = f"it has {count / 1e9:.1f}e9 parameters, and is run up to {MAX_PARAMETERS / 1e9:.0f}e9"
-            return Predictions(left_out=f"what it predicts: {reason}")
-        texts = {name: windows[:1] for name, (_, windows) in measured_windows(model).items()}
-        speech = texts.pop(_SPEECH, torch.empty(1, 0))
-        if not _is_text(speech):
-            return Predictions(left_out="what it predicts: the tokenizer makes no tokens of English")
-        run = _Run(model, speech, list(texts.values()), _frequency_loss(tokenizer, speech), progress)
-        findings = list(run.findings(folder.path.name, recorded))
+            found.left_out = f"what it predicts: {reason}"
+        else:
+            texts = {name: windows[:1] for name, (_, windows) in measured_windows(model).items()}
+            speech = texts.pop(_SPEECH, torch.empty(1, 0))
+            # enough tokens, and not mostly the same one, as for unknown words
+            if speech.numel() >= _MIN_TOKENS and 2 * int(speech.flatten().bincount().max()) <= speech.numel():
+                run = _Run(model, [speech, *texts.values()], _frequency_loss(tokenizer, speech), progress)
+                found.findings = list(run.findings(folder.path.name, recorded))
+                found.measured = run.measured
+            else:
+                found.left_out = "what it predicts: the tokenizer makes no tokens of English"
     except QuantkitError as error:
-        return Predictions(left_out=f"what it predicts: {error}")
-    return Predictions(findings, run.figures)
-
-
-def _is_text(window: Tensor) -> bool:
-    """Whether there are enough tokens [1, T], and not mostly the same one, as for unknown words."""
-    return window.numel() >= _MIN_TOKENS and 2 * int(window.flatten().bincount().max()) <= window.numel()
+        found.left_out = f"what it predicts: {error}"
+    return found
 
 
 class _Run:
-    """A model on the texts.
+    """A model on windows [1, T], one for each text; `frequency_loss` is that of the first window, as predicted from the
+    frequencies of tokens, in nats a token."""
 
-    Attributes:
-        figures: of the model as its config reads it.
-    """
-
-    def __init__(
-        self, model: Checkpoint, speech: Tensor, others: Sequence[Tensor], frequency_loss: float, progress: Progress
-    ) -> None:
-        """
-        Args:
-            speech, others: windows [1, T], one for each of the texts.
-            frequency_loss: of the first, as predicted from frequencies of tokens, in nats a token.
-        """
-        self._model = model
-        self._windows = [speech, *others]
-        self._frequency_loss = frequency_loss
+    def __init__(self, model: Checkpoint, windows: list[Tensor], frequency_loss: float, progress: Progress) -> None:
+        self._model, self._windows, self._frequency_loss = model, windows, frequency_loss
         self._progress = in_phase(progress, "predictions")
-        self.figures: str | None = None
+        self.measured: str | None = None
 
     def findings(self, where: str, recorded: Mapping[str, Any]) -> Iterator[Finding]:
         checked: SourceCheck | str | None = None
@@ -122,9 +102,12 @@ class _Run:
             found = f" ({error.found})" if error.found is not None else ""
             yield finding("no-prediction", where, f"{error.problem}{found}")
         if isinstance(checked, SourceCheck):
-            self.figures = f"perplexity {checked.perplexity:.4g} on {checked.tokens} tokens of English"
+            self.measured = f"perplexity {checked.perplexity:.4g} on {checked.tokens} tokens of English"
             yield from self._worse_than_source(where, checked, recorded)
-            yield from self._poor(where, own[0].mean().item())
+            loss, bound = own[0].mean().item(), self._frequency_loss
+            if loss >= bound:
+                figures = f"perplexity {math.exp(loss):.4g}; {math.exp(bound):.4g} from the frequencies of tokens alone"
+                yield finding("poor-prediction", where, figures)
         yield from self._other_reading(where, own)
 
     def _losses(self, windows: list[Tensor], model: Checkpoint | None = None) -> list[Tensor]:
@@ -147,16 +130,11 @@ class _Run:
             what = f"perplexity {checked.perplexity:.4g}; its source's was {before:.4g}, and up to {limit:.4g} is usual"
             yield finding("worse-than-source", where, what)
 
-    def _poor(self, where: str, loss: float) -> Iterator[Finding]:
-        if loss >= (bound := self._frequency_loss):
-            found = f"perplexity {math.exp(loss):.4g}; {math.exp(bound):.4g} from the frequencies of tokens alone"
-            yield finding("poor-prediction", where, found)
-
     def _other_reading(self, where: str, own: list[Tensor]) -> Iterator[Finding]:
         """The other settings that predict best, if better than the config's; tried on one window first."""
         before = torch.cat(own)
         best: tuple[float, str] = (_MIN_GAIN, "")
-        for reading in readings(self._model):
+        for reading in _readings(self._model):
             try:
                 (first,) = self._losses(self._windows[:1], reading)
                 if first.mean() > min(own[0].mean().item(), self._frequency_loss):
@@ -184,26 +162,18 @@ def _frequency_loss(tokenizer: Tokenizer, windows: Tensor) -> float:
     return -sum(math.log((rest[one] + unseen) / (count + distinct)) for one in targets) / len(targets)
 
 
-class Reading:
-    """A checkpoint, read with other settings than its config has.
+class _Reading:
+    """A checkpoint, read with other settings than its config has, which `what` names.
 
-    Attributes:
-        what: the settings, for people.
+    `reorder` brings rows [heads * head_dim, ...] of queries and keys into another order; its second argument is the
+    size of a head.
     """
 
     def __init__(
         self, what: str, source: Checkpoint, config: ModelConfig | None = None,
         reorder: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            config: of the model; None for its own.
-            reorder: brings rows [heads * head_dim, ...] of queries and keys into another order; its second argument is
-                the size of a head.
-        """
-        self.what = what
-        self._source = source
-        self._reorder = reorder
+        self.what, self._source, self._reorder = what, source, reorder
         self.config = source.config if config is None else config
         self._rotary = {one.name for one in parameters(self.config) if one.rotary} if reorder else set()
         self.path, self.format = source.path, source.format
@@ -227,21 +197,22 @@ class Reading:
         return self._source.files()
 
 
-def readings(source: Checkpoint) -> Iterator[Reading]:
+def _readings(source: Checkpoint) -> Iterator[_Reading]:
     """Settings that could be wrong: another rope base, heads half or twice as large, rows of queries and keys in Meta's
     order instead of Hugging Face's, or the reverse."""
     config = source.config
     for factor in _BASES:
         theta = config.rope.theta * factor
         if MIN_THETA < theta < MAX_THETA:
-            yield Reading(f"a rope base of {theta:g}", source, replace(config, rope=replace(config.rope, theta=theta)))
+            yield _Reading(f"a rope base of {theta:g}", source, replace(config, rope=replace(config.rope, theta=theta)))
     whole = config.rope.rotary_dim is None and config.latent_attention is None
     if whole:
-        yield Reading("q and k rows taken from pairs to halves", source, reorder=to_rotate_half)
-        yield Reading("q and k rows taken from halves to pairs", source, reorder=to_interleaved)
+        yield _Reading("q and k rows taken from pairs to halves", source, reorder=to_rotate_half)
+        yield _Reading("q and k rows taken from halves to pairs", source, reorder=to_interleaved)
     per_head = config.qk_norm == "head" or config.sinks or config.rope.short_factor is not None
     if whole and not per_head:
-        yield from (Reading(_heads(other), source, other) for other in _other_heads(config, source.path))
+        for other in _other_heads(config, source.path):
+            yield _Reading(f"{other.num_heads} heads of {other.head_dim}", source, other)
 
 
 def _other_heads(config: ModelConfig, path: object) -> Iterator[ModelConfig]:
@@ -254,7 +225,3 @@ def _other_heads(config: ModelConfig, path: object) -> Iterator[ModelConfig]:
             yield replace(config, num_heads=heads, num_kv_heads=kv, head_dim=size).validated(path)
         except CheckpointError:  # a size that rotary positions do not fit
             continue
-
-
-def _heads(config: ModelConfig) -> str:
-    return f"{config.num_heads} heads of {config.head_dim}"

@@ -1,13 +1,17 @@
-"""Rules about quantized weights: whether the tensors are those that the config states, and that runtimes expect."""
+"""Rules about quantized weights and a quantized key/value cache: whether the tensors are those that the config states,
+and that runtimes expect."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 
+from quantkit.architectures.names import is_embedding
 from quantkit.architectures.topology import fused_modules, parameters
 from quantkit.doctor.findings import Finding, finding
+from quantkit.doctor.folder import CONFIG
 from quantkit.doctor.view import View
+from quantkit.errors import CheckpointError
 from quantkit.formats.codecs.awq import AWQ, Awq
 from quantkit.formats.codecs.codec import QuantMethod, RawModule
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
@@ -17,19 +21,29 @@ from quantkit.formats.codecs.gptq import Gptq
 from quantkit.formats.codecs.layout import Description
 from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.codecs.table import LAYOUTS
+from quantkit.formats.containers.hf_settings import SETTINGS
+from quantkit.formats.kv_cache import (
+    TYPES,
+    CacheTensor,
+    cache_tensors,
+    layers_without_scales,
+    misfit,
+    needs_zero_points,
+    scheme_text,
+    stated_scheme,
+    without_zero_points,
+)
+from quantkit.json_values import Settings
 
 _STATE_BITS = 8
 _BY_ROWS = ("gptq", "awq")
 _NUMBER = re.compile(r"\d+")
+_MAX_CACHE_BYTES = 1 << 20
 _READ_EMBEDDINGS = (Mlx.name,)  # methods whose own readers expect quantized embeddings
 
 
 def check(view: View, tp: int) -> Iterator[Finding]:
-    """Check the quantized weights of a folder.
-
-    Args:
-        tp: degree of tensor parallelism.
-    """
+    """Check the quantized weights of a folder, to run at a degree `tp` of tensor parallelism."""
     claims = view.claims
     for problem in claims.problems:
         yield finding("bad-settings", "quantization_config", problem)
@@ -60,22 +74,25 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         yield finding("incomplete", module, f"lacks {', '.join(lacking)}{there}")
     if coded.layout is None:
         return
-    if view.is_embedding(module) and not _embedding_is_read(view, coded):
+    if is_embedding(module) and not _embedding_is_read(view, coded):
         yield finding("quantized-embedding", module, coded.title)
     elif claim is None and view.claims.certain:
         said = "no quantization_config" if view.folder.settings is None else "not among those it quantizes"
         yield finding("not-in-config", module, f"{coded.title}, and in the config {said}")
     bits = coded.bits if claim is None or claim.bits is None else claim.bits
-    if bits is not None and bits < _STATE_BITS and view.is_recurrent(module):
+    if bits is not None and bits < _STATE_BITS and view.hints.is_recurrent(module):
         yield finding("low-bit-state", module, f"{coded.title}, {bits} bits")
     for leaf, expected in coded.wrong_types(LAYOUTS):
         yield finding("codes-type", f"{module}.{leaf}", f"found {coded.tensors[leaf].dtype}, expected {expected}")
     for suffix in coded.foreign:
-        tensor = coded.tensors[suffix]
-        what = f"{tensor.dtype} {list(tensor.shape)}, which is no part of {coded.title}"
-        yield finding("extra-tensor", tensor.name, what)
-    shape = view.linears.get(module) or _embedding_shape(view, module)
-    if not missing and shape is not None and len(shape) == 2:
+        foreign = coded.tensors[suffix]
+        what = f"{foreign.dtype} {list(foreign.shape)}, which is no part of {coded.title}"
+        yield finding("extra-tensor", foreign.name, what)
+    shape, tensor = view.linears.get(module), view.expected.get(f"{module}.weight")
+    if shape is None and tensor is not None:
+        shape = tensor.shape
+    shape = shape if shape is not None and len(shape) == 2 else None
+    if not missing and shape is not None:
         raw = RawModule(module, view.folder.homes, view.folder.root)
         if problem := coded.layout.problem(raw, shape):
             yield finding("codes-shape", module, problem)
@@ -88,14 +105,15 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         return
     if claim.by_index and coded.layout is PACKED_CODES:
         yield finding("act-order", module, "actorder 'group'")
-    if shape is not None and len(shape) == 2:
-        if claim.group_size and shape[1] % claim.group_size:
-            yield finding("uneven-groups", module, f"rows of {shape[1]} in groups of {claim.group_size}")
-            return
-        for leaf, wanted in coded.wrong_shapes(shape, claim):
-            rule = "codes-shape" if leaf == coded.layout.codes else "scale-shape"
-            found = list(coded.tensors[leaf].shape)
-            yield finding(rule, f"{module}.{leaf}", f"found {found}, expected {list(wanted)}")
+    if shape is None:
+        return
+    if claim.group_size and shape[1] % claim.group_size:
+        yield finding("uneven-groups", module, f"rows of {shape[1]} in groups of {claim.group_size}")
+        return
+    for leaf, wanted in coded.wrong_shapes(shape, claim):
+        rule = "codes-shape" if leaf == coded.layout.codes else "scale-shape"
+        found = list(coded.tensors[leaf].shape)
+        yield finding(rule, f"{module}.{leaf}", f"found {found}, expected {list(wanted)}")
 
 
 def _may_have(method: QuantMethod, coded: Description) -> bool:
@@ -122,11 +140,6 @@ def _is_meant(view: View, module: str) -> bool:
     return 2 * sum(one in view.coded for one in same) > len(same)
 
 
-def _embedding_shape(view: View, module: str) -> tuple[int, ...] | None:
-    tensor = view.expected.get(f"{module}.weight")
-    return None if tensor is None else tensor.shape
-
-
 def _together(view: View) -> Iterator[Finding]:
     """Linears that runtimes fuse, and experts that they stack."""
     config = view.config
@@ -146,7 +159,7 @@ def _together(view: View) -> Iterator[Finding]:
 
 def _differing(view: View, canonical: Sequence[str], rule: str, where: str) -> Iterator[Finding]:
     """The first module whose scheme differs from that of the first of a set."""
-    tensors = [view.on_disk(f"{name}.weight") for name in canonical]
+    tensors = [view.on_disk.get(f"{name}.weight") for name in canonical]
     modules = list(dict.fromkeys(tensor.module for tensor in tensors if tensor is not None))
     present = [one for one in modules if one in view.coded or f"{one}.weight" in view.stored]
     if any(one in view.coded and view.coded[one].missing(None) for one in present):
@@ -169,13 +182,13 @@ def _split(view: View, tp: int) -> Iterator[Finding]:
         yield finding("tp-heads", "config.json", f"{config.num_kv_heads} KV heads over {tp}")
     stacked: set[str] = set()
     for parameter in parameters(config):
-        tensor = view.on_disk(parameter.name)
+        tensor = view.on_disk.get(parameter.name)
         if not parameter.is_linear_weight or parameter.linear is None or tensor is None or tensor.name in stacked:
             continue
         if tensor.stacked is not None:
             stacked.add(tensor.name)
         axis = {"row": 1, "column": 0}.get(parameter.linear.parallel)
-        if axis is None or parameter.role == "head" or parameter.role in ("attention.k", "attention.v"):
+        if axis is None or parameter.role in ("head", "attention.k", "attention.v"):
             continue
         width = parameter.shape[axis]
         claim = view.claims.modules.get(tensor.module)
@@ -188,3 +201,48 @@ def _split(view: View, tp: int) -> Iterator[Finding]:
             yield finding("tp-groups", tensor.module, f"{width} over {tp} is {width // tp}, in groups of {block}")
         elif axis == 0 and (width // tp) % 8 and (own := view.coded.get(tensor.module)) and own.layout is AWQ:
             yield finding("tp-groups", tensor.module, f"{width} outputs over {tp}, eight to a word")
+
+
+def check_cache(view: View) -> Iterator[Finding]:
+    """Check the scheme and the scales of the cache; the scales, a few bytes each, are read."""
+    folder = view.folder
+    tensors = cache_tensors(view.stored)
+    scales = {name: entry for name, entry in tensors.items() if entry.kind == "scale" and {*entry.parts} & {"k", "v"}}
+    stated = None if folder.settings is None else Settings(folder.settings, folder.root / CONFIG, SETTINGS)
+    try:
+        scheme = stated_scheme(stated)
+    except CheckpointError as error:
+        yield finding("bad-settings", CONFIG, f"{error.problem}: found {error.found}, expected {error.expected}")
+        return
+    if scales and scheme is None:
+        yield finding("kv-no-scheme", CONFIG, f"{len(scales)} scales: {next(iter(scales))}")
+    if folder.complete and scheme is not None and not scales and not scheme.get("dynamic"):
+        yield finding("kv-no-scales", CONFIG, scheme_text(scheme))
+    highest = max((entry.layer for entry in tensors.values()), default=0)
+    layers = highest + 1 if view.config is None else view.config.num_layers
+    if folder.complete and scales:
+        for layer in layers_without_scales(scales, layers):
+            found = ", ".join(name for name, entry in scales.items() if entry.layer == layer) or "none"
+            yield finding("kv-scales-missing", f"layer {layer}", f"found {found}, expected scales of keys and values")
+    if folder.complete and needs_zero_points(scheme):
+        for layer, part in without_zero_points(tensors, layers):
+            yield finding("kv-no-zero-points", f"layer {layer}", f"found none of its {part}")
+    heads = (0, 0) if view.config is None else (view.config.num_heads, view.config.num_kv_heads)
+    for name, entry in tensors.items():
+        if (count := misfit(entry, view.stored[name], scheme, *heads)) is not None:
+            yield finding("kv-scale-shape", name, f"found {list(view.stored[name].shape)}, expected {count} elements")
+        yield from _cache_value(view, name, entry)
+
+
+def _cache_value(view: View, name: str, entry: CacheTensor) -> Iterator[Finding]:
+    tensor, is_scale = view.stored[name], entry.kind == "scale"
+    if tensor.dtype not in TYPES[entry.kind] or not 0 < tensor.nbytes <= _MAX_CACHE_BYTES:
+        expected = "floats" if is_scale else "numbers"
+        yield finding("kv-scale-value", name, f"found {tensor.dtype} {list(tensor.shape)}, expected {expected}")
+        return
+    try:
+        value = view.folder.homes[name].read(name).double()
+    except CheckpointError:
+        return  # reported by rules about files
+    if not value.isfinite().all() or (is_scale and not (value > 0).all()):
+        yield finding("kv-scale-value", name, f"found {value.min().item():g}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quantkit.architectures.names import is_embedding
 from quantkit.doctor.findings import Finding, Runtime, finding
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.view import View
@@ -60,7 +61,7 @@ def _module(view: View, module: str, runtime: Runtime) -> Iterator[Finding]:
     if claim is None:
         return
     if runtime == "vllm" and coded.layout in _VLLM_BITS:
-        yield from _vllm(view, coded, claim)
+        yield from _vllm(coded, claim)
     if runtime == "transformers" and coded.layout is PACKED_CODES and claim.symmetric is False:
         yield finding("packed-zeros", module, "asymmetric")
     if runtime == "mlx" and coded.layout in (GPTQ, AWQ):
@@ -70,10 +71,10 @@ def _module(view: View, module: str, runtime: Runtime) -> Iterator[Finding]:
             yield finding("column-groups", module, "has g_idx")
 
 
-def _vllm(view: View, coded: Description, claim: Claim) -> Iterator[Finding]:
+def _vllm(coded: Description, claim: Claim) -> Iterator[Finding]:
     module, layout = coded.module, coded.layout
     assert layout is not None
-    if claim.bits not in _VLLM_BITS[layout] or (view.is_embedding(module) and layout is not PACKED_CODES):
+    if claim.bits not in _VLLM_BITS[layout] or (is_embedding(module) and layout is not PACKED_CODES):
         yield finding("other-scheme", module, f"{claim.bits} bits of {layout.title}")
     elif layout is PACKED_CODES and claim.bits == 8 and not claim.activations:
         yield finding("no-cpu-kernel", module, "8 bits, activations in floats")

@@ -26,11 +26,7 @@ _MIN_SHARE = 0.75  # of the embedding's rows, which are padded, that have a toke
 
 
 def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
-    """Check what a model needs to read and write text.
-
-    Args:
-        rows: of the embedding, as the tensors show; None if they do not.
-    """
+    """Check what a model needs to read and write text; `rows` are those of the embedding, None if not known."""
     if not any(name in folder.names for name in _FILES):
         yield finding("no-tokenizer", folder.path.name, "none of tokenizer.json, tokenizer.model, vocab.json")
     vocabulary: Mapping[str, int] | None = None
@@ -50,7 +46,7 @@ def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
     yield from _templates(folder)
 
 
-def is_instruct(folder: Folder) -> bool:
+def _is_instruct(folder: Folder) -> bool:
     """Whether a model's names say that it is an instruct model."""
     names = [folder.config.get("_name_or_path"), folder.path.resolve().name]
     if "README.md" in folder.names:
@@ -66,31 +62,28 @@ def _vocabulary(folder: Folder) -> dict[str, int] | None:
     folder.side_json("tokenizer_config.json")
     if found is None:
         return None
-    path = folder.root / "tokenizer.json"
-    model = found.get("model")
+    model, path = found.get("model"), folder.root / "tokenizer.json"
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, list):  # in unigram models: pieces with their scores
         vocabulary = {str(one[0]): index for index, one in enumerate(vocabulary) if isinstance(one, list) and one}
     if not isinstance(vocabulary, dict) or not vocabulary:
         raise CheckpointError("has no vocabulary", path=path)
-    if not all(type(one) is int and one >= 0 for one in vocabulary.values()):
-        raise CheckpointError("has tokens without ids", path=path)
     added = found.get("added_tokens") or []
     if not isinstance(added, list) or not all(isinstance(one, dict) for one in added):
-        raise CheckpointError("has added tokens that are no objects", path=path)
+        raise CheckpointError("has added tokens that are not objects", path=path)
     ids: dict[str, Any] = {str(one.get("content")): one.get("id") for one in added}
-    if not all(type(one) is int and one >= 0 for one in ids.values()):
-        raise CheckpointError("has added tokens without ids", path=path)
+    for what, tokens in (("tokens", vocabulary), ("added tokens", ids)):
+        if not all(type(one) is int and one >= 0 for one in tokens.values()):
+            raise CheckpointError(f"has {what} without ids", path=path)
     return {**vocabulary, **ids}
 
 
 def _placeholders(folder: Folder) -> Iterator[Finding]:
     """Files that are empty or git-lfs pointers; the tokenizer may be read from another file."""
     for name in _VOCABULARY_FILES:
-        path = folder.root / name
-        if name not in folder.names or not path.is_file():
+        if name not in folder.names or not (folder.root / name).is_file():
             continue
-        head = _begins(path)
+        head = _begins(folder.root / name)
         if head.startswith(_LFS):
             yield finding("damaged-tokenizer", name, "is a git-lfs pointer, not the file")
         elif not head:
@@ -122,7 +115,7 @@ def _sizes(folder: Folder, rows: int | None, tokens: int | None) -> Iterator[Fin
 
 def _generation(folder: Folder, rows: int | None) -> Iterator[Finding]:
     if GENERATION not in folder.names:
-        if folder.kind != "meta" and is_instruct(folder):
+        if folder.kind != "meta" and _is_instruct(folder):
             yield finding("no-generation-config", folder.path.name, "by its name it is an instruct model")
         return
     try:
@@ -135,10 +128,10 @@ def _generation(folder: Folder, rows: int | None) -> Iterator[Finding]:
 
 
 def _special(folder: Folder, rows: int | None, vocabulary: Mapping[str, int] | None) -> Iterator[Finding]:
-    generation = _lenient(folder, GENERATION)
-    text = next((one for key in ("text_config",) if isinstance(one := folder.config.get(key), dict)), {})
+    text = folder.config.get("text_config")
+    config = {**(text if isinstance(text, dict) else {}), **folder.config}
     ends: set[int] = set()
-    for file, settings in (("config.json", {**text, **folder.config}), (GENERATION, generation)):
+    for file, settings in ((CONFIG, config), (GENERATION, _lenient(folder, GENERATION))):
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             ids = settings.get(key)
             for one in ids if isinstance(ids, list) else [ids]:
@@ -172,13 +165,11 @@ def _templates(folder: Folder) -> Iterator[Finding]:
         for source in templates.sources.values():
             ChatTemplate(source, path=folder.root)
     except (QuantkitError, OSError) as error:
-        if "tokenizer_config" in _place(error) and not _is_json(folder, "tokenizer_config.json"):
-            return  # reported by the tokenizer's rule
-        yield finding("damaged-template", _place(error), str(getattr(error, "problem", error)))
-        return
-    if folder.kind == "meta":
-        return  # which formats conversations without a template
-    if not templates and is_instruct(folder) and any(name in folder.names for name in _FILES):
+        if "tokenizer_config" not in _place(error) or _is_json(folder.root / "tokenizer_config.json"):
+            yield finding("damaged-template", _place(error), str(getattr(error, "problem", error)))
+        return  # damaged JSON is reported by the tokenizer's rule
+    has_tokenizer = any(name in folder.names for name in _FILES)
+    if not templates and folder.kind != "meta" and _is_instruct(folder) and has_tokenizer:  # Meta's need no template
         yield finding("no-chat-template", folder.path.name, "by its name it is an instruct model")
 
 
@@ -198,11 +189,12 @@ def _lenient(folder: Folder, name: str) -> dict[str, Any]:
         return {}
 
 
-def _is_json(folder: Folder, name: str) -> bool:
+def _is_json(path: Path) -> bool:
     try:
-        return bool(read_json(folder.root / name)) or True
+        read_json(path)
     except CheckpointError:
         return False
+    return True
 
 
 def _place(error: Exception) -> str:

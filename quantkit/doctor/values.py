@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from quantkit.architectures.names import is_embedding
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.view import View
@@ -49,20 +50,13 @@ _GGUF_SCALES = {
 """Offsets of the float16 scales in a block."""
 
 
-@dataclass
 class _Facts:
     """Statistics of a tensor, gathered piece by piece."""
 
-    count: int = 0
-    bad: int = 0
-    zeros: int = 0
-    negative: int = 0
-    low: float = math.inf
-    high: float = -math.inf
-    rows: int = 0
-    zero_tail: int = 0
-    squares: float = 0.0
-    largest: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.count = self.bad = self.zeros = self.negative = self.rows = self.zero_tail = 0
+        self.low, self.high, self.squares = math.inf, -math.inf, 0.0
+        self.largest: float | None = None
 
     def add(self, piece: Tensor) -> None:
         """Include the next rows [N, ...]."""
@@ -83,7 +77,7 @@ class _Facts:
         self.zero_tail = self.zero_tail + tail if tail == len(empty) else tail
         self.rows += len(empty)
         if floats:
-            self.largest.append(wide.abs().max().item())
+            self.largest = max(self.largest or 0.0, wide.abs().max().item())
             self.squares += torch.linalg.vector_norm(wide, dtype=torch.float64).item() ** 2
 
     @property
@@ -96,7 +90,7 @@ def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding
     found: list[Finding] = []
     scales: dict[str, list[tuple[str, float]]] = {}
     sizes: dict[str, float] = {}
-    listed = parts(folder, view)
+    listed = _parts(folder, view)
     for index, part in enumerate(listed):
         progress("weights", index, len(listed), "tensors")
         facts = _Facts()
@@ -108,20 +102,22 @@ def check(folder: Folder, view: View | None, progress: Progress) -> list[Finding
             found.append(finding("nan", part.name, f"cannot be read: {error.problem}"))
             continue
         found += _judged(part, facts)
-        if part.kind == "scale" and facts.largest:
-            scales.setdefault(_NUMBER.sub("*", part.name), []).append((part.name, max(facts.largest)))
+        if part.kind == "scale" and facts.largest is not None:
+            scales.setdefault(_NUMBER.sub("*", part.name), []).append((part.name, facts.largest))
         if part.kind in ("weight", "scale") and facts.count:
             sizes.setdefault(part.name, math.sqrt(facts.squares / facts.count))
     progress("weights", len(listed), len(listed), "tensors")
-    found += _absurd(scales)
+    for layers in scales.values():
+        usual = statistics.median(largest for _, largest in layers)
+        for name, largest in layers:
+            if len(layers) > 1 and usual > 0 and largest > _ABSURD * usual:
+                what = f"up to {largest:g}; in other layers up to {usual:g}"
+                found.append(finding("absurd-scale", name, what))
     found += unusual_norms(sizes)
-    if view is not None:
-        found += _tied_head(view)
-        found += _column_order(view)
-    return found
+    return found if view is None else [*found, *_tied_head(view), *_column_order(view)]
 
 
-def _judged(part: Part, facts: _Facts) -> Iterator[Finding]:
+def _judged(part: _Part, facts: _Facts) -> Iterator[Finding]:
     if facts.count == 0:
         return
     if facts.bad:
@@ -143,52 +139,32 @@ def _judged(part: Part, facts: _Facts) -> Iterator[Finding]:
         yield finding("negative-scales", part.name, f"{facts.negative} of {facts.count} are below 0")
 
 
-def _absurd(scales: dict[str, list[tuple[str, float]]]) -> Iterator[Finding]:
-    """Weights whose largest scale is out of line with those of other layers."""
-    for layers in scales.values():
-        usual = statistics.median(largest for _, largest in layers)
-        for name, largest in layers:
-            if len(layers) > 1 and usual > 0 and largest > _ABSURD * usual:
-                yield finding("absurd-scale", name, f"up to {largest:g}; in other layers up to {usual:g}")
-
-
 def unusual_norms(sizes: Mapping[str, float]) -> Iterator[Finding]:
-    """Layers whose weight is out of line with those of the layers around it.
-
-    Args:
-        sizes: root mean squares of weights, or of their scales, by name.
-    """
+    """Layers whose weight is out of line with the median of the two layers on each side, given the root mean squares of
+    weights, or of their scales, by name."""
     roles: dict[tuple[str, str], dict[int, str]] = {}
     for name, size in sizes.items():
         if size > 0 and math.isfinite(size) and (found := _LAYER.fullmatch(name)):
             roles.setdefault((found[1], found[3]), {})[int(found[2])] = name
     for layers in roles.values():
-        names = [layers[layer] for layer in sorted(layers)]
-        yield from _unusual_layers(names, [math.log2(sizes[name]) for name in names])
-
-
-def _unusual_layers(names: Sequence[str], logs: Sequence[float]) -> Iterator[Finding]:
-    """Compare the layers of one role, each with the median of the two layers on each side."""
-    if len(names) < _MIN_LAYERS:
-        return
-    usual = {
-        layer: statistics.median([*logs[layer - _ENDS : layer], *logs[layer + 1 : layer + _ENDS + 1]])
-        for layer in range(_ENDS, len(names) - _ENDS)
-    }
-    off = {layer: logs[layer] - one for layer, one in usual.items()}
-    if sum(abs(one) > _FACTOR / 2 for one in off.values()) > max(1, len(names) // _VARIED):
-        return
-    for layer, one in off.items():
-        if abs(one) > _FACTOR:
-            found = f"root mean square {2 ** logs[layer]:.3g}; {2 ** usual[layer]:.3g} in the layers around it"
-            yield finding("unusual-norm", names[layer], found)
+        names = [layers[layer] for layer in sorted(layers)] if len(layers) >= _MIN_LAYERS else []
+        logs = [math.log2(sizes[name]) for name in names]
+        usual = {
+            layer: statistics.median([*logs[layer - _ENDS : layer], *logs[layer + 1 : layer + _ENDS + 1]])
+            for layer in range(_ENDS, len(names) - _ENDS)
+        }
+        off = {layer: abs(logs[layer] - one) for layer, one in usual.items()}
+        varied = sum(one > _FACTOR / 2 for one in off.values()) > max(1, len(names) // _VARIED)
+        for layer in [layer for layer, one in off.items() if one > _FACTOR and not varied]:
+            what = f"root mean square {2 ** logs[layer]:.3g}; {2 ** usual[layer]:.3g} in the layers around it"
+            yield finding("unusual-norm", names[layer], what)
 
 
 def _tied_head(view: View) -> Iterator[Finding]:
     config, homes = view.config, view.folder.homes
     if config is None or not config.tied_embeddings or "lm_head.weight" not in homes:
         return
-    embedding = next((name for name in homes if view.is_embedding(name.removesuffix(".weight"))), None)
+    embedding = next((name for name in homes if is_embedding(name.removesuffix(".weight"))), None)
     if embedding is None or "lm_head" in view.coded:
         return
     if not same_tensor(homes["lm_head.weight"], "lm_head.weight", homes[embedding], embedding):
@@ -201,18 +177,14 @@ def _column_order(view: View) -> Iterator[Finding]:
         claim, index = view.claims.modules.get(module), coded.tensors.get(G_IDX)
         if index is None or claim is None or claim.by_index or len(index.shape) != 1:
             continue
-        if not _is_plain(view.folder.homes[index.name].read(index.name), claim.group_size):
+        order = view.folder.homes[index.name].read(index.name)
+        rising = torch.arange(len(order)) // (claim.group_size or max(len(order), 1))
+        if order.any() and not torch.equal(order.long(), rising):  # zeros mean adjacent columns too
             yield finding("column-order", index.name, "desc_act is false, and g_idx is no rising count of groups")
 
 
-def _is_plain(order: Tensor, group: int | None) -> bool:
-    """Whether groups are of adjacent columns; all zeros mean that too."""
-    rising = torch.arange(len(order)) // (group or max(len(order), 1))
-    return torch.equal(order.long(), rising) or not order.any()
-
-
 @dataclass(frozen=True)
-class Part:
+class _Part:
     """A tensor, or the scales in its blocks.
 
     Attributes:
@@ -228,7 +200,7 @@ class Part:
     signed_matters: bool = False
 
 
-def parts(folder: Folder, view: View | None) -> list[Part]:
+def _parts(folder: Folder, view: View | None) -> list[_Part]:
     """All tensors of a folder or file."""
     if folder.kind == "gguf":
         return [part for header in folder.headers.values() for part in _of_gguf(header)]
@@ -246,16 +218,12 @@ def parts(folder: Folder, view: View | None) -> list[Part]:
         if kind == "scale" and tensor.dtype not in (*FLOATS, *FLOAT8):
             kind = "other"  # exponents
         read = partial(_pieces, folder.homes[name], name)
-        found.append(Part(name, kind, read, layout in (PACKED_CODES, GPTQ)))
+        found.append(_Part(name, kind, read, layout in (PACKED_CODES, GPTQ)))
     return found
 
 
 def _kind(name: str, tensor: StoredTensor, offset: bool) -> str:
-    """The kind of a tensor that is no part of a quantized weight.
-
-    Args:
-        offset: whether norms may be stored as differences from 1.
-    """
+    """The kind of a tensor that is not part of a quantized weight; with `offset`, norms may be stored less 1."""
     if "norm" in name and name.endswith(".weight") and len(tensor.shape) == 1:
         return "other" if offset else "norm"
     if len(tensor.shape) < 2 or tensor.dtype not in FLOATS or name.endswith("bias"):
@@ -283,19 +251,18 @@ def _compared(piece: Tensor) -> Tensor:
     return piece.view(same[piece.dtype]) if piece.dtype in same else piece
 
 
-def _of_gguf(header: GgufHeader) -> Iterator[Part]:
+def _of_gguf(header: GgufHeader) -> Iterator[_Part]:
     for name, tensor in header.tensors.items():
-        norm = "norm" in name
-        table = name in ("token_embd.weight", "output.weight") or len(tensor.shape) < 2
-        kind = "norm" if norm else "embedding" if table and len(tensor.shape) > 1 else "other" if table else "weight"
+        kind = "embedding" if name in ("token_embd.weight", "output.weight") else "weight"
+        kind = "norm" if "norm" in name else kind if len(tensor.shape) > 1 else "other"
         if str(tensor.type) in _GGUF_FLOATS:
-            yield Part(name, kind, partial(_gguf_floats, header, tensor))
+            yield _Part(name, kind, partial(_gguf_floats, header, tensor))
         else:
-            yield Part(name, "codes" if kind == "weight" else kind, partial(_gguf_bytes, header, tensor))
+            yield _Part(name, "codes" if kind == "weight" else kind, partial(_gguf_bytes, header, tensor))
             for place in _GGUF_SCALES.get(str(tensor.type), ()):
                 # blocks of zeros, as in the padded rows of an embedding, have the scale 0
                 scale = "scale" if kind == "weight" else "other"
-                yield Part(f"{name} (scales)", scale, partial(_gguf_scales, header, tensor, place))
+                yield _Part(f"{name} (scales)", scale, partial(_gguf_scales, header, tensor, place))
 
 
 def _gguf_bytes(header: GgufHeader, tensor: GgufTensor) -> Iterator[Tensor]:

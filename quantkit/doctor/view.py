@@ -31,9 +31,11 @@ class View:
     """The modules and tensors of a folder, and those that its config calls for.
 
     Attributes:
+        stored: all tensors of the folder.
         config: of the model; None for an unknown family, and for an invalid config.
         problem: why there is no config.
         expected: the tensors that the model needs, by name; empty for an unknown family.
+        on_disk: the tensor on disk that holds each canonical one.
         linears: the modules that may be quantized, and the shapes [O, I] of their weights; empty if unknown.
         method: of the quantization; None for floats, and for unknown methods.
         coded: what lies on disk for the modules whose weights are stored as codes.
@@ -42,6 +44,7 @@ class View:
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
+        self.stored: Mapping[str, StoredTensor] = folder.stored
         self.problem: QuantkitError | None = None
         self.config = self._model()
         self.method = METHODS.get(folder.method or "")
@@ -49,7 +52,7 @@ class View:
         self.expected = self._expected()
         self.linears = self._linears()
         self.claims = self._claims()
-        self._spelled = {place.name: tensor for tensor in self.expected.values() for place in tensor.places}
+        self.on_disk = {place.name: tensor for tensor in self.expected.values() for place in tensor.places}
 
     @property
     def known(self) -> bool:
@@ -68,28 +71,11 @@ class View:
         """Whether models of its family are read by quantkit's jobs."""
         return self.known and self.config is not None and families()[self.config.architecture].runs
 
-    @property
-    def stored(self) -> Mapping[str, StoredTensor]:
-        """All tensors of the folder."""
-        return self.folder.stored
-
-    def on_disk(self, canonical: str) -> DiskTensor | None:
-        """The tensor on disk that holds a canonical one."""
-        return self._spelled.get(canonical)
-
-    def is_embedding(self, module: str) -> bool:
-        """Whether a module is the embedding of tokens."""
-        return is_embedding(module)
-
-    def is_recurrent(self, module: str) -> bool:
-        """Whether a module is in linear attention, a state space or a short convolution, by the tensors' names."""
-        return self._hints.is_recurrent(module)
-
     def rows_of_embedding(self) -> int | None:
         """The number of rows of the embedding, from its tensors."""
         for name, tensor in self.stored.items():
             module, _, leaf = name.rpartition(".")
-            if self.is_embedding(module) and leaf in ("weight", "weight_packed", "weight_shape") and tensor.shape:
+            if is_embedding(module) and leaf in ("weight", "weight_packed", "weight_shape") and tensor.shape:
                 return None if leaf == "weight_shape" else tensor.shape[0]
         return None
 
@@ -109,7 +95,8 @@ class View:
         return coded.scheme + bits
 
     @functools.cached_property
-    def _hints(self) -> Hints:
+    def hints(self) -> Hints:
+        """The kinds of modules, by the names and shapes of the tensors."""
         return Hints.of(self.folder.config, {name: tensor.shape for name, tensor in self.stored.items()})
 
     def _claims(self) -> Claims:

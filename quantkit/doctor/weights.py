@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from quantkit.architectures.disk import DiskTensor
 from quantkit.architectures.families import ignored_rope_settings
 from quantkit.architectures.families.opaque import is_extra_layer
-from quantkit.architectures.names import is_derived_buffer
+from quantkit.architectures.names import is_derived_buffer, is_embedding
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import CONFIG
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.awq import Awq
 from quantkit.formats.codecs.gptq import Gptq
 from quantkit.formats.codecs.table import METHODS
@@ -43,8 +40,11 @@ def check(view: View) -> Iterator[Finding]:
     else:
         for ignored in ignored_rope_settings(view.folder.config):
             yield finding("rope-conflict", CONFIG, f"{ignored}, in transformers 5")
-    if view.problem is not None:
-        yield _about_config(view)
+    if (error := view.problem) is not None:
+        found = f"{error.problem}{f' (found {error.found})' if error.found is not None else ''}"
+        rule = "unknown-setting" if isinstance(error, UnsupportedError) else "bad-config"
+        rule, where = (rule, CONFIG) if view.config is None else ("two-forms", view.folder.path.name)
+        yield finding(rule, where, found)
     if view.known:
         yield from _missing(view)
         yield from _extra(view)
@@ -53,12 +53,8 @@ def check(view: View) -> Iterator[Finding]:
 
 
 def check_read(view: View, *, deep: bool) -> Iterator[Finding]:
-    """Why quantkit refuses to open a folder in which nothing else was found.
-
-    Args:
-        deep: whether to read zero points and offsets, by which some formats are recognized; otherwise only the
-            settings are checked.
-    """
+    """Why quantkit refuses to open a folder in which nothing else was found. With `deep`, zero points and offsets, by
+    which some formats are recognized, are read; otherwise only the settings are checked."""
     folder = view.folder
     try:
         if deep or folder.settings is None:
@@ -70,19 +66,10 @@ def check_read(view: View, *, deep: bool) -> Iterator[Finding]:
         yield finding("not-read-here", folder.path.name, str(error))
 
 
-def _about_config(view: View) -> Finding:
-    error = view.problem
-    assert error is not None
-    found = f"{error.problem}{f' (found {error.found})' if error.found is not None else ''}"
-    if view.config is not None:
-        return finding("two-forms", view.folder.path.name, found)
-    rule = "unknown-setting" if isinstance(error, UnsupportedError) else "bad-config"
-    return finding(rule, "config.json", found)
-
-
 def _missing(view: View) -> Iterator[Finding]:
     for name, tensor in view.expected.items():
-        if name in view.stored or _has_codes(view, tensor) or view.folder.in_unread_file(name):
+        coded = name.removesuffix(".weight") in view.coded  # complete or not, which another rule checks
+        if name in view.stored or coded or view.folder.in_unread_file(name):
             continue
         stacked = f", or those of each expert of {tensor.module}" if tensor.stacked else ""
         yield finding("missing-tensor", name, f"not in any file; expected {list(tensor.shape)}{stacked}")
@@ -90,19 +77,16 @@ def _missing(view: View) -> Iterator[Finding]:
 
 def _extra(view: View) -> Iterator[Finding]:
     raw = view.folder.config
-    head = "lm_head.weight"
     predicts = any(raw.get(key) for key in _PREDICTION)
     owners = {tensor.name: module for module, coded in view.coded.items() for tensor in coded.tensors.values()}
     expected = {tensor.module for tensor in view.expected.values() if tensor.linear is not None or tensor.stacked}
-    embedded = {tensor.module for tensor in view.expected.values() if view.is_embedding(tensor.module)}
+    embedded = {tensor.module for tensor in view.expected.values() if is_embedding(tensor.module)}
     known = expected | embedded | {"lm_head"}
     for name, tensor in view.stored.items():
         module = name.rpartition(".")[0]
         if name in view.expected or is_derived_buffer(name) or _OF_ACTIVATIONS.fullmatch(name):
             continue
-        if name == head or owners.get(name) in known:
-            continue
-        if predicts and is_extra_layer(name, raw):
+        if name == "lm_head.weight" or owners.get(name) in known or (predicts and is_extra_layer(name, raw)):
             continue
         if name.endswith(".bias") and module in view.coded and isinstance(view.method, Gptq | Awq):
             continue  # zeros that their writers add; vLLM and GPTQModel skip them
@@ -117,32 +101,23 @@ def _shapes(view: View) -> Iterator[Finding]:
         shape = found.shape if found is not None and coded is None else coded.unpacked_shape if coded else None
         if shape is not None and rows is not None and tensor.module in ("lm_head", "model.embed_tokens"):
             shape = tensor.shape if shape == (rows, *tensor.shape[1:]) else shape  # another rule checks vocab_size
-        if shape is not None and shape != tensor.shape and not _is_transposed(tensor, shape):
+        allowed = [tensor.shape]
+        if tensor.stacked is not None:  # some stacked experts have inputs before outputs
+            allowed.append((*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]))
+        if shape is not None and shape not in allowed:
             yield finding("wrong-shape", name, f"found {list(shape)}, expected {list(tensor.shape)}")
         if found is not None and coded is None and found.dtype not in FLOATS:
             yield finding("wrong-type", name, f"found {found.dtype}, expected floats")
 
 
 def _dropped(view: View) -> Iterator[Finding]:
-    raw = view.folder.config
-    stored: Mapping[str, StoredTensor] = view.stored
+    raw, stored = view.folder.config, view.stored
     if not stored or not view.folder.complete:
         return
     parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
-    counts: list[tuple[str, Any]] = [(key, part.get(key)) for part in parts for key in _PREDICTION]
-    for key, count in counts:
+    for key, count in ((key, part.get(key)) for part in parts for key in _PREDICTION):
         if type(count) is int and count > 0 and not any(is_extra_layer(name, raw) for name in stored):
             yield finding("dropped-prediction", "config.json", f"{key} is {count}")
     for key, words in _TOWERS.items():
         if isinstance(raw.get(key), dict) and not any(word in name.lower() for name in stored for word in words):
             yield finding("dropped-tower", "config.json", f"{key}, and no tensor with such a name")
-
-
-def _has_codes(view: View, tensor: DiskTensor) -> bool:
-    """Whether a weight is stored as codes, complete or not, which another rule checks."""
-    return tensor.name.removesuffix(".weight") in view.coded
-
-
-def _is_transposed(tensor: DiskTensor, shape: tuple[int, ...]) -> bool:
-    """Whether inputs come before outputs, as in some stacked experts."""
-    return tensor.stacked is not None and shape == (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])

@@ -24,11 +24,8 @@ _BITS = 4  # with steps that are large compared with the mean of a weight
 
 
 def check(view: View, *, deep: bool) -> Iterator[Finding]:
-    """Compare zero points with the weights.
-
-    Args:
-        deep: whether to read weights, whose mean is near 0, to check asymmetric zero points.
-    """
+    """Compare zero points with the weights; with `deep`, also asymmetric ones with the means of weights, which are
+    near 0."""
     sampled = 0
     above: dict[str, float] = {}
     for module, coded in view.coded.items():
@@ -79,11 +76,8 @@ def _constant(view: View, coded: Description, bits: int) -> Iterator[Finding]:
 
 
 def _statistical(view: View, above: Mapping[str, float]) -> Iterator[Finding]:
-    """Compare the mean code with the mean zero point: they are close, since the mean of a weight is near 0.
-
-    Args:
-        above: the mean code minus the mean stored zero point, by module.
-    """
+    """Check `above`, the mean code minus the mean stored zero point by module: they are close, since the mean of a
+    weight is near 0."""
     expected = _stated_offset(view)
     if not above or writers(view.folder.settings or {}) & {WRITER}:  # which writes the zero points of its source
         return
