@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import quantkit
-from quantkit.bit_allocation.fit import CANDIDATES
+from quantkit.bit_allocation.allocation import CANDIDATES
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches, text_windows

@@ -1,12 +1,15 @@
-"""The choice for a size: units of linears that share a scheme, each unit's scheme and losses, and the recipe."""
+"""The choice for a size: units of linears that share a scheme, each unit's scheme and losses, the recipe, a picture."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, StrictUndefined
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
@@ -19,16 +22,21 @@ from quantkit.quality.figures import significant
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
+CANDIDATES = tuple(map(QuantScheme.parse, ("int4-g128", "int4-g64", "int4-g32", "int8")))
+"""The scheme of each unit is chosen among these and floats."""
+FLOAT = "float"
+"""The name in tables of the choice to keep floats."""
+PICTURE = "bit-allocation.svg"
+"""The name of the picture's file, next to the model card."""
+_COLORS = ("#d6e6f4", "#9cc8e2", "#4f9bcb", "#1c5f9f", "#f0883e")  # in the order of the schemes
+_CELL, _LETTER, _MARGIN, _TOP = 20, 6.4, 12, 104  # pixels
+_MIN_WIDTH = 420.0
+_UNIT = "KL x 1e-4"
+
 
 @dataclass(frozen=True)
 class Unit:
-    """Linears of a layer that share a scheme.
-
-    Attributes:
-        layer: its index.
-        name: for tables, the same in all layers: ``q k v``, ``o``, ``experts``.
-        parameters: their weights.
-    """
+    """Linears of a layer that share a scheme; `name` is for tables, the same in all layers: ``q k v``, ``experts``."""
 
     layer: int
     name: str
@@ -43,10 +51,6 @@ class Unit:
         return sum(parameter.shape[0] * parameter.shape[1] for parameter in self.parameters)
 
     @property
-    def columns(self) -> set[int]:
-        return {parameter.shape[1] for parameter in self.parameters}
-
-    @property
     def patterns(self) -> list[str]:
         """Globs that match its modules and no others."""
         experts = f"{BLOCK_PREFIX.format(self.layer)}mlp.experts.*"
@@ -56,11 +60,7 @@ class Unit:
 
 
 def units(config: ModelConfig, kept: Collection[str] = ()) -> list[Unit]:
-    """The units of all layers, in the order of their first linears.
-
-    Args:
-        kept: modules that are in no unit.
-    """
+    """The units of all layers, in the order of their first linears, without the modules `kept`."""
     linears = [
         parameter for parameter in parameters(config)
         if parameter.is_linear_weight and parameter.layer is not None and parameter.linear is not None
@@ -80,12 +80,11 @@ def units(config: ModelConfig, kept: Collection[str] = ()) -> list[Unit]:
 
 def _together(config: ModelConfig, linears: Collection[Parameter]) -> list[list[str]]:
     """Modules that must have the same scheme."""
-    found: list[list[str]] = []
     experts: dict[int | None, list[str]] = {}
     for parameter in linears:
         if parameter.expert is not None:
             experts.setdefault(parameter.layer, []).append(parameter.module)
-    found += experts.values()
+    found = list(experts.values())
     for layer in range(config.num_layers):
         prefix = BLOCK_PREFIX.format(layer)
         found += [[prefix + module for module in modules] for modules in fused_modules(config, layer).values()]
@@ -99,18 +98,10 @@ def _name(own: Collection[Parameter]) -> str:
     return shared + " ".join(parameter.module.rpartition(".")[2].removesuffix("_proj") for parameter in own)
 
 
-FLOAT = "float"
-"""The name in tables of the choice to keep floats."""
-
-
 @dataclass(frozen=True)
 class SizeTarget:
-    """The requested size: one of the two.
-
-    Attributes:
-        bits: the mean for each weight of the linears; codes, scales and zero points count.
-        bytes: of all files of weights together.
-    """
+    """The requested size: mean bits for each weight of the linears, where codes, scales and zero points count, or bytes
+    of all files of weights together."""
 
     bits: float | None = None
     bytes: int | None = None
@@ -123,13 +114,10 @@ class SizeTarget:
 
 
 def size_target(target_bits: float | None, max_size: int | None, scheme: object) -> SizeTarget | None:
-    """The requested size; None if a scheme is given instead.
-
-    Raises:
-        RequestError: if more than one of the three is given, or a size is not a number above 0.
-    """
-    options = {"scheme": scheme, "target_bits": target_bits, "max_size": max_size}
-    named = [f"`{name}`" for name, value in options.items() if value is not None]
+    """The requested size; None if a scheme is given instead. More than one of the three, or a size that is not a number
+    above 0, is a `RequestError`."""
+    options = (("scheme", scheme), ("target_bits", target_bits), ("max_size", max_size))
+    named = [f"`{name}`" for name, value in options if value is not None]
     if len(named) > 1:
         raise RequestError(f"{' and '.join(named)} exclude each other", hint="a size chooses the schemes")
     if target_bits is not None:
@@ -147,15 +135,7 @@ def size_target(target_bits: float | None, max_size: int | None, scheme: object)
 
 @dataclass(frozen=True)
 class UnitChoice:
-    """The scheme of a unit.
-
-    Attributes:
-        layer, name: of the unit.
-        patterns: globs that match its modules.
-        weights: the number of its weights.
-        scheme: its name; `FLOAT` keeps floats.
-        losses: the KL that each scheme would cost, by name.
-    """
+    """The scheme of a unit, by name (`FLOAT` keeps floats), and the KL that each scheme would cost."""
 
     layer: int
     name: str
@@ -163,6 +143,14 @@ class UnitChoice:
     weights: int
     scheme: str
     losses: Mapping[str, float]
+
+    @classmethod
+    def of(cls, unit: Unit, scheme: QuantScheme | None, losses: Mapping[QuantScheme, float]) -> UnitChoice:
+        """The choice of a scheme, None for floats, given the loss of each."""
+        rounded = {str(one): float(f"{loss:.4g}") for one, loss in losses.items()}
+        return cls(
+            unit.layer, unit.name, tuple(unit.patterns), unit.weights, FLOAT if scheme is None else str(scheme), rounded
+        )
 
     @property
     def loss(self) -> float:
@@ -180,7 +168,6 @@ class Allocation:
     """The schemes with the smallest loss for a size.
 
     Attributes:
-        target: the requested size.
         bits: for each weight of the linears, as in `SizeTarget.bits`.
         weight_bytes: of all files of weights together.
         units: in the order of the layers.
@@ -191,35 +178,13 @@ class Allocation:
     weight_bytes: int
     units: Sequence[UnitChoice]
 
-    @classmethod
-    def of(
-        cls, target: SizeTarget, units: Sequence[Unit], losses: Sequence[Mapping[QuantScheme, float]],
-        chosen: Sequence[QuantScheme | None],
-    ) -> Allocation:  # fmt: skip
-        """Without its sizes, which follow from its recipe."""
-        choices = [
-            UnitChoice(
-                unit.layer, unit.name, tuple(unit.patterns), unit.weights, FLOAT if one is None else str(one),
-                {str(scheme): float(f"{loss:.4g}") for scheme, loss in own.items()},
-            )
-            for unit, own, one in zip(units, losses, chosen, strict=True)
-        ]  # fmt: skip
-        return cls(target, 0.0, 0, choices)
-
-    def sized(self, bits: float, weight_bytes: int) -> Allocation:
-        return replace(self, bits=round(bits, 6), weight_bytes=weight_bytes)
-
     @property
     def kl(self) -> float:
         """The estimated KL per token of all units together."""
         return sum(unit.loss for unit in self.units)
 
     def recipe(self, others: Iterable[Override] = ()) -> Recipe:
-        """The recipe that gives every unit its scheme.
-
-        Args:
-            others: requested overrides, which precede.
-        """
+        """The recipe that gives every unit its scheme; `others` are requested overrides, which precede."""
         counts = Counter(unit.scheme for unit in self.units if unit.scheme != FLOAT)
         default = counts.most_common(1)[0][0]
         named = [unit for unit in self.units if unit.scheme != default]
@@ -268,11 +233,34 @@ class Allocation:
     def lines(self) -> list[str]:
         """The table as text."""
         rows = self.table()
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        first, *middle, last = (max(map(len, column)) for column in zip(*rows, strict=True))
         return [
-            "  ".join(
-                [cell.rjust(width) if at in (0, len(row) - 1) else cell.ljust(width)
-                 for at, (cell, width) in enumerate(zip(row, widths, strict=True))]
-            ).rstrip()
+            "  ".join([row[0].rjust(first), *map(str.ljust, row[1:-1], middle), row[-1].rjust(last)]).rstrip()
             for row in rows
-        ]  # fmt: skip
+        ]
+
+
+def picture(allocation: Allocation) -> str:
+    """The choice as an SVG: a column for each layer, a row for each kind of linears, darker where there are more bits;
+    above it each layer's estimated loss. It follows the reader's light or dark theme."""
+    names = list(dict.fromkeys(unit.name for unit in allocation.units))
+    losses = {unit.layer: 0.0 for unit in allocation.units}
+    for unit in allocation.units:
+        losses[unit.layer] += unit.loss
+    title = f"{allocation.bits:.4g} bits a weight, estimated KL {significant(allocation.kl)}"
+    left = _MARGIN + max(len(name) for name in [*names, _UNIT]) * _LETTER + 8
+    colors = dict(zip((*map(str, CANDIDATES), FLOAT), _COLORS, strict=True))
+    legend, x = [], float(_MARGIN)
+    for scheme, color in colors.items():
+        legend.append((scheme, color, x))
+        x += 30 + len(scheme) * _LETTER
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+    )
+    template = environment.from_string(Path(__file__).with_name("picture.svg.jinja").read_text(encoding="utf-8"))
+    return template.render(
+        allocation=allocation, title=title, unit=_UNIT, names=names, losses=losses, colors=colors, legend=legend,
+        max_loss=max(*losses.values(), 1e-30), columns={layer: column for column, layer in enumerate(losses)},
+        stride=max(1, len(losses) // 16), left=left, top=_TOP, bottom=_TOP + len(names) * _CELL,
+        width=max(left + len(losses) * _CELL + _MARGIN, _MIN_WIDTH, len(title) * _LETTER), significant=significant,
+    )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.names import CANONICAL, EMBEDDING
-from quantkit.bit_allocation.allocation import Allocation, SizeTarget, Unit, units
+from quantkit.bit_allocation.allocation import CANDIDATES, Allocation, SizeTarget, Unit, UnitChoice, units
 from quantkit.bit_allocation.knapsack import Option, choose
 from quantkit.bit_allocation.losses import estimate_losses
 from quantkit.distributed.group import ProcessGroup
@@ -30,13 +30,8 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
-CANDIDATES = tuple(map(QuantScheme.parse, ("int4-g128", "int4-g64", "int4-g32", "int8")))
-"""The scheme of each unit is chosen among these and floats."""
 INT8 = CANDIDATES[-1]
 _ROUNDS = 16
-
-Sizer = Callable[[Mapping[str, QuantScheme]], int]
-"""Bytes of all files of weights, given the scheme of each module that gets one."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +39,10 @@ class Fit:
     """A model and its requested size.
 
     Attributes:
-        source: the float model.
-        target: the size.
         codes: the format of quantized weights.
         method: its name in the folder; None if it needs none.
         settled: the schemes of modules for which none is chosen: requested ones, and None for kept modules.
-        total_bytes: computes the size of the files.
+        total_bytes: the size of all files of weights, given the scheme of each module that gets one.
     """
 
     source: Checkpoint
@@ -57,14 +50,11 @@ class Fit:
     codes: CodeFormat
     method: QuantMethod | None
     settled: Mapping[str, QuantScheme | None]
-    total_bytes: Sizer
+    total_bytes: Callable[[Mapping[str, QuantScheme]], int]
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            RequestError: if no choice has the size; it names the smallest and the largest.
-            UnsupportedError: if the format cannot hold several schemes.
-        """
+        """If no choice has the size, a `RequestError` names the smallest and the largest; a format that cannot hold
+        several schemes is an `UnsupportedError`."""
         if not self.units:
             raise RequestError("no layer is left to choose a scheme for", path=self.source.path)
         self._require_mixed()
@@ -116,7 +106,7 @@ class Fit:
         found = []
         for unit in self.units:
             own = [one for one in CANDIDATES if not isinstance(self.codes.codec(one), Reason)]
-            own = [one for one in own if all(one.fitted(columns) == one for columns in unit.columns)]
+            own = [one for one in own if all(one.fitted(p.shape[1]) == one for p in unit.parameters)]
             sizes = [self._unit_bytes(unit, one) for one in own]
             found.append([one for at, one in enumerate(own) if sizes[at] < min(sizes[at + 1 :], default=math.inf)])
         return found
@@ -124,23 +114,13 @@ class Fit:
     @property
     def max_bytes(self) -> int:
         """The approximate size of all files of weights, before the choice is made."""
-        if self.target.bytes is not None:
-            return self.target.bytes
-        floats = sum(self._unit_bytes(unit, None) for unit in self.units)
-        return self.total_bytes(self._schemes(self._uniform(last=True))) - floats + self._room_of_bits
+        return self._others_bytes + self._room
 
     def chosen(
         self, samples: Tensor, *, device: torch.device, memory_bytes: int, group: ProcessGroup,
         progress: Progress = silent,
     ) -> Allocation:  # fmt: skip
-        """The choice, the same in all processes.
-
-        Args:
-            samples, device, memory_bytes, group: see `estimate_losses`.
-
-        Raises:
-            NonFiniteError: see `estimate_losses`.
-        """
+        """The choice, the same in all processes; for arguments and errors see `estimate_losses`."""
         schemes = dict(zip(self.units, self.options, strict=True))
         losses = estimate_losses(
             self.source, samples, self.units, schemes, device=device, memory_bytes=memory_bytes,
@@ -155,10 +135,7 @@ class Fit:
             [Option(self._unit_bytes(unit, one), 0.0 if one is None else lost[one]) for one in own]
             for unit, own, lost in zip(self.units, every, losses, strict=True)
         ]
-        room, best = self._room_of_bits, self._uniform(last=False)
-        if self.target.bits is None:
-            floats = sum(own[-1].size for own in items)
-            room = (self.target.bytes or 0) - self.total_bytes(self._schemes(self._uniform(last=True))) + floats
+        room, best = self._room, self._uniform(last=False)
         for _ in range(_ROUNDS):
             numbers = choose(items, room)
             if numbers is None:
@@ -170,12 +147,21 @@ class Fit:
                 break
             taken = sum(own[number].size for own, number in zip(items, numbers, strict=True))
             room = min(room, taken) - max(1, math.ceil(over) if self.target.bytes else 1)
-        found = Allocation.of(self.target, self.units, losses, best)
-        return found.sized(self._bits(best), self.total_bytes(self._schemes(best)))
+        choices = [UnitChoice.of(unit, one, lost) for unit, one, lost in zip(self.units, best, losses, strict=True)]
+        return Allocation(self.target, round(self._bits(best), 6), self.total_bytes(self._schemes(best)), choices)
 
     @property
-    def _room_of_bits(self) -> int:
+    def _room(self) -> int:
+        """Bytes for the units."""
+        if self.target.bytes is not None:
+            return self.target.bytes - self._others_bytes
         return math.floor((self.target.bits or 0) * self._counted / 8 + 1e-6) - self._settled_bytes
+
+    @cached_property
+    def _others_bytes(self) -> int:
+        """Bytes of all files of weights without the units."""
+        floats = sum(self._unit_bytes(unit, None) for unit in self.units)
+        return self.total_bytes(self._schemes(self._uniform(last=True))) - floats
 
     def _uniform(self, last: bool) -> list[QuantScheme | None]:
         """The coarsest scheme for each unit, or floats for all."""
@@ -235,17 +221,15 @@ class Fit:
     def _require_mixed(self) -> None:
         """Check that a folder of the format can hold several schemes."""
         every = list(dict.fromkeys(one for own in self.options for one in own))
+        name, path = self.codes.name, self.source.path
         if not every:
-            raise UnsupportedError(
-                f"{self.codes.name} holds none of the schemes to choose among", path=self.source.path
-            )
-        if self.method is None:
-            return
+            raise UnsupportedError(f"{name} holds none of the schemes to choose among", path=path)
         mixed = {f"layer{number}": scheme for number, scheme in enumerate(every)}
         try:
-            self.method.write_settings(mixed, dict.fromkeys(mixed, 128))
+            if self.method is not None:
+                self.method.write_settings(mixed, dict.fromkeys(mixed, 128))
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"{self.codes.name} does not support a size to fit: {error.problem}", path=self.source.path,
-                found=error.found, hint="choose a scheme, or another format",
+                f"{name} does not support a size to fit: {error.problem}", path=path, found=error.found,
+                hint="choose a scheme, or another format",
             ) from error  # fmt: skip

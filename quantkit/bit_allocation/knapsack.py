@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 _CELLS = 1 << 17
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """An option for an item: its size, and its loss, neither of them negative."""
 
     size: int
@@ -26,12 +25,8 @@ class Option:
 
 
 def choose(items: Sequence[Sequence[Option]], room: int, *, cells: int = _CELLS) -> list[int] | None:
-    """The index of the option for each item, with a total size of `room` at most; None if nothing fits.
-
-    Args:
-        items: the options of each, at least one.
-        cells: the most cells.
-    """
+    """The index of the option for each item, with a total size of `room` at most; None if nothing fits. Each item has
+    at least one option; there are at most `cells` cells."""
     smallest = [min(option.size for option in options) for options in items]
     spare = room - sum(smallest)
     if spare < 0:

@@ -3,7 +3,13 @@
 KL grows with the square of changes: a change dY of a linear's outputs costs half the mean of ``(g . dY) ** 2``,
 where g is the gradient, by these outputs, of the log probability of a token that the model itself draws (its Fisher
 information). Outputs are assumed to be independent, so a linear costs half the sum over its rows of their mean squared
-gradients times their mean squared errors (`output_errors`).
+gradients times their mean squared errors.
+
+The errors of outputs are predicted from the inputs' Hessian without solving it. GPTQ rounds inputs one after the other,
+and later inputs compensate each error. Only the part that they cannot compensate counts: the error's square times the
+square of the input's diagonal element in the Cholesky factor that `solve` uses. The errors are those of weights rounded
+to the scales that GPTQ would search. In large units only some rows are rounded, and extrapolated to all rows by the
+energy of the weights.
 
 One forward pass sums the Hessians and keeps the inputs of each block; one backward pass, which computes each block
 again, sums the gradients. One block's weights are in memory at a time.
@@ -11,9 +17,11 @@ again, sums the gradients. One block's weights are in memory at a time.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,24 +30,25 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, layer_kinds
 from quantkit.bit_allocation.allocation import Unit
-from quantkit.bit_allocation.output_errors import RowErrors, row_errors, rows_tried
 from quantkit.calibration.effort import batch_samples
 from quantkit.calibration.estimate import every_group, forward_flops, groups_of, largest_block
+from quantkit.calibration.streams import embedded, step_of_samples
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import malloc_trim
-from quantkit.model.attention import causal_attention
-from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scaled_embeddings
+from quantkit.model.decoder import Block, final_logits, rms_norm
 from quantkit.model.load import BLOCK_PREFIX, fill, meta_init
-from quantkit.model.rope import Rotary
 from quantkit.progress import Progress, silent
-from quantkit.solver.gptq import SingularError
+from quantkit.solver.gptq import Damped, SingularError
+from quantkit.solver.grid import search_scales
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import add_square_, fill_lower_
+from quantkit.tensors.qtensor import row_chunks
 from quantkit.tensors.scheme import QuantScheme
 
 _WEIGHTS_TRIED = 1 << 18  # of a unit
+_MIN_ROWS = 4  # tried of a linear
 _TOKENS_THROUGH_THE_HEAD = 64
 _HEAD_WEIGHTS = 1 << 24  # of the head that are float32 at a time
 _GRADIENT_TOKENS = 8192
@@ -49,11 +58,8 @@ _GRADIENT_PASSES = 3  # forward passes that cost as much as the backward one: bl
 
 
 def sample_counts(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> tuple[int, int]:
-    """How many samples of a shape [N, T] are used for the Hessians, and how many of these for the gradients.
-
-    Args:
-        memory_bytes: for the inputs of the blocks.
-    """
+    """How many samples of a shape [N, T] are used for the Hessians, and how many of these for the gradients;
+    `memory_bytes` are for the inputs of the blocks."""
     count, length = shape
     widest = max(group.columns for group, _ in every_group(config))
     kept = memory_bytes // (config.num_layers * length * config.hidden_size * _STATE_BYTES)
@@ -129,26 +135,16 @@ class _Passes:
         self, source: Checkpoint, samples: Tensor, kept: int, device: torch.device,
         states: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            samples: tokens [N, T]; there may be none.
-            kept: how many of them the backward pass has.
-            states: dtype of the blocks' inputs that are kept.
-        """
-        config, length = source.config, samples.shape[1]
+        """The samples are tokens [N, T], of which there may be none, and the first `kept` have a backward pass; the
+        blocks' inputs are kept in the dtype `states`."""
+        length = samples.shape[1]
         self._source, self._device, self._dtype = source, device, states
-        step = batch_samples(config, length)
+        step = batch_samples(source.config, length)
         parts = (samples[:kept], samples[kept:])
         batches = [batch for part in parts if len(part) for batch in torch.split(part, step)]
-        embedding = _floats(source, "model.embed_tokens.weight") if batches else torch.empty(0)
-        self._states = [
-            scaled_embeddings(nn.functional.embedding(batch, embedding).float(), config.embedding_multiplier)
-            for batch in batches
-        ]
+        self._states = list(embedded(source, batches))
         self._inputs: list[list[Tensor]] = [[] for _ in range(-(-kept // step))]
-        positions = torch.arange(length, device=device)
-        angles = Rotary(config).to(device)(positions)
-        self._step = Step(angles, causal_attention(positions, config.windows))
+        self._step = step_of_samples(source.config, length, device)
 
     @torch.no_grad()
     def forward(self, layer: int) -> tuple[dict[str, tuple[Tensor, int]], Block]:
@@ -174,10 +170,7 @@ class _Passes:
 
     def turn(self, first: int) -> None:
         """Begin the backward pass: gradients of the log probabilities of drawn tokens by the last block's outputs.
-
-        Args:
-            first: the index of this process's first sample among all samples.
-        """
+        `first` is the index of this process's first sample among all samples."""
         del self._states[len(self._inputs) :]
         norm = rms_norm(self._source.config)
         norm.weight = nn.Parameter(_floats(self._source, "model.norm.weight").float(), requires_grad=False)
@@ -298,3 +291,67 @@ def _floats(source: Checkpoint, name: str) -> Tensor:
     value = source.load(name)
     assert isinstance(value, Tensor)
     return value
+
+
+@dataclass(frozen=True)
+class RowErrors:
+    """The errors of one linear, per token: the indices of the rows that were rounded, their squared output errors, [R],
+    by scheme, and the energy of all rows, [O], to which errors are assumed to be proportional."""
+
+    rows: Tensor
+    errors: Mapping[QuantScheme, Tensor]
+    energy: Tensor
+
+    def loss(self, gradients: Tensor, scheme: QuantScheme) -> float:
+        """Half the squared errors of all rows, weighted by their mean squared gradients [O]."""
+        weighted = gradients.double() * self.energy.double()
+        tried = weighted[self.rows].sum().item()
+        if tried <= 0:
+            return 0.0
+        lost = (gradients[self.rows].double() * self.errors[scheme].double()).sum().item()
+        return 0.5 * lost * weighted.sum().item() / tried
+
+
+def row_errors(
+    weights: Mapping[str, Tensor], hessian: Tensor, schemes: Sequence[QuantScheme], scale_dtype: torch.dtype,
+    tried: Mapping[str, int],
+) -> dict[str, RowErrors]:  # fmt: skip
+    """The errors of linears that share their inputs.
+
+    Args:
+        weights: [O, I] float32, by module.
+        hessian: [I, I] mean over tokens; overwritten.
+        schemes: with groups that divide the rows.
+        tried: how many rows of each are rounded.
+
+    Raises:
+        NonFiniteError, SingularError: see `Damped.of_`.
+    """
+    damped = Damped.of_(hessian)
+    variances = torch.empty_like(damped.diagonal)  # of each input, given those that GPTQ rounds after it
+    variances[damped.order.flip(0)] = damped.factor.diagonal().square()
+    chosen = {}
+    for module, weight in weights.items():
+        stride = max(1, len(weight) // max(tried[module], _MIN_ROWS))
+        chosen[module] = torch.arange(0, len(weight), stride, device=weight.device)
+    columns = torch.cat([weights[module][rows] for module, rows in chosen.items()]).t().contiguous()
+    counts = [len(rows) for rows in chosen.values()]
+    errors: dict[QuantScheme, Sequence[Tensor]] = {}
+    for scheme in schemes:
+        scale, _ = search_scales(columns, damped.diagonal, scheme, scale_dtype)
+        grouped, step = columns.view(scale.shape[0], -1, columns.shape[1]), scale.float().unsqueeze(1)
+        half = scheme.levels // 2  # schemes are symmetric
+        residual = (grouped / step).round_().clamp_(-half, half - 1).mul_(step).sub_(grouped).view_as(columns)
+        errors[scheme] = torch.split((variances @ residual.square_()).cpu(), counts)
+    found = {}
+    for number, (module, weight) in enumerate(weights.items()):
+        parts = [weight[start:stop].square() @ variances for start, stop in row_chunks(*weight.shape)]
+        own = {scheme: of_scheme[number] for scheme, of_scheme in errors.items()}
+        found[module] = RowErrors(chosen[module].cpu(), own, torch.cat(parts).cpu())
+    return found
+
+
+def rows_tried(shapes: Mapping[str, tuple[int, ...]], max_weights: int) -> dict[str, int]:
+    """How many rows of each linear of a unit are rounded, so that they have about `max_weights` weights together."""
+    share = min(1.0, max_weights / sum(math.prod(shape) for shape in shapes.values()))
+    return {module: math.ceil(share * shape[0]) for module, shape in shapes.items()}

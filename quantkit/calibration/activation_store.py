@@ -23,26 +23,18 @@ class ActivationStore:
     """
 
     def __init__(self, folder: Path, memory_bytes: int, gpu_bytes: int = 0) -> None:
-        """
-        Args:
-            folder: for the files; one that a killed run has left is removed.
-            memory_bytes: the budget in memory, of each of several processes.
-            gpu_bytes: the budget on the GPU that tensors come from.
-        """
+        """A folder that a killed run has left is removed. The budgets are of each of several processes: in memory, and
+        on the GPU that tensors come from."""
         self._folder = folder
         self._free = {True: memory_bytes, False: gpu_bytes}  # by whether it is on the host
         self._held: dict[Hashable, Tensor] = {}
         self._files: dict[Hashable, tuple[Path, torch.Size]] = {}
-        self._count = 0
-        self._made = False
+        self._count = 0  # of files written so far
         shutil.rmtree(folder, ignore_errors=True)
 
     def put(self, key: Hashable, value: Tensor) -> None:
-        """Keep a tensor under a key that is not in use.
-
-        Raises:
-            DestinationError: if it does not fit in memory and cannot be written.
-        """
+        """Keep a tensor under a key that is not in use; if it does not fit in memory and cannot be written, a
+        `DestinationError` is raised."""
         if not _on_host(value) and value.nbytes > self._free[False]:
             value = _to_host(value, stays=value.nbytes <= self._free[True])
         if value.nbytes <= self._free[_on_host(value)]:
@@ -50,11 +42,10 @@ class ActivationStore:
             self._held[key] = value
             return
         path = self._folder / str(self._count)
-        self._count += 1
         try:
-            if not self._made:
+            if not self._count:
                 self._folder.mkdir(parents=True)  # fails if it exists: it might be a link to another place
-                self._made = True
+            self._count += 1
             _write(path, value)
         except OSError as error:
             kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else DestinationError
@@ -77,15 +68,13 @@ class ActivationStore:
 
     def rows(self, key: Hashable, numbers: Tensor) -> Tensor:
         """Some rows [N, D] of a tensor [..., D], which stays in the store."""
-        if key in self._held:
-            value = self._held[key]
+        if (value := self._held.get(key)) is not None:
             return value.flatten(0, -2)[numbers.to(value.device)]
         return torch.from_numpy(self._mapped(key, "r")[numbers.numpy()])
 
     def add_rows(self, key: Hashable, numbers: Tensor, values: Tensor) -> None:
         """Add values [N, D] to rows of a tensor [..., D], each listed once."""
-        if key in self._held:
-            value = self._held[key]
+        if (value := self._held.get(key)) is not None:
             value.view(-1, value.shape[-1]).index_add_(0, numbers.to(value.device), values.to(value.device))
         else:
             self._mapped(key, "r+")[numbers.numpy()] += values.cpu().numpy()

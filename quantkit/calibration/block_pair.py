@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,10 @@ class StreamLinear(nn.Linear):
     """A linear that multiplies samples in `compute_dtype`, while the solver uses its float32 weight."""
 
     compute_dtype = torch.float32
-    _rounded: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.compute_dtype == torch.bfloat16:
-            out = bfloat16_linear(x, self._rounded_weight())
+            out = bfloat16_linear(x, self._rounded)
         else:
             out = times(x.flatten(0, -2), self.weight.t()).view(*x.shape[:-1], -1)
         return out if self.bias is None else out.add_(self.bias)
@@ -34,59 +33,38 @@ class StreamLinear(nn.Linear):
     def drop_solver_weight(self) -> None:
         """Keep only the weight that multiplies samples."""
         if self.compute_dtype == torch.bfloat16:
-            self._rounded_weight()
+            _ = self._rounded  # computed once
             self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
-    def _rounded_weight(self) -> Tensor:
-        if self._rounded is None:
-            self._rounded = self.weight.bfloat16()
-        return self._rounded
+    @cached_property
+    def _rounded(self) -> Tensor:
+        return self.weight.bfloat16()
 
 
-LoadQuantized = Callable[[str], Tensor | QuantTensor]
-"""Loads a quantized weight, by tensor name, that an earlier run has written."""
-
-
-@dataclass(frozen=True)
 class BlockPair:
     """A decoder block with float weights, and the same block as far as it has been quantized.
 
     Attributes:
-        source: the float model.
-        layer: index of the block.
+        groups: the linears, by shared input.
         floats, quantized: the blocks. Initially they have only the tensors that are in no group: norms and routers.
-        solver: quantizes linears.
-        load_resumed: loads the block's quantized weights, if an earlier run has written them all.
+        load_resumed: loads the block's quantized weights by name, if an earlier run has written them all.
     """
 
-    source: Checkpoint
-    layer: int
-    floats: Block
-    quantized: Block
-    solver: GroupSolver
-    device: torch.device
-    load_resumed: LoadQuantized | None = None
-
-    @classmethod
-    def of(
-        cls, source: Checkpoint, layer: int, solver: GroupSolver, device: torch.device,
-        load_resumed: LoadQuantized | None = None,
-    ) -> BlockPair:  # fmt: skip
-        """The pair with the tensors that both blocks share."""
+    def __init__(
+        self, source: Checkpoint, layer: int, solver: GroupSolver, device: torch.device,
+        load_resumed: Callable[[str], Tensor | QuantTensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.source, self.layer, self.solver, self.device = source, layer, solver, device
+        self.load_resumed = load_resumed
+        self.groups = input_groups(source.config, layer)
         with meta_init():
-            floats, quantized = (Block(source.config, layer) for _ in range(2))
-        pair = cls(source, layer, floats, quantized, solver, device, load_resumed)
-        grouped = {module for group in pair.groups for module in group.modules}
-        for name, _ in list(floats.named_parameters()):
+            self.floats, self.quantized = (Block(source.config, layer) for _ in range(2))
+        grouped = {module for group in self.groups for module in group.modules}
+        for name, _ in list(self.floats.named_parameters()):
             if name.rpartition(".")[0] not in grouped:
-                parameter = pair._parameter(name)
-                for block in (floats, quantized):
+                parameter = self._parameter(name)
+                for block in (self.floats, self.quantized):
                     _set(block, name, parameter)
-        return pair
-
-    @property
-    def groups(self) -> list[InputGroup]:
-        return input_groups(self.source.config, self.layer)
 
     def full_name(self, module: str) -> str:
         """The name of a module of the block within the model."""
@@ -113,13 +91,6 @@ class BlockPair:
         linear = linear_of(self.floats, group.modules[0])
         drift_width = linear.out_features if group.writes else linear.in_features
         return HessianAccumulator(linear.in_features, drift_width, self.device)
-
-    def solve(
-        self, group: InputGroup, statistics: HessianAccumulator, linears: Mapping[str, nn.Linear]
-    ) -> dict[str, Result]:
-        """`GroupSolver.solve` for linears of a group, given this process's sums over their inputs."""
-        statistics.finish(self.solver.group)
-        return self.solver.solve(linears, statistics, outputs=group.writes)
 
     def install(self, group: InputGroup, results: Mapping[str, Result]) -> None:
         """Set the linears of a group in the quantized block: as solved, as an earlier run has written them, or floats.

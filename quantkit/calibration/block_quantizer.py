@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -21,8 +21,7 @@ from torch import nn
 from quantkit.architectures.topology import InputGroup
 from quantkit.calibration.block_pair import BlockPair, linear_of, unload
 from quantkit.calibration.group_solver import Result
-from quantkit.calibration.hessian import HessianAccumulator
-from quantkit.calibration.streams import FLOAT, QUANTIZED, ExpertStreams, Piece, Streams
+from quantkit.calibration.streams import FLOAT, QUANTIZED, ExpertStreams, Streams
 from quantkit.memory import malloc_trim
 from quantkit.model.decoder import Block
 from quantkit.model.feed_forward import MLP
@@ -34,14 +33,8 @@ MIN_TOKENS_PER_INPUT = 2
 
 
 def quantize_block(pair: BlockPair, streams: Streams) -> Iterator[tuple[int, Mapping[str, Result]]]:
-    """Quantize a block, and move the streams from its inputs to its outputs.
-
-    Yields:
-        After each group of linears: their number, and the results by name of the linear.
-
-    Raises:
-        NonFiniteError: if a weight or the inputs of a linear hold NaN or Inf.
-    """
+    """Quantize a block, and move the streams from its inputs to its outputs. After each group of linears, yields their
+    number, and the results by name; NaN or Inf in a weight or the inputs of a linear is a `NonFiniteError`."""
     config = pair.source.config
     for branch in Block.BRANCHES:
         groups = [group for group in pair.groups if group.branch == branch]
@@ -67,7 +60,7 @@ def _quantize_branch(
         elif statistics is not None:
             streams.gather(group, pair, statistics)
         malloc_trim()
-        results = {} if statistics is None else pair.solve(group, statistics, linears)
+        results = {} if statistics is None else pair.solver.solve(linears, statistics, outputs=group.writes)
         del statistics, linears
         malloc_trim()
         pair.install(group, results)
@@ -83,129 +76,99 @@ def _quantize_experts(
     states = streams.enter_experts(pair.quantized)
     counts = states.token_counts()
     pair.solver.group.sum_(counts)
-    experts = _Experts(pair, states, counts.tolist())
     for _, own in itertools.groupby(groups, key=_owner):
-        of_expert = list(own)
-        yield sum(len(group.modules) for group in of_expert), experts.quantize(of_expert)
+        expert = _Expert(pair, states, counts.tolist(), list(own))
+        yield sum(len(group.modules) for group in expert.groups), expert.quantize()
     states.leave()
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """The tokens that linears of an expert are calibrated on: their count, whether they are all tokens, and how many
-    are sent to the expert."""
+class _Expert:
+    """An expert of a block, or its shared ones, with their groups of linears; `counts` are the tokens by expert, then
+    the number of tokens, in all processes."""
 
-    count: int
-    all: bool
-    sent: int
+    def __init__(
+        self, pair: BlockPair, states: ExpertStreams, counts: Sequence[int], groups: Sequence[InputGroup]
+    ) -> None:
+        self.pair, self.states, self.counts, self.groups = pair, states, counts, groups
+        floats, quantized = (block.get_submodule(_owner(groups[0])) for block in (pair.floats, pair.quantized))
+        assert isinstance(floats, MLP)
+        assert isinstance(quantized, MLP)
+        self.floats, self.quantized = floats, quantized
 
-    def record(self, reason: str) -> dict[str, object]:
-        """The manifest's entry; `reason` says why the tokens that were tried first are not used, if there were any."""
-        if not self.all:
-            return {"tokens": self.count, "tokens_from": "routed"}
-        because = {"tokens_reason": reason} if reason else {}
-        return {"tokens": self.count, "tokens_from": "all", "routed_tokens": self.sent, **because}
-
-
-@dataclass(frozen=True)
-class _Experts:
-    """The experts of a block; `counts` are the tokens by expert, then the number of tokens, in all processes."""
-
-    pair: BlockPair
-    states: ExpertStreams
-    counts: Sequence[int]
-
-    def quantize(self, groups: Sequence[InputGroup]) -> dict[str, Result]:
-        """The results of an expert, or of the shared ones; its output is then added to both streams."""
+    def quantize(self) -> dict[str, Result]:
+        """The results by name; the expert's output is then added to both streams."""
         pair = self.pair
-        floats, quantized = (_mlp(block, groups[0]) for block in (pair.floats, pair.quantized))
         results: dict[str, Result] = {}
-        for group in groups:
+        for group in self.groups:
             pair.load(group)
-        for group in groups:
+        for group in self.groups:
             linears = pair.linears(group)
-            solved = self._solve(group, linears, floats, quantized) if linears else {}
+            solved = self._solve(group, linears) if linears else {}
             del linears
             malloc_trim()
             pair.install(group, solved)
             results |= solved
-        for stream, mlp in ((QUANTIZED, quantized), (FLOAT, floats)):
-            self.states.add(stream, groups[0].expert, mlp)
-        unload(groups, pair.floats, pair.quantized)
+        for stream, mlp in ((QUANTIZED, self.quantized), (FLOAT, self.floats)):
+            self.states.add(stream, self.groups[0].expert, mlp)
+        unload(self.groups, pair.floats, pair.quantized)
         return results
 
-    def _solve(
-        self, group: InputGroup, linears: Mapping[str, nn.Linear], floats: MLP, quantized: MLP
-    ) -> dict[str, Result]:
+    def _solve(self, group: InputGroup, linears: Mapping[str, nn.Linear]) -> dict[str, Result]:
         """The results of linears of an expert that share their inputs."""
         if group.expert is None:
-            return self._calibrate(group, linears, floats, quantized, all_tokens=False)
+            return self._calibrate(group, linears, all_tokens=False)
         results: dict[str, Result] = {}
-        reasons = dict.fromkeys(linears, "")
+        reasons = dict.fromkeys(linears, "")  # why the tokens that were tried first are not used
         sent, every = self.counts[group.expert], self.counts[-1]
         enough = sent >= MIN_TOKENS_PER_INPUT * linear_of(self.pair.floats, group.modules[0]).in_features
-        choices = [*([_Tokens(sent, False, sent)] if enough else []), _Tokens(every, True, sent)]
-        for tokens in choices:
+        record: dict[str, object] = {"tokens": sent, "tokens_from": "routed"}
+        for all_tokens in (False, True) if enough else (True,):
+            if all_tokens:
+                record = {"tokens": every, "tokens_from": "all", "routed_tokens": sent}
             unsolved = {name: linears[name] for name in reasons}
-            found = self._calibrate(group, unsolved, floats, quantized, all_tokens=tokens.all)
+            found = self._calibrate(group, unsolved, all_tokens=all_tokens)
             for name, result in found.items():
-                results[name] = replace(result, record={**result.record, **tokens.record(reasons[name])})
-            distorted = self._distorted(found, unsolved, tokens)
+                because = {"tokens_reason": reasons[name]} if reasons[name] else {}
+                results[name] = replace(result, record={**result.record, **record, **because})
+            distorted = self._distorted(found, unsolved, "all tokens" if all_tokens else "the tokens sent to it")
             reasons = {name: "; ".join(filter(None, (reasons[name], reason))) for name, reason in distorted.items()}
             if not reasons:
                 break
         for name, reason in reasons.items():
-            record = {"solver": ROUNDING, **choices[-1].record(reason)}
-            results[name] = self.pair.solver.round(name, linears[name].weight, record)
+            rounded = {"solver": ROUNDING, **record, "tokens_reason": reason}
+            results[name] = self.pair.solver.round(name, linears[name].weight, rounded)
         return results
 
-    def _calibrate(
-        self, group: InputGroup, linears: Mapping[str, nn.Linear], floats: MLP, quantized: MLP, *, all_tokens: bool
-    ) -> dict[str, Result]:
-        """GPTQ on the tokens sent to the group's expert, or on all."""
+    def _calibrate(self, group: InputGroup, linears: Mapping[str, nn.Linear], *, all_tokens: bool) -> dict[str, Result]:
+        """GPTQ on the tokens sent to the group's expert, or on all, weighted by the tokens' shares."""
         statistics = self.pair.statistics(group)
-        for piece in self.states.pieces(group.expert, all_tokens=all_tokens):
-            _add(piece, group, floats, quantized, statistics)
-        return self.pair.solve(group, statistics, linears)
+        for inputs, float_inputs, shares in self.states.pieces(group.expert, all_tokens=all_tokens):
+            if group.writes:
+                inputs = self.quantized.inner(inputs)
+                float_inputs = None if float_inputs is None else self.floats.inner(float_inputs)
+            if float_inputs is None:
+                statistics.add(inputs * shares)
+                continue
+            difference = (float_inputs - inputs) * shares
+            if group.writes:
+                difference = times(difference, self.floats.down_proj.weight.t())
+            statistics.add_pair(inputs * shares, difference)
+        return self.pair.solver.solve(linears, statistics, outputs=group.writes)
 
-    def _distorted(
-        self, found: Mapping[str, Result], linears: Mapping[str, nn.Linear], tokens: _Tokens
-    ) -> dict[str, str]:
+    def _distorted(self, found: Mapping[str, Result], linears: Mapping[str, nn.Linear], tokens: str) -> dict[str, str]:
         """The linears that changed by more than their schemes explain, with the reason for the manifest."""
         solver = self.pair.solver
         bounds = {name: solver.error_bound(result.weight, linears[name].weight) for name, result in found.items()}
         votes = [float(not result.error <= bounds[name]) for name, result in found.items()]
         distorted = torch.tensor(votes, device=self.pair.device)
         solver.group.sum_(distorted)  # machines may round differently
-        on = "all tokens" if tokens.all else "the tokens sent to it"
         return {
-            name: f"changed by {found[name].error:.3g} on {on}, expected at most {bound:.3g}"
+            name: f"changed by {found[name].error:.3g} on {tokens}, expected at most {bound:.3g}"
             for (name, bound), count in zip(bounds.items(), distorted.tolist(), strict=True)
             if count
         }
 
 
-def _add(piece: Piece, group: InputGroup, floats: MLP, quantized: MLP, statistics: HessianAccumulator) -> None:
-    """Add a piece to the sums over a group's inputs, weighted by the tokens' shares."""
-    inputs, float_inputs = piece.inputs, piece.float_inputs
-    if group.writes:
-        inputs = quantized.inner(inputs)
-        float_inputs = None if float_inputs is None else floats.inner(float_inputs)
-    if float_inputs is None:
-        statistics.add(inputs * piece.shares)
-        return
-    difference = (float_inputs - inputs) * piece.shares
-    if group.writes:
-        difference = times(difference, floats.down_proj.weight.t())
-    statistics.add_pair(inputs * piece.shares, difference)
-
-
 def _owner(group: InputGroup) -> str:
+    """The name of the module that a group's linears are in."""
     return group.modules[0].rpartition(".")[0]
-
-
-def _mlp(block: Block, group: InputGroup) -> MLP:
-    """The expert that a group belongs to."""
-    found = block.get_submodule(_owner(group))
-    assert isinstance(found, MLP)
-    return found

@@ -26,11 +26,8 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def column_kernels(device: torch.device) -> ColumnKernels:
-    """The kernels of a device; if torch replaces them, which is slower, a warning is logged on a GPU.
-
-    Raises:
-        RequestError: for an unknown variant of the CPU kernels.
-    """
+    """The kernels of a device; if torch replaces them, which is slower, a warning is logged on a GPU. An unknown
+    variant of the CPU kernels is a `RequestError`."""
     if device.type == "cpu":
         make, level = cpu_kernels, logging.INFO
     elif TritonBackend().unsupported_reason(QuantScheme(8, None), device, torch.float32) is None:

@@ -44,11 +44,8 @@ class Calibration:
 
     def to_json(self) -> dict[str, object]:
         samples, length = self.tokens.shape
-        found: dict[str, object] = {
-            "sha256": self.sha256, "samples": samples, "length": length, "seed": self.seed,
-        }  # fmt: skip
-        if self.source is not None:
-            found["source"] = self.source
+        found: dict[str, object] = {"sha256": self.sha256, "samples": samples, "length": length, "seed": self.seed}
+        found |= {} if self.source is None else {"source": self.source}
         if self.dropped is not None:
             found |= {"dropped": sum(self.dropped.values()), "dropped_kinds": dict(self.dropped)}
         return found
@@ -57,15 +54,14 @@ class Calibration:
 def load_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, length: int, seed: int) -> Calibration:
     """Draw samples at random positions of the text, each with BOS first where the tokenizer puts it.
 
-    No sample is padded. torch's global random state is not used. If the text is long, only the
-    first 16 bytes for each token drawn, or the first 4 MiB if that is more, are read; if it has
-    more than 256 Ki characters, only the samples are tokenized.
+    No sample is padded. torch's global random state is not used. If the text is long, only the first 16 bytes for each
+    token drawn, or the first 4 MiB if that is more, are read; if it has more than 256 Ki characters, only the samples
+    are tokenized.
 
     Args:
-        source: a file of plain text, ``.json`` or ``.jsonl`` whose lines are objects with a
-            ``text``, or ``.parquet`` with such a column; or, as a string where there is no such
-            file, a dataset on the hub: ``owner/name``, ``owner/name:config`` or
-            ``owner/name:config:split``. A `Path` is always a file.
+        source: a file of plain text, ``.json`` or ``.jsonl`` whose lines are objects with a ``text``, or ``.parquet``
+            with such a column; or, as a string where there is no such file, a dataset on the hub: ``owner/name``,
+            ``owner/name:config`` or ``owner/name:config:split``. A `Path` is always a file.
         samples, length: the number of samples, and of tokens in each, BOS included.
         seed: for the positions.
 
@@ -88,11 +84,7 @@ def load_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, 
 
 
 def require_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, length: int, seed: int) -> None:
-    """Make the checks of `load_calibration`, without drawing samples.
-
-    Raises:
-        RequestError: as `load_calibration` does.
-    """
+    """Make the checks of `load_calibration`, which raise its errors, without drawing samples."""
     text, _, _ = _read(source, samples, length, seed)
     beginning = text[: max(MAX_WHOLE_LENGTH, CHARACTERS_PER_TOKEN * length)]
     lead, ids = tokenized(beginning, tokenizer)
@@ -101,10 +93,7 @@ def require_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: in
 
 
 def require_samples(samples: int, length: int) -> None:
-    """
-    Raises:
-        RequestError: if there is no sample, it has no token to predict, or there are more than any machine holds.
-    """
+    """A `RequestError` if there is no sample, it has no token to predict, or there are more than any machine holds."""
     if samples < 1 or length < 2:
         raise RequestError("calibration needs at least 1 sample of 2 tokens", found=f"{samples} of {length}")
     if samples * length > _MAX_TOKENS:
@@ -135,9 +124,7 @@ def _read(source: str | Path, samples: int, length: int, seed: int) -> tuple[str
     return text, sha256, None if dataset is None else str(dataset)
 
 
-def _tokenized_sample(
-    text: str, tokenizer: Tokenizer, length: int, source: str | Path
-) -> tuple[list[int], list[int]]:  # fmt: skip
+def _tokenized_sample(text: str, tokenizer: Tokenizer, length: int, source: str | Path) -> tuple[list[int], list[int]]:
     """As `tokenized`; a text with less than one sample is a `RequestError`."""
     lead, ids = tokenized(text, tokenizer)
     size = length - len(lead)

@@ -37,8 +37,8 @@ _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([^:/]*))?(?::([\w.]+))?", re.AS
 class HubId:
     """One split of a dataset on the hub; ``config`` is None for the only one or the default.
 
-    It is spelled ``owner/name``, ``owner/name:config``, ``owner/name:config:split`` or, without
-    a config, ``owner/name::split``; the default split is ``train``.
+    It is spelled ``owner/name``, ``owner/name:config``, ``owner/name:config:split`` or, without a config,
+    ``owner/name::split``; the default split is ``train``.
     """
 
     name: str
@@ -59,15 +59,9 @@ def hub_id(source: str | Path) -> HubId | None:
 
 
 def file_text(path: Path, limit: int) -> tuple[str, str]:
-    """The first `limit` bytes of a file's text, and the sha256 of the whole file.
-
-    Args:
-        path: UTF-8 text, or by its suffix JSON lines with a ``text`` each, or Parquet with
-            a column ``text``.
-
-    Raises:
-        RequestError: if the file cannot be read, or is not what its suffix says.
-    """
+    """The first `limit` bytes of the text of a file, and the sha256 of the whole file: of UTF-8 text, or by its suffix
+    of JSON lines with a ``text`` each, or Parquet with a column ``text``. If the file cannot be read, or is not what
+    its suffix says, a `RequestError` is raised."""
     suffix = path.suffix.lower()
     try:
         with path.open("rb") as file:
@@ -104,9 +98,17 @@ def hub_text(dataset: HubId, limit: int) -> str:
     """
     path = str(dataset)
     with _quiet_libraries(), checked_answers(path):
-        revision = _revision(dataset.name, path)
+        from huggingface_hub import HfApi
+
         try:
-            return _joined(_hub_documents(dataset, revision), limit)
+            info = call_in_time(
+                lambda: HfApi().dataset_info(dataset.name, timeout=SECONDS, expand=["sha"]), path, "dataset"
+            )
+        except RequestError as error:
+            hint = "; or ".join([*filter(None, [error.hint]), "give a file of plain text, JSON lines or Parquet"])
+            raise type(error)(f"no such file, and {error.problem}", path=path, hint=hint) from error
+        try:
+            return _joined(_hub_documents(dataset, checked_commit(info.sha, path)), limit)
         except QuantkitError:
             raise
         except Exception as error:  # of datasets, fsspec, pyarrow or the HTTP client
@@ -179,18 +181,6 @@ def _joined(documents: Iterable[object], limit: int) -> str:
 def _decoded(raw: bytes | bytearray, *, whole: bool) -> str:
     """The text of UTF-8 bytes; unless `whole`, a last character that was cut is left out."""
     return codecs.getincrementaldecoder("utf-8")().decode(raw, final=whole)
-
-
-def _revision(name: str, path: str) -> str:
-    """The dataset's commit."""
-    from huggingface_hub import HfApi
-
-    try:
-        info = call_in_time(lambda: HfApi().dataset_info(name, timeout=SECONDS, expand=["sha"]), path, "dataset")
-    except RequestError as error:
-        hint = "; or ".join([*filter(None, [error.hint]), "give a file of plain text, JSON lines or Parquet"])
-        raise type(error)(f"no such file, and {error.problem}", path=path, hint=hint) from error
-    return checked_commit(info.sha, path)
 
 
 @contextmanager

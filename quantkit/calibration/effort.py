@@ -27,11 +27,8 @@ _MIN_TOKENS_PER_INPUT = 2  # of the widest linear; its drift is not known from f
 
 @dataclass(frozen=True)
 class Effort:
-    """The effort against the drift between the quantized model and the float one.
-
-    Attributes:
-        stride: the float stream has every `stride`-th batch, but at least four.
-    """
+    """The effort against the drift between the quantized model and the float one: the float stream has every
+    `stride`-th batch, but at least four."""
 
     stride: int
 
@@ -78,14 +75,12 @@ def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) ->
 def activation_bytes(
     config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int, gpu_bytes: int = 0
 ) -> tuple[int, int, int]:
-    """Bytes of the streams, and of activations kept between two passes, for samples of a shape [N, T]: the inputs of a
-    branch's last linear, or the outputs of experts in each stream so far.
+    """Bytes in memory, on disk, and on a GPU, which is used first, for samples of a shape [N, T]: of the streams, and
+    of activations kept between two passes, which are the inputs of a branch's last linear, or the outputs of experts in
+    each stream so far.
 
-    The figure is for one process with all samples. Several processes share the samples, each with this memory, so they
-    write less to disk, unless their shares are so few batches that the float stream has more of them.
-
-    Returns:
-        Bytes in memory, bytes on disk, and bytes on a GPU, which is used first.
+    The figures are for one process with all samples. Several processes share the samples, each with this memory, so
+    they write less to disk, unless their shares are so few batches that the float stream has more of them.
     """
     counts, streams = sizes(config), 1 + followed_share(config, shape, effort)
     between = 0.0

@@ -11,7 +11,7 @@ import torch
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, layer_kinds, sizes
 from quantkit.calibration.effort import Effort, batch_samples, followed_share
-from quantkit.solver.portions import refit_bytes, weights_at_once
+from quantkit.solver.grid import refit_bytes, weights_at_once
 
 _SOLVER_MATRICES = 10  # of the size of the solved rows, at a time
 _REFIT_COPIES = 3  # of the least-squares systems that fit scales
@@ -27,13 +27,8 @@ _SECONDS_OF_GPU_COLUMN = 1e-5  # a guess, not measured
 
 @dataclass(frozen=True)
 class Group:
-    """Linears of a block that share their inputs, as one linear.
-
-    Attributes:
-        rows, columns: of their weights, [O, I].
-        writes: whether it ends a branch, or an expert.
-        share: the share of all tokens that go through it.
-    """
+    """Linears of a block that share their inputs, as one linear with weights [rows, columns]. `writes` is whether it
+    ends a branch, or an expert; `share` is the share of all tokens that go through it."""
 
     rows: int
     columns: int
@@ -43,10 +38,6 @@ class Group:
     @property
     def weights(self) -> int:
         return self.rows * self.columns
-
-    @property
-    def of_expert(self) -> bool:
-        return self.share < 1
 
 
 def groups_of(config: ModelConfig, layer: int) -> list[Group]:
@@ -121,7 +112,7 @@ def calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort)
     followed = followed_share(config, shape, effort)
     total = 0.0
     for group, count in every_group(config):
-        passes = 1 + group.of_expert  # an expert is run for its sums, and for its output
+        passes = 1 + (group.share < 1)  # an expert is run for its sums, and for its output
         total += count * passes * 2 * group.share * math.prod(shape) * (1 + followed) * group.weights
     return int(total)
 

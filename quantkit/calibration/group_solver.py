@@ -16,7 +16,7 @@ from quantkit.errors import NonFiniteError
 from quantkit.quality.bounds import REPEATABLE, coarsest, weight_bound
 from quantkit.solver.columns import TORCH, ColumnKernels
 from quantkit.solver.gptq import DAMPING, Damped, GptqReport, SingularError, solve
-from quantkit.solver.portions import max_divided_elements
+from quantkit.solver.grid import max_divided_elements
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error, row_chunks
@@ -27,29 +27,23 @@ _NOISE = 3.0  # damping, in mean diagonals, for one token per input
 
 @dataclass(frozen=True)
 class Result:
-    """A quantized linear.
-
-    Attributes:
-        weight: on the CPU.
-        error: of the weight, relative to its floats (Frobenius norms).
-        record: how it was found, for the manifest.
-    """
+    """A quantized linear: its weight on the CPU, the weight's error relative to its floats (Frobenius norms), and for
+    the manifest how it was found."""
 
     weight: QuantTensor
     error: float
     record: Mapping[str, object]
 
+    @classmethod
+    def of(cls, quantized: QuantTensor, weight: Tensor, record: Mapping[str, object]) -> Result:
+        """The result for a float weight [O, I]."""
+        return cls(quantized, relative_error(quantized.to(weight.device), weight), record)
+
 
 @dataclass(frozen=True)
 class GroupSolver:
-    """Quantizes linears, given sums over their shared inputs.
-
-    Attributes:
-        schemes: by name of the linear.
-        scale_dtype: dtype the scales are stored in.
-        group: the processes; each solves its share of the rows, and all receive all rows.
-        kernels: for the device of the linears.
-    """
+    """Quantizes linears to schemes by name, given sums over their shared inputs. Each process of a group solves its
+    share of the rows, and all receive all rows; the kernels are for the device of the linears."""
 
     schemes: Mapping[str, QuantScheme]
     scale_dtype: torch.dtype
@@ -59,16 +53,9 @@ class GroupSolver:
     def solve(
         self, linears: Mapping[str, nn.Linear], statistics: HessianAccumulator, *, outputs: bool
     ) -> dict[str, Result]:
-        """The results by name. If the Hessian stays singular, the linears are rounded to nearest.
-
-        Args:
-            linears: by name; float32.
-            statistics: of all processes; consumed.
-            outputs: whether the drift is that of the outputs.
-
-        Raises:
-            NonFiniteError: if a weight or the Hessian holds NaN or Inf.
-        """
+        """The results by name, for float32 linears by name and this process's statistics, which are consumed; with
+        `outputs`, the drift is that of the outputs. If the Hessian stays singular, the linears are rounded to nearest;
+        NaN or Inf in a weight or the Hessian is a `NonFiniteError`."""
         if not all(all_finite(linear.weight) for linear in linears.values()):
             raise NonFiniteError("a weight holds NaN or Inf")
         by_scheme: dict[QuantScheme, list[str]] = defaultdict(list)
@@ -91,13 +78,18 @@ class GroupSolver:
             for name in names:
                 weight = linears[name].weight
                 rows = start, start + len(weight)
-                results[name] = _result(quantized.rows(*rows), weight, _record(report.rows(*rows)))
+                own = report.rows(*rows)
+                record = {
+                    "solver": "gptq", "output_error": float(f"{own.output_error:.4g}"), "damping": own.damping,
+                    "dead_columns": own.dead_columns,
+                }  # fmt: skip
+                results[name] = Result.of(quantized.rows(*rows), weight, record)
                 start = rows[1]
         return results
 
     def round(self, name: str, weight: Tensor, record: Mapping[str, object]) -> Result:
         """A linear's weight [O, I] rounded to nearest."""
-        return _result(quantize_rtn(weight, self.schemes[name], self.scale_dtype).to("cpu"), weight, record)
+        return Result.of(quantize_rtn(weight, self.schemes[name], self.scale_dtype).to("cpu"), weight, record)
 
     def error_bound(self, quantized: QuantTensor, weight: Tensor) -> float:
         """The largest relative error of a weight [O, I] that `verify` accepts on every machine."""
@@ -112,11 +104,11 @@ class GroupSolver:
     ) -> dict[QuantScheme, tuple[QuantTensor, GptqReport]]:
         """GPTQ on all rows [O, I] of each scheme."""
         parts = {scheme: (rows[self.group.share(len(rows))], len(rows)) for scheme, rows in weights.items()}
-        hessian, paired, drift = statistics.release()
+        hessian, paired, drift, pairs = statistics.release(self.group)
         targets: dict[QuantScheme, Tensor] = {}
         if drift.any():
             diagonal = paired.diagonal().clone()
-            damped = Damped.of_(paired, drift_damping(len(paired), statistics.pairs))
+            damped = Damped.of_(paired, drift_damping(len(paired), pairs))
             move = drift[self.group.share(len(drift))]
             for start, stop in row_chunks(len(move), move.shape[1], max_divided_elements(move.device)):
                 move[start:stop] = damped.divide(move[start:stop])
@@ -133,27 +125,18 @@ class GroupSolver:
         found = {}
         for scheme, (part, total) in parts.items():
             target = targets.pop(scheme, None)
-            solved = solve(part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels)
-            found[scheme] = self._join(*solved, total)
+            own, report = solve(part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels)
+            codes, error, energy = (self.group.join(rows, total) for rows in (own.codes, report.error, report.energy))
+            scale = self.group.join(own.scale.float(), total).to(self.scale_dtype)
+            zero = None if own.zero is None else self.group.join(own.zero, total)
+            joined = GptqReport(report.damping, report.dead_columns, error.cpu(), energy.cpu())
+            found[scheme] = QuantTensor(codes, scale, zero, scheme).to("cpu"), joined
         return found
-
-    def _join(self, quantized: QuantTensor, report: GptqReport, total: int) -> tuple[QuantTensor, GptqReport]:
-        """The rows of all processes, on the CPU."""
-        codes, error, energy = (self.group.join(rows, total) for rows in (quantized.codes, report.error, report.energy))
-        scale = self.group.join(quantized.scale.float(), total).to(self.scale_dtype)
-        zero = None if quantized.zero is None else self.group.join(quantized.zero, total)
-        return (
-            QuantTensor(codes, scale, zero, quantized.scheme).to("cpu"),
-            GptqReport(report.damping, report.dead_columns, error.cpu(), energy.cpu()),
-        )
 
 
 def drift_damping(inputs: int, tokens: int) -> float:
-    """Damping, as a share of the mean diagonal, of the Hessian that drift is divided by.
-
-    The division is a regression of the drift on the inputs: the fewer tokens there are per input, the more of the
-    result is noise.
-    """
+    """Damping, as a share of the mean diagonal, of the Hessian that drift is divided by: in this regression of the
+    drift on the inputs, the fewer tokens there are per input, the more of the result is noise."""
     return max(DAMPING, _NOISE * inputs / tokens)
 
 
@@ -165,16 +148,3 @@ def _stacked(linears: Sequence[nn.Linear]) -> Tensor:
     for linear, part in zip(linears, torch.split(rows, [len(linear.weight) for linear in linears]), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
     return rows
-
-
-def _result(quantized: QuantTensor, weight: Tensor, record: Mapping[str, object]) -> Result:
-    return Result(quantized, relative_error(quantized.to(weight.device), weight), record)
-
-
-def _record(report: GptqReport) -> dict[str, object]:
-    return {
-        "solver": "gptq",
-        "output_error": float(f"{report.output_error:.4g}"),
-        "damping": report.damping,
-        "dead_columns": report.dead_columns,
-    }

@@ -15,12 +15,12 @@ class HessianAccumulator:
     """Sums over the inputs X [N, I] of a layer.
 
     Attributes:
-        hessian: [I, I] float32, ``X.T @ X`` over the inputs whose counterparts in the unquantized model
-            are not known, or after `finish` over all inputs; None if all counterparts are known.
+        hessian: [I, I] float32, ``X.T @ X`` over the inputs whose counterparts in the unquantized model are not known;
+            None if all counterparts are known.
         paired: the same over the inputs whose counterparts are known.
         drift: [R, I] float32, ``D.T @ X`` over these, where D [N, R] is the difference between the
             unquantized model and this one: in the layer's inputs, or in its outputs.
-        pairs: the number of inputs with a known counterpart: in this process, after `finish` in all.
+        pairs: the number of inputs with a known counterpart.
     """
 
     def __init__(self, width: int, drift_width: int, device: torch.device) -> None:
@@ -50,20 +50,14 @@ class HessianAccumulator:
             if self._inputs.full:
                 self._sum_pairs()
 
-    def release(self) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Hessian, paired and drift, which the accumulator no longer holds."""
-        released = self.hessian, self.paired, self.drift
-        del self.hessian, self.paired, self.drift
-        return released
-
-    def finish(self, group: ProcessGroup) -> None:
-        """Add up the sums of all processes."""
+    def release(self, group: ProcessGroup) -> tuple[Tensor | None, Tensor, Tensor, int]:
+        """Hessian over all inputs, paired, drift and pairs of all processes, which the accumulator no longer holds."""
         self._sum_unpaired()
         self._sum_pairs()
         self._unpaired = self._inputs = self._differences = _Columns()  # frees their memory
         counts = torch.tensor([int(self.hessian is not None), self.pairs], device=self.paired.device)
         group.sum_(counts)
-        unpaired, self.pairs = counts.tolist()
+        unpaired, pairs = counts.tolist()
         if unpaired:
             self.hessian = self.paired.clone() if self.hessian is None else self.hessian.add_(self.paired)
         for sums in (self.hessian, self.paired) if unpaired else (self.paired,):
@@ -71,6 +65,9 @@ class HessianAccumulator:
             group.sum_(sums)
             fill_lower_(sums)
         group.sum_(self.drift)
+        released = self.hessian, self.paired, self.drift, pairs
+        del self.hessian, self.paired, self.drift
+        return released
 
     def _sum_unpaired(self) -> None:
         if (x := self._unpaired.taken()) is not None:

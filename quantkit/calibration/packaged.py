@@ -43,9 +43,6 @@ TEMPLATE_SECONDS = 60.0  # of a chat template for all dialogues
 TEMPLATE_LENGTH = 1 << 22
 
 
-NearUniform = Callable[[Sequence[Tensor]], list[bool]]
-
-
 @dataclass(frozen=True)
 class _Kind:
     """The tokens [L] of all documents of a kind, and the bytes of the kind in the text."""
@@ -57,13 +54,8 @@ class _Kind:
 
 @dataclass(frozen=True)
 class PackagedText:
-    """The text in the tokens of a model.
-
-    Attributes:
-        sha256: of its file.
-        lead: BOS, where the tokenizer puts it first.
-        notes: for the user.
-    """
+    """The text in the tokens of a model, with the sha256 of its file, BOS where the tokenizer puts it first, and notes
+    for the user."""
 
     sha256: str
     lead: tuple[int, ...]
@@ -72,15 +64,9 @@ class PackagedText:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, chat: Chat | None, *, seed: int, wanted: int) -> PackagedText:
-        """Tokenize the text, the documents of each kind in an order that depends on the seed.
-
-        Args:
-            chat: renders dialogues; None for a base model, which reads them as plain text.
-            wanted: the number of tokens that will be drawn; no more documents are tokenized than these need.
-
-        Raises:
-            RequestError: if the text has nearly no tokens.
-        """
+        """Tokenize the text, the documents of each kind in an order that depends on the seed, and no more of them than
+        the tokens that are `wanted` need. `chat` renders dialogues; None is for a base model, which reads them as plain
+        text. If the text has nearly no tokens, a `RequestError` is raised."""
         raw = CALIBRATION.read_bytes()
         documents: dict[str, list[dict[str, Any]]] = {}
         for line in raw.decode().splitlines():
@@ -116,27 +102,22 @@ class PackagedText:
         return cls(hashlib.sha256(raw).hexdigest(), tuple(lead), tuple(kinds), _template_notes(dialogues, budget))
 
     def require(self, samples: int, length: int) -> None:
-        """As `require_plausible`, for the tokens of the text."""
+        """`require_plausible` for the tokens of the text."""
         require_plausible(samples, length, sum(len(kind.tokens) for kind in self.kinds))
 
-    def draw(self, *, samples: int, length: int, seed: int, near_uniform: NearUniform) -> Calibration:
-        """Samples [N, T] of all kinds in proportion. Pieces that the source predicts nearly uniformly are dropped, and
-        replaced by others where the text has any.
-
-        Args:
-            near_uniform: says which pieces these are; if the others are less than a sample, none is dropped.
-
-        Raises:
-            RequestError: as `require` does.
-        """
+    def draw(
+        self, *, samples: int, length: int, seed: int, near_uniform: Callable[[Sequence[Tensor]], list[bool]]
+    ) -> Calibration:  # fmt: skip
+        """Samples [N, T] of all kinds in proportion. Pieces that the source predicts nearly uniformly, which
+        `near_uniform` finds, are dropped, and replaced by others where the text has any; if the others are less than a
+        sample, none is dropped. Raises the errors of `require`."""
         self.require(samples, length)
         generator = torch.Generator().manual_seed(seed)
         size = length - len(self.lead)
         kinds, missing = list(self.kinds), samples * size
         whole: list[Tensor] = []
         kept: list[Tensor] = []
-        seen: Counter[str] = Counter()
-        dropped: Counter[str] = Counter()
+        seen, dropped = Counter[str](), Counter[str]()
         notes = list(self.notes)
         for number in range(ROUNDS + _MORE_ROUNDS):
             if number >= ROUNDS:
@@ -157,9 +138,8 @@ class PackagedText:
             kept, dropped = whole, Counter()
         if dropped:
             counts = ", ".join(f"{name} {count}" for name, count in dropped.most_common())
-            notes.append(
-                f"dropped from the calibration samples, as the source predicts them nearly uniformly: {counts}"
-            )
+            reason = "as the source predicts them nearly uniformly"
+            notes.append(f"dropped from the calibration samples, {reason}: {counts}")
         # Pieces shorter than a sample are joined to samples, which they may share; the rest is left out.
         joined = torch.cat(sorted(kept, key=len, reverse=True))
         windows = joined[: len(joined) // size * size].view(-1, size)
@@ -171,9 +151,7 @@ class PackagedText:
         return Calibration(tokens[order], self.sha256, seed, PACKAGED, dict(dropped.most_common()), tuple(notes))
 
 
-def _pieces(
-    kinds: Sequence[_Kind], count: int, size: int, generator: torch.Generator
-) -> list[tuple[str, Tensor]]:  # fmt: skip
+def _pieces(kinds: Sequence[_Kind], count: int, size: int, generator: torch.Generator) -> list[tuple[str, Tensor]]:
     """Pieces of documents with `count` tokens together, each of one kind, with its name, and at most a sample long.
 
     Kinds have shares by weight; the pieces of a kind begin at equal distances in its documents.
@@ -212,14 +190,8 @@ def near_uniform_pieces(
 
 
 def require_plausible(samples: int, length: int, tokens: int | None = None) -> None:
-    """Check that the text is long enough for a number of samples.
-
-    Args:
-        tokens: of the text; None without a tokenizer, when its bytes are the upper bound.
-
-    Raises:
-        RequestError: if it is not.
-    """
+    """A `RequestError` if the text is too short for a number of samples; `tokens` are those of the text, None without a
+    tokenizer, when its bytes are the upper bound."""
     tokens = CALIBRATION.stat().st_size if tokens is None else tokens
     if samples * length > _MAX_PASSES * tokens:
         raise RequestError(

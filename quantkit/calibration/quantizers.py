@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from quantkit.progress import Progress, silent
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.products import exact_float32
-from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error
+from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
@@ -43,12 +42,8 @@ Solved = tuple[str, Tensor | QuantTensor, Mapping[str, object] | None]
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """Tensors that follow each other in the output.
-
-    Attributes:
-        layer: the decoder block that they form, or None for tensors before or after the blocks.
-        tensors: in order.
-    """
+    """Tensors that follow each other in the output; `layer` is the decoder block that they form, None for tensors
+    before or after the blocks."""
 
     layer: int | None
     tensors: tuple[TensorSpec, ...]
@@ -58,47 +53,60 @@ class TensorBlock:
         return all(spec.name in written.names for spec in self.tensors if spec.scheme is not None)
 
 
-class Quantizer(Protocol):
-    """Computes the tensors of an output, block after block."""
-
-    def running(self, blocks: Sequence[TensorBlock], written: Written) -> AbstractContextManager[None]:
-        """The context in which `solve` is called for each of the blocks, in order.
-
-        Args:
-            blocks: all blocks.
-            written: the tensors that an interrupted run has written.
-        """
-        ...
-
-    def solve(self, block: TensorBlock) -> Iterator[Solved]:
-        """The tensors of a block that are not written yet, in order; each is made when the iterator reaches it.
-
-        Raises:
-            NonFiniteError: if a tensor holds NaN or Inf and must not, or weights too large for their scales.
-        """
-        ...
-
-
 @dataclass
 class RtnQuantizer:
-    """Rounds to nearest, one tensor at a time."""
+    """Computes the tensors of an output, block after block: rounds to nearest, one tensor at a time."""
 
     source: Checkpoint
     _: KW_ONLY
     allow_nonfinite: bool
-    _done: frozenset[str] = frozenset()
+    _done: frozenset[str] = field(default=frozenset(), init=False)
 
-    def running(self, blocks: Sequence[TensorBlock], written: Written) -> AbstractContextManager[None]:
+    @contextmanager
+    def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
+        """The context in which `solve` is called for each of all blocks, in order; `written` are the tensors that an
+        interrupted run has written."""
         self._done = written.names
-        return nullcontext()
+        yield
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
-        missing = (spec for spec in block.tensors if spec.name not in self._done)
-        return (_rounded(self.source, spec, self.allow_nonfinite) for spec in missing)
+        """The tensors of a block that are not written yet, in order; each is made when the iterator reaches it. NaN or
+        Inf where they must not be, and weights too large for their scales, are a `NonFiniteError`."""
+        return self._tensors(block, {})
+
+    def _tensors(self, block: TensorBlock, results: dict[str, Result]) -> Iterator[Solved]:
+        for spec in block.tensors:
+            result = results.pop(spec.name.removesuffix(".weight"), None)
+            if spec.name not in self._done:
+                yield self._rounded(spec) if result is None else self._checked(spec, result)
+
+    def _rounded(self, spec: TensorSpec) -> Solved:
+        """One tensor of the output, rounded to nearest if it is to be quantized."""
+        weight, path = self.source.load(spec.name), self.source.path
+        assert isinstance(weight, Tensor)
+        if spec.scheme is None:
+            return spec.name, checked_cast(weight, spec.dtype.torch, spec.name, path, self.allow_nonfinite), None
+        module = spec.name.removesuffix(".weight")
+        keep = f'`keep="{module}"` and `allow_nonfinite=True` leave it as it is'
+        if module == EMBEDDING:
+            keep = "leave the scheme of the embedding out, and `allow_nonfinite=True` leaves it as it is"
+        hint = f"it cannot be quantized; repair the source, or {keep}"
+        checked_cast(weight, weight.dtype, spec.name, path, allow_nonfinite=False, hint=hint)
+        quantized = quantize_rtn(weight, spec.scheme, spec.dtype.torch)
+        return self._checked(spec, Result.of(quantized, weight, {"solver": ROUNDING}))
+
+    def _checked(self, spec: TensorSpec, result: Result) -> Solved:
+        """A quantized tensor of the output; a scale that overflows is a `NonFiniteError`."""
+        if not all_finite(result.weight.scale):
+            raise NonFiniteError(
+                f"tensor '{spec.name}' holds values too large for scales in {spec.dtype}",
+                path=self.source.path, hint="convert the source to another dtype first",
+            )  # fmt: skip
+        return spec.name, result.weight, {**result.record, "relative_error": float(f"{result.error:.4g}")}
 
 
 @dataclass
-class GptqQuantizer:
+class GptqQuantizer(RtnQuantizer):
     """GPTQ for the linears of decoder blocks, on the inputs that the quantized model passes to them; rounding for
     other tensors.
 
@@ -113,14 +121,12 @@ class GptqQuantizer:
         progress: called with the number of linears that the samples have passed.
     """
 
-    source: Checkpoint
     calibration: Calibration
     schemes: Mapping[str, QuantScheme]
     _: KW_ONLY
     device: torch.device
     memory_bytes: int
     effort: Effort
-    allow_nonfinite: bool
     group: ProcessGroup
     progress: Progress = silent
     _streams: Streams | None = field(default=None, init=False)
@@ -129,10 +135,11 @@ class GptqQuantizer:
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
         set_mmap_threshold(_MMAP_THRESHOLD)
         self._written = written = replace(written, count=self.group.broadcast_from_rank0(written.count))
+        self._done = written.names
         unsolved = [block.layer for block in blocks if block.layer is not None and not block.is_quantized_in(written)]
         self._stop = 1 + max(unsolved, default=-1)
         self._first_unsolved = min(unsolved, default=0)
-        self._done = 0
+        self._passed = 0
         self._linears = [
             sum(len(group.modules) for group in input_groups(self.source.config, layer))
             for layer in range(self.source.config.num_layers)
@@ -158,16 +165,6 @@ class GptqQuantizer:
         results = {} if block.layer is None or block.layer >= self._stop else self._quantize(block, block.layer)
         return self._tensors(block, results)
 
-    def _tensors(self, block: TensorBlock, results: dict[str, Result]) -> Iterator[Solved]:
-        for spec in block.tensors:
-            result = results.pop(spec.name.removesuffix(".weight"), None)
-            if spec.name in self._written.names:
-                continue
-            if result is None:
-                yield _rounded(self.source, spec, self.allow_nonfinite)
-            else:
-                yield _checked(self.source, spec, result)
-
     def _quantize(self, block: TensorBlock, layer: int) -> dict[str, Result]:
         """The results of a block, by name of the linear; none if an earlier run has written them all."""
         assert self._streams is not None
@@ -176,7 +173,7 @@ class GptqQuantizer:
         self._report(layer, 0)
         try:
             with torch.inference_mode():
-                pair = BlockPair.of(self.source, layer, self._solver, self.device, stored)
+                pair = BlockPair(self.source, layer, self._solver, self.device, stored)
                 for count, found in quantize_block(pair, self._streams):
                     results |= found
                     self._report(layer, count)
@@ -192,35 +189,5 @@ class GptqQuantizer:
         """Report how many linears the samples have passed: of all, or of the blocks that an earlier run has written."""
         resumed = layer < self._first_unsolved
         total = sum(self._linears[: self._first_unsolved] if resumed else self._linears)
-        self._done += count
-        self.progress("calibrate" if resumed else "quantize", self._done, total, "linears")
-
-
-def _rounded(source: Checkpoint, spec: TensorSpec, allow_nonfinite: bool) -> Solved:
-    """One tensor of the output, rounded to nearest if it is to be quantized."""
-    weight = source.load(spec.name)
-    assert isinstance(weight, Tensor)
-    if spec.scheme is None:
-        return spec.name, checked_cast(weight, spec.dtype.torch, spec.name, source.path, allow_nonfinite), None
-    checked_cast(weight, weight.dtype, spec.name, source.path, allow_nonfinite=False, hint=_nonfinite_hint(spec.name))
-    quantized = quantize_rtn(weight, spec.scheme, spec.dtype.torch)
-    return _checked(source, spec, Result(quantized, relative_error(quantized, weight), {"solver": ROUNDING}))
-
-
-def _checked(source: Checkpoint, spec: TensorSpec, result: Result) -> Solved:
-    """A quantized tensor of the output; a scale that overflows is a `NonFiniteError`."""
-    if not all_finite(result.weight.scale):
-        raise NonFiniteError(
-            f"tensor '{spec.name}' holds values too large for scales in {spec.dtype}",
-            path=source.path, hint="convert the source to another dtype first",
-        )  # fmt: skip
-    return spec.name, result.weight, {**result.record, "relative_error": float(f"{result.error:.4g}")}
-
-
-def _nonfinite_hint(name: str) -> str:
-    module = name.removesuffix(".weight")
-    if module == EMBEDDING:
-        keep = "leave the scheme of the embedding out, and `allow_nonfinite=True` leaves it as it is"
-    else:
-        keep = f'`keep="{module}"` and `allow_nonfinite=True` leave it as it is'
-    return f"it cannot be quantized; repair the source, or {keep}"
+        self._passed += count
+        self.progress("calibrate" if resumed else "quantize", self._passed, total, "linears")

@@ -9,12 +9,12 @@ branch's output. So one expert runs at a time, and none of its states are kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import InputGroup
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_pair import BlockPair, linear_of
@@ -32,6 +32,20 @@ _INPUTS = "inputs"  # the store's key for the inputs of a branch's last linear
 _MIN_ROWS = 2048  # that go through an expert together, if it gets as many
 
 
+def embedded(source: Checkpoint, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The first block's inputs [B, T, D], float32, for each batch of tokens [B, T]."""
+    embedding = source.load("model.embed_tokens.weight")
+    assert isinstance(embedding, Tensor)
+    for batch in batches:
+        yield scaled_embeddings(nn.functional.embedding(batch, embedding).float(), source.config.embedding_multiplier)
+
+
+def step_of_samples(config: ModelConfig, length: int, device: torch.device) -> Step:
+    """The step in which blocks process whole samples."""
+    positions = torch.arange(length, device=device)
+    return Step(Rotary(config).to(device)(positions), causal_attention(positions, config.windows))
+
+
 class Streams:
     """The hidden states of all batches, before one branch of one block after the other.
 
@@ -42,30 +56,16 @@ class Streams:
     def __init__(
         self, source: Checkpoint, samples: Tensor, store: ActivationStore, device: torch.device, effort: Effort
     ) -> None:
-        """Embed the samples.
-
-        Args:
-            source: the float model.
-            samples: tokens [N, T]; there may be none.
-            store: holds the states.
-            device: where blocks are run.
-            effort: determines the batches of the float stream.
-        """
+        """Embed the samples, tokens [N, T] of which there may be none, and store the states; `effort` determines the
+        batches of the float stream."""
         config, length = source.config, samples.shape[1]
-        self._store = store
-        self._device = device
-        self._effort = effort
-        embedding = source.load("model.embed_tokens.weight")
-        assert isinstance(embedding, Tensor)
+        self._store, self._device, self._effort = store, device, effort
         batches = torch.split(samples, batch_samples(config, length)) if len(samples) else ()
         self._batches = len(batches)
-        for index, batch in enumerate(batches):
-            states = scaled_embeddings(nn.functional.embedding(batch, embedding).float(), config.embedding_multiplier)
+        for index, states in enumerate(embedded(source, batches)):
             for stream in (QUANTIZED, FLOAT)[: 1 + self._has_floats(index)]:
                 store.put((stream, index), states.to(device))
-        positions = torch.arange(length, device=device)
-        angles = Rotary(config).to(device)(positions)
-        self._step = Step(angles, causal_attention(positions, config.windows))
+        self._step = step_of_samples(config, length, device)
         self._unfinished: tuple[str, Block] | None = None
         self._drifted = False  # until the first quantized linear both streams are the same
 
@@ -87,12 +87,9 @@ class Streams:
     def run_to_last(
         self, group: InputGroup, pair: BlockPair, statistics: HessianAccumulator | None, *, is_end: bool
     ) -> None:
-        """Run the quantized stream up to a branch's last linear, the float stream to the branch's end.
-
-        Args:
-            statistics: if given, sums over the linear's inputs are added; the drift is that of its outputs.
-            is_end: no other branch follows, so the streams end here.
-        """
+        """Run the quantized stream up to a branch's last linear, the float stream to the branch's end. Sums over the
+        linear's inputs are added to `statistics`, if any; the drift is that of its outputs. With `is_end` no other
+        branch follows, so the streams end here."""
         linear, branch = linear_of(pair.floats, group.modules[0]), group.branch
         for index in range(self._batches):
             x = self._current(index)
@@ -118,11 +115,7 @@ class Streams:
         self._unfinished = branch, quantized
 
     def enter_experts(self, block: Block) -> ExpertStreams:
-        """Both streams at a branch that ends with experts.
-
-        Args:
-            block: with its norms and router.
-        """
+        """Both streams at a branch that ends with experts; the block has its norms and router."""
         experts = ExpertStreams(self._store, self._device, block)
         for index in range(self._batches):
             experts.enter(QUANTIZED, index, self._current(index))
@@ -147,21 +140,6 @@ class Streams:
         return self._store.take((stream, index)).to(self._device)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Some of the tokens that calibrate an expert.
-
-    Attributes:
-        inputs: normed states of the quantized stream, [N, D].
-        float_inputs: those of the float stream, [N, D], for batches that it has.
-        shares: each token's weight for the expert's output, [N, 1].
-    """
-
-    inputs: Tensor
-    float_inputs: Tensor | None
-    shares: Tensor
-
-
 class _Routes(NamedTuple):
     """The router's choice for a batch: weights and indices of experts, [N, K]; weights of the shared experts, [N]."""
 
@@ -171,12 +149,8 @@ class _Routes(NamedTuple):
 
 
 class ExpertStreams:
-    """The states of all batches before a branch with experts, and the sum of the experts' outputs so far.
-
-    Args:
-        store: holds the states.
-        block: with its norms and router.
-    """
+    """The states of all batches before a branch with experts, and the sum of the experts' outputs so far. The block has
+    its norms and router."""
 
     def __init__(self, store: ActivationStore, device: torch.device, block: Block) -> None:
         assert isinstance(block.mlp, Experts)
@@ -211,8 +185,12 @@ class ExpertStreams:
             found[count] += len(routes.chosen)
         return found.to(self._device)
 
-    def pieces(self, expert: int | None, *, all_tokens: bool) -> Iterator[Piece]:
-        """The tokens that are sent to an expert, or all with equal shares; None is the shared experts."""
+    def pieces(self, expert: int | None, *, all_tokens: bool) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+        """The tokens that are sent to an expert, or all with equal shares; None is the shared experts.
+
+        Yields for some of the tokens normed states of the quantized stream, [N, D]; those of the float stream, [N, D],
+        for batches that it has; and each token's weight for the expert's output, [N, 1].
+        """
         with_floats = self._routes[FLOAT]
         without = [index for index in self._routes[QUANTIZED] if index not in with_floats]
         for indexes in (with_floats, without):
@@ -220,14 +198,11 @@ class ExpertStreams:
                 inputs = self._states(QUANTIZED, rows)
                 float_inputs = self._states(FLOAT, rows) if indexes is with_floats else None
                 shares = torch.cat([own for _, _, own in rows]).to(self._device)
-                yield Piece(inputs, float_inputs, shares.unsqueeze(-1))
+                yield inputs, float_inputs, shares.unsqueeze(-1)
 
     def add(self, stream: str, expert: int | None, apply: Callable[[Tensor], Tensor]) -> None:
-        """Add an expert's output, times the shares, for the tokens that are sent to it.
-
-        Args:
-            apply: the expert, for normed states [N, D].
-        """
+        """Add the output of an expert, which `apply` computes for normed states [N, D], times the shares, for the
+        tokens that are sent to it."""
         for rows in self._gathered(stream, self._routes[stream], expert, all_tokens=False):
             output = apply(self._states(stream, rows))
             pieces = torch.split(output, [len(tokens) for _, tokens, _ in rows])
@@ -247,9 +222,8 @@ class ExpertStreams:
             else:
                 tokens, places = (routes.chosen == expert).nonzero(as_tuple=True)
                 shares = routes.shares[tokens, places]
-            if not len(tokens):
-                continue
-            found.append((index, tokens, shares))
+            if len(tokens):
+                found.append((index, tokens, shares))
             if sum(len(own) for _, own, _ in found) >= _MIN_ROWS:
                 yield found
                 found = []

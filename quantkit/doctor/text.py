@@ -35,8 +35,8 @@ def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
     try:
         vocabulary = _vocabulary(folder)
         if any((folder.root / name).is_file() for name in _READ):
-            stated = max((vocabulary or {}).values(), default=-1) + 1  # the library may see fewer
-            count = max(load_tokenizer(folder.root).vocab_size, stated)
+            listed = max((vocabulary or {}).values(), default=-1) + 1  # the library may see fewer
+            count = max(load_tokenizer(folder.root).vocab_size, listed)
     except (QuantkitError, OSError) as error:
         if _place(error) != CONFIG:  # reported by other rules
             yield finding("damaged-tokenizer", _place(error), str(getattr(error, "problem", error)))

@@ -15,8 +15,7 @@ import yaml
 
 from quantkit.architectures.disk import unread_experts
 from quantkit.architectures.names import CANONICAL, EMBEDDING
-from quantkit.bit_allocation.picture import NAME as PICTURE
-from quantkit.bit_allocation.picture import picture
+from quantkit.bit_allocation.allocation import PICTURE, picture
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import SAMPLES, SEED
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count

@@ -12,7 +12,7 @@ from quantkit.architectures.topology import parameters
 from quantkit.arguments import require_instance
 from quantkit.bit_allocation.fit import Fit
 from quantkit.calibration.data import Calibration
-from quantkit.calibration.quantizers import GptqQuantizer, Quantizer, RtnQuantizer, TensorBlock
+from quantkit.calibration.quantizers import GptqQuantizer, RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Written, weight_size
@@ -137,7 +137,7 @@ def _settled(
     return replace(prepared, notes=[*prepared.notes, *notes]), drawn
 
 
-def _quantizer(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup, progress: Progress) -> Quantizer:
+def _quantizer(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup, progress: Progress) -> RtnQuantizer:
     source, settings, allow_nonfinite = prepared.source, prepared.settings, prepared.options.allow_nonfinite
     if settings is None or drawn is None:
         return RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
@@ -217,7 +217,7 @@ def _details(
 
 
 def _write(
-    blocks: Sequence[TensorBlock], quantizer: Quantizer, writer: Writer, there: Written, *, durable: bool
+    blocks: Sequence[TensorBlock], quantizer: RtnQuantizer, writer: Writer, there: Written, *, durable: bool
 ) -> None:
     """Solve and write what is not there yet, with `durable` so that each block outlives the run."""
     with quantizer.running(blocks, there):
@@ -232,7 +232,7 @@ def _write(
 
 
 def _follow_rank0(
-    group: ProcessGroup, quantizer: Quantizer, blocks: Sequence[TensorBlock], there: Written
+    group: ProcessGroup, quantizer: RtnQuantizer, blocks: Sequence[TensorBlock], there: Written
 ) -> QuantizeResult:
     """What another process than the first does: it solves with the others, and waits for the one that writes."""
     with quantizer.running(blocks, there):

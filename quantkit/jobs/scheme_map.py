@@ -12,7 +12,7 @@ from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.names import CANONICAL, EMBEDDING
 from quantkit.architectures.topology import kept_unless_named, linear_columns, parameters, recurrent_linears
 from quantkit.arguments import as_strings
-from quantkit.bit_allocation.fit import CANDIDATES
+from quantkit.bit_allocation.allocation import CANDIDATES
 from quantkit.errors import QualityError, RequestError
 from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.registry import Target

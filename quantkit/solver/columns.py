@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,14 +19,8 @@ from quantkit.tensors.scheme import QuantScheme
 PANEL_COLUMNS = 256
 
 
-class SearchScales(Protocol):
-    """As `grid.search_scales`."""
-
-    def __call__(
-        self, weight: Tensor, importance: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-
+SearchScales = Callable[[Tensor, Tensor, QuantScheme, torch.dtype], tuple[Tensor, Tensor | None]]
+"""As `grid.search_scales`."""
 ColumnStep = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int, Tensor, Tensor], None]
 """Takes start, wanted or inverse, ratios, columns, scale, zero, levels, size, codes and errors; see `ColumnKernels`."""
 
@@ -105,7 +98,6 @@ def solve_codes(
         target: [I, O] float32.
         factor: [I, I] float32, see `reverse_factor`.
         order: [I] the order of the columns.
-        kernels: for the device.
 
     Returns:
         Codes less their zero points, float32 [I, O], in the original column order; and target less values, times the
@@ -140,7 +132,7 @@ def descend(
         target: [I, O] float32.
         codes: [I, O] float32, less their zero points; not changed.
         hessian: [I, I] float32, positive definite.
-        grid, order, kernels: as for `solve_codes`.
+        order: [I] the order of the columns.
 
     Returns:
         The codes, and by how much the squared output error of each row decreases, [O].

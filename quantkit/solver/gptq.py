@@ -1,12 +1,12 @@
 """GPTQ: codes that minimize a layer's output error, given the Hessian of its inputs.
 
-Sources: GPTQ (2210.17323) with activation order over static groups; the asymmetric
-calibration target of GPTAQ (2504.02692), which compensates the error of earlier
-layers; coordinate descent as in QuantEase (2309.01885). The result needs no column
-order on disk. Rounding uses the Cholesky factor of the Hessian itself, with its inputs in reverse order, instead of
-that of its inverse: the codes are the same (2507.18553).
+Sources: GPTQ (2210.17323) with activation order over static groups; the asymmetric calibration target of GPTAQ
+(2504.02692), which compensates the error of earlier layers; coordinate descent as in QuantEase (2309.01885). The result
+needs no column order on disk. Rounding uses the Cholesky factor of the Hessian itself, with its inputs in reverse
+order, instead of that of its inverse: the codes are the same (2507.18553).
 
-Internally, matrices are transposed, [I, O]: columns are processed one by one, for all rows together.
+Internally, matrices are transposed, [I, O]: columns are processed one by one, for all rows together. Factors are upper
+triangular, so that most operations multiply parts of their rows, which are contiguous.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 
 from quantkit.errors import NonFiniteError
 from quantkit.solver.columns import TORCH, ColumnKernels, descend, solve_codes
-from quantkit.solver.factor import cholesky, solve_factored, upper_transposed_times
-from quantkit.solver.grid import Grid
-from quantkit.solver.portions import refit_bytes, weights_at_once
+from quantkit.solver.grid import Grid, refit_bytes, weights_at_once
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 DAMPING = 0.01
 _MAX_DAMPING = 1.0
+BLOCK_SIZE = 512  # of a triangular factor: most steps are matrix products, which are fast
+_STRIPS = 8
 
 
 class SingularError(ArithmeticError):
@@ -82,12 +82,8 @@ class Damped:
 
     @classmethod
     def of_(cls, hessian: Tensor, min_damping: float = DAMPING) -> Damped:
-        """Damp a Hessian [I, I] in place.
-
-        Raises:
-            NonFiniteError: if it holds NaN or Inf.
-            SingularError: if adding the whole mean diagonal is not enough.
-        """
+        """Damp a Hessian [I, I] in place. NaN or Inf in it is a `NonFiniteError`; if adding the whole mean diagonal is
+        not enough, a `SingularError` is raised."""
         if not torch.isfinite(hessian).all():
             raise NonFiniteError("the Hessian holds NaN or Inf")
         stored = hessian.diagonal()
@@ -108,9 +104,9 @@ class Damped:
     def divide(self, right: Tensor) -> Tensor:
         """``right @ matrix^-1``, [N, I] float32.
 
-        X are the inputs that the layer will get, and X_float those of the unquantized model; this is the Hessian of X.
-        With ``right = weight @ (X_float - X).T @ X``, the result is the change of the weights [O, I] that brings the
-        outputs closest to those of the unquantized model.
+        With ``right = weight @ (X_float - X).T @ X``, for the inputs X of this Hessian, which the layer will get, and
+        X_float of the unquantized model, it is the change of the weights [O, I] that brings the outputs closest to
+        those of the unquantized model.
         """
         inputs = self.order.flip(0)
         found = torch.empty_like(right)
@@ -125,10 +121,8 @@ def gptq(
     """Quantize a layer so that its outputs on the calibration inputs change least.
 
     Args:
-        weight: [O, I], any float dtype; not changed.
-        hessian: [I, I] float32, ``X.T @ X`` over the inputs that the layer will get;
-            not changed.
-        scheme, scale_dtype, target, kernels: as for `solve`.
+        hessian: [I, I] float32, ``X.T @ X`` over the inputs that the layer will get; not changed.
+        weight, scheme, scale_dtype, target, kernels: as for `solve`.
 
     Raises:
         NonFiniteError: if the weight or the Hessian holds NaN or Inf.
@@ -249,3 +243,55 @@ def reverse_factor(hessian: Tensor, order: Tensor) -> Tensor | None:
     is not positive definite."""
     inputs = order.flip(0)
     return cholesky(hessian[inputs.unsqueeze(1), inputs])
+
+
+def cholesky(matrix: Tensor) -> Tensor | None:
+    """The upper triangular U with ``matrix = U.T @ U``, [N, N]; None if the matrix is not positive definite. The matrix
+    is overwritten; only its upper triangle is read."""
+    if matrix.device.type != "cpu":
+        factor, info = torch.linalg.cholesky_ex(matrix, upper=True)
+        return None if info else factor
+    size = len(matrix)
+    for start in range(0, size, BLOCK_SIZE):
+        stop = min(start + BLOCK_SIZE, size)
+        if start:
+            matrix[start:stop, start:].sub_(times(matrix[:start, start:stop].t(), matrix[:start, start:]))
+        corner, info = torch.linalg.cholesky_ex(matrix[start:stop, start:stop], upper=True)
+        if info:
+            return None
+        matrix[start:stop, start:stop] = corner
+        matrix[stop:, start:stop] = 0
+        if stop < size:
+            right = matrix[start:stop, stop:]
+            right.copy_(torch.linalg.solve_triangular(corner.t(), right, upper=False))
+    return matrix
+
+
+def solve_factored(factor: Tensor, right: Tensor) -> Tensor:
+    """The X [N, O] with ``factor.T @ factor @ X = right`` for an upper triangular factor [N, N]."""
+    found = right.clone()
+    blocks = [(start, min(start + BLOCK_SIZE, len(factor))) for start in range(0, len(factor), BLOCK_SIZE)]
+    identity = torch.eye(BLOCK_SIZE, dtype=factor.dtype, device=factor.device)
+    inverses = []  # of the blocks on the diagonal, so that all other steps are products
+    for start, stop in blocks:
+        corner = factor[start:stop, start:stop]
+        inverses.append(torch.linalg.solve_triangular(corner, identity[: len(corner), : len(corner)], upper=True))
+    for (start, stop), inverse in zip(blocks, inverses, strict=True):
+        if start:
+            found[start:stop].sub_(times(factor[:start, start:stop].t(), found[:start]))
+        found[start:stop] = times(inverse.t(), found[start:stop])
+    for (start, stop), inverse in reversed(list(zip(blocks, inverses, strict=True))):
+        if stop < len(factor):
+            found[start:stop].sub_(times(factor[start:stop, stop:], found[stop:]))
+        found[start:stop] = times(inverse, found[start:stop])
+    return found
+
+
+def upper_transposed_times(factor: Tensor, right: Tensor) -> Tensor:
+    """``factor.T @ right`` for an upper triangular factor [N, N] and [N, O]."""
+    found = torch.empty_like(right)
+    step = max(BLOCK_SIZE, -(-len(factor) // _STRIPS))
+    for start in range(0, len(factor), step):
+        stop = min(start + step, len(factor))
+        found[start:stop] = times(factor[:stop, start:stop].t(), right[:stop])
+    return found

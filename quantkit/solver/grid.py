@@ -1,4 +1,7 @@
-"""Scales and zero points by search: for each group, the step with the smallest weighted error."""
+"""Scales and zero points by search: for each group, the step with the smallest weighted error.
+
+Also how much the solver processes at a time: on a CPU as much as its caches hold, on a GPU as much as its memory.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.solver.portions import searched_weights
 from quantkit.tensors.scheme import QuantScheme
 
 _COARSE = tuple(1.05 - 0.05 * step for step in range(14))  # 1 is among them
@@ -16,6 +18,36 @@ FINE = (-0.025, -0.0125, 0.0125, 0.025)
 """The distances of finer steps from the best coarse one."""
 _LESS = 1 - 1e-6  # steps of both signs often have equal losses except for rounding: the first is kept
 MIN_TILE_ROWS = 16
+
+WEIGHTS_AT_ONCE = 1 << 22
+_DIVIDED_AT_ONCE = 1 << 23
+_GPU_WEIGHTS = 1 << 28
+_GPU_BYTES = 80  # of GPU memory for each weight: twice what the solver needs
+_REFIT_BYTES = 1 << 26
+_SEARCHED = 1 << 15  # weights; torch computes on as few in one thread
+
+
+def weights_at_once(device: torch.device) -> int:
+    """Weights of a layer that are solved together; on a GPU they depend on its total memory, so that runs are equal."""
+    if device.type != "cuda":
+        return WEIGHTS_AT_ONCE
+    fitting = torch.cuda.get_device_properties(device).total_memory // _GPU_BYTES
+    return min(_GPU_WEIGHTS, 1 << (fitting.bit_length() - 1))
+
+
+def max_divided_elements(device: torch.device) -> int:
+    """Elements that are divided by a Hessian together; its factor is read twice for each portion."""
+    return weights_at_once(device) // 2 if device.type == "cuda" else _DIVIDED_AT_ONCE
+
+
+def refit_bytes(device: torch.device) -> int:
+    """Bytes of the least-squares systems that fit the scales of some rows."""
+    return 2 * weights_at_once(device) if device.type == "cuda" else _REFIT_BYTES
+
+
+def searched_weights(device: torch.device) -> int:
+    """Weights whose scales are searched together."""
+    return weights_at_once(device) // 8 if device.type == "cuda" else _SEARCHED
 
 
 @dataclass(frozen=True)
@@ -101,9 +133,7 @@ class _Search:
     """The search over one tile [G, size, O], small enough to stay in a core's cache."""
 
     def __init__(self, grouped: Tensor, weights: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> None:
-        self._grouped = grouped
-        self._weights = weights
-        self._scheme = scheme
+        self._grouped, self._weights, self._scheme = grouped, weights, scheme
         self._top = scheme.levels - 1
         self._low, high = grouped.amin(1).clamp(max=0), grouped.amax(1).clamp(min=0)
         span = torch.maximum(-self._low, high) / (self._top / 2) if scheme.symmetric else (high - self._low) / self._top

@@ -18,12 +18,9 @@ import quantkit
 from quantkit.architectures.families import families
 from quantkit.architectures.topology import fused_modules
 from quantkit.bit_allocation import losses
-from quantkit.bit_allocation.allocation import units
-from quantkit.bit_allocation.fit import CANDIDATES
+from quantkit.bit_allocation.allocation import CANDIDATES, picture, units
 from quantkit.bit_allocation.knapsack import Option, choose
-from quantkit.bit_allocation.losses import _Passes, estimate_losses
-from quantkit.bit_allocation.output_errors import row_errors
-from quantkit.bit_allocation.picture import picture
+from quantkit.bit_allocation.losses import _Passes, estimate_losses, row_errors
 from quantkit.data.files import EXCERPT
 from quantkit.distributed.group import SINGLE
 from quantkit.errors import RequestError, UnsupportedError

@@ -94,7 +94,7 @@ def _kl(source: Path, folder: Path) -> float:
 
 def _quantize_block(source: Checkpoint, layer: int, streams: Streams, schemes: dict[str, QuantScheme]) -> None:
     with torch.inference_mode():
-        pair = BlockPair.of(source, layer, GroupSolver(schemes, torch.float32, SINGLE), CPU)
+        pair = BlockPair(source, layer, GroupSolver(schemes, torch.float32, SINGLE), CPU)
         list(quantize_block(pair, streams))
 
 
@@ -138,13 +138,14 @@ def test_a_hessian_is_of_the_tokens_that_are_sent_to_the_expert_by_their_shares(
     source = open_checkpoint(model)
     tokens = oracle.random_tokens(LENGTH, batch=SAMPLES, vocabulary=2048)
     seen: list[Tensor] = []
-    finish = HessianAccumulator.finish
+    release = HessianAccumulator.release
 
-    def watched(self: Any, group: Any) -> None:
-        finish(self, group)
-        seen.append((self.paired if self.hessian is None else self.hessian).clone())
+    def watched(self: Any, group: Any) -> Any:
+        hessian, paired, *others = release(self, group)
+        seen.append((paired if hessian is None else hessian).clone())
+        return hessian, paired, *others
 
-    monkeypatch.setattr(HessianAccumulator, "finish", watched)
+    monkeypatch.setattr(HessianAccumulator, "release", watched)
     schemes = {_expert(0, expert, "down_proj"): QuantScheme.parse("int8") for expert in (1, NEVER)}
     store = ActivationStore(tmp_path / "states", 10**9)
     _quantize_block(source, 0, Streams(source, tokens, store, CPU, STANDARD), schemes)

@@ -27,7 +27,6 @@ def _solved(weight: Tensor, inputs: Tensor, drift: Tensor) -> Tensor:
     linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
     statistics = HessianAccumulator(WIDTH, WIDTH, torch.device("cpu"))
     statistics.add_pair(inputs, drift)
-    statistics.finish(SINGLE)
     solver = GroupSolver({"layer": INT8}, torch.float32, SINGLE)
     return solver.solve({"layer": linear}, statistics, outputs=False)["layer"].weight.dequantize()
 

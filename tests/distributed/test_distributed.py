@@ -84,20 +84,21 @@ def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, mo
     tokens = torch.randint(3, 2000, (6, 1024), generator=torch.Generator().manual_seed(0))
     source = open_checkpoint(demo_model)
     seen: list[Any] = []
-    finish = HessianAccumulator.finish
+    release = HessianAccumulator.release
 
-    def watched(self: Any, group: Any) -> None:
-        finish(self, group)
-        seen.append((self.paired if self.hessian is None else self.hessian).clone())
+    def watched(self: Any, group: Any) -> Any:
+        hessian, paired, *others = release(self, group)
+        seen.append((paired if hessian is None else hessian).clone())
+        return hessian, paired, *others
 
-    monkeypatch.setattr(HessianAccumulator, "finish", watched)
+    monkeypatch.setattr(HessianAccumulator, "release", watched)
     cpu = torch.device("cpu")
     for part in (tokens, tokens[:2], tokens[2:]):
         states = ActivationStore(tmp_path / "states", 10**9)
         solver = GroupSolver({"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}, torch.float32, SINGLE)
         with torch.inference_mode():
             streams = Streams(source, part, states, cpu, STANDARD)
-            list(quantize_block(BlockPair.of(source, 0, solver, cpu), streams))
+            list(quantize_block(BlockPair(source, 0, solver, cpu), streams))
     whole, first, second = seen
     torch.testing.assert_close(first + second, whole, rtol=1e-4, atol=1e-2)
     assert torch.equal(whole, whole.t())
@@ -123,9 +124,8 @@ def test_all_processes_add_up_the_same_whatever_they_saw(elsewhere: bool) -> Non
         if paired < 32:
             statistics.add(inputs[paired:])
         calls = 0
-        statistics.finish(Counted())
-        assert statistics.pairs == paired + 7
-        hessian, pairs, drift = statistics.release()
+        hessian, pairs, drift, count = statistics.release(Counted())
+        assert count == paired + 7
         torch.testing.assert_close(pairs, inputs[:paired].t() @ inputs[:paired])
         torch.testing.assert_close(drift, pairs)
         if paired == 32 and not elsewhere:

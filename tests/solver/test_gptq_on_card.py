@@ -17,8 +17,7 @@ from quantkit.calibration.estimate import gptq_bytes, gpu_activation_bytes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.solver.columns import ColumnKernels, descend, solve_codes
 from quantkit.solver.gptq import refit_scales
-from quantkit.solver.grid import Grid, search_scales
-from quantkit.solver.portions import weights_at_once
+from quantkit.solver.grid import Grid, search_scales, weights_at_once
 from quantkit.tensors import products
 from quantkit.tensors.products import compute_dtype, exact_float32
 from quantkit.tensors.scheme import QuantScheme
@@ -81,7 +80,7 @@ def _readme(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
 
 def test_what_is_predicted_follows_the_gpu(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, shape = open_checkpoint(demo_model).config, (8, 64)
-    monkeypatch.setattr("quantkit.solver.portions.WEIGHTS_AT_ONCE", 1 << 10)
+    monkeypatch.setattr("quantkit.solver.grid.WEIGHTS_AT_ONCE", 1 << 10)
     on_cpu = gptq_bytes(config, 64, torch.device("cpu"))
     _readme(monkeypatch, 80 * 10**9, 10**9)
     assert weights_at_once(README_FILE) == 1 << 28

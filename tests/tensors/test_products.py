@@ -13,8 +13,8 @@ from quantkit.calibration.group_solver import GroupSolver
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.distributed.group import SINGLE
 from quantkit.formats.detect import open_checkpoint
-from quantkit.solver import factor as factor_module
-from quantkit.solver.factor import cholesky, solve_factored, upper_transposed_times
+from quantkit.solver import gptq as gptq_module
+from quantkit.solver.gptq import cholesky, solve_factored, upper_transposed_times
 from quantkit.tensors import products
 from quantkit.tensors.products import add_square_, bfloat16_linear, fill_lower_, multiplies_bfloat16, times
 
@@ -58,8 +58,7 @@ def test_sums_over_inputs_are_the_same_however_many_wait(together: int, monkeypa
     for some in (slice(0, 3), slice(3, 23), slice(23, 28)):
         found.add(alone[some].unsqueeze(0))
         found.add_pair(paired[some], apart[some])
-    found.finish(SINGLE)
-    hessian, squares, drift = found.release()
+    hessian, squares, drift, _ = found.release(SINGLE)
     torch.testing.assert_close(squares, paired.t() @ paired)
     torch.testing.assert_close(hessian, alone.t() @ alone + squares)
     torch.testing.assert_close(drift, apart.t() @ paired)
@@ -67,7 +66,7 @@ def test_sums_over_inputs_are_the_same_however_many_wait(together: int, monkeypa
 
 @pytest.mark.parametrize("size", [1, 7, 32, 61])
 def test_factors_and_what_they_solve(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factor_module, "BLOCK_SIZE", 8)
+    monkeypatch.setattr(gptq_module, "BLOCK_SIZE", 8)
     x, right = torch.randn(2 * size + 1, size, dtype=torch.float64), torch.randn(size, 3, dtype=torch.float64)
     matrix = x.t() @ x
     found = cholesky(matrix.clone())
@@ -127,7 +126,7 @@ def test_the_solver_has_float32_weights_whatever_samples_pass_through(
     dtype = torch.bfloat16 if bfloat16 else torch.float32
     monkeypatch.setattr("quantkit.calibration.block_pair.compute_dtype", lambda device: dtype)
     source = open_checkpoint(demo_model)
-    pair = BlockPair.of(source, 0, GroupSolver({}, torch.float32, SINGLE), torch.device("cpu"))
+    pair = BlockPair(source, 0, GroupSolver({}, torch.float32, SINGLE), torch.device("cpu"))
     group = pair.groups[0]
     pair.load(group)
     linear = linear_of(pair.floats, group.modules[0])
