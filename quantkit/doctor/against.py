@@ -53,9 +53,8 @@ class _Comparison:
     def __init__(self, reference: StoredCheckpoint, patient: StoredCheckpoint) -> None:
         self.reference, self.patient = reference, patient
         self.layers: list[LayerError] = []
-        self._encoded: dict[str, float] = {}
-        found = schemes(patient).values()
-        self._coarsest = coarsest(found) if found else None
+        self._encoded: dict[str, float] = {}  # errors of weights in codes that are read as floats
+        self._coarsest = coarsest(found) if (found := schemes(patient).values()) else None
 
     def findings(self, progress: Progress) -> Iterator[Finding]:
         listed = parameters(replace(self.reference.config, tied_embeddings=False))
@@ -85,16 +84,13 @@ class _Comparison:
             self.layers.append(LayerError(module, error, bound))
             if not error <= bound:
                 yield finding("out-of-line", module, f"relative error {error:.3g}; rounding explains {bound:.3g}")
-        elif self._is_encoded(name):
+            return
+        stored = _stored_name(self.patient, name)
+        spec = self.patient.info(stored)
+        if self.patient.stored_bytes(stored) != StoredTensor(stored, spec.dtype, spec.shape).nbytes:
             self._encoded[module] = error
         else:
             yield finding("changed", name, f"relative difference {error:.3g}")
-
-    def _is_encoded(self, name: str) -> bool:
-        """Whether a weight is stored as codes that are read as floats."""
-        stored = _stored_name(self.patient, name)
-        spec = self.patient.info(stored)
-        return self.patient.stored_bytes(stored) != StoredTensor(stored, spec.dtype, spec.shape).nbytes
 
 
 def _stored_name(checkpoint: StoredCheckpoint, name: str) -> str:

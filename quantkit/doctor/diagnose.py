@@ -162,8 +162,7 @@ class _Checks:
         words = [_TITLES.get(folder.kind, "a file of weights" if folder.kind else "no model")]
         if isinstance(kind := folder.config.get("model_type"), str):
             words.append(kind[:40])
-        for header in list(folder.headers.values())[:1]:
-            words.append(str(header.metadata.get("general.architecture"))[:40])
+        words += [str(one.metadata.get("general.architecture"))[:40] for one in list(folder.headers.values())[:1]]
         return ", ".join(words + ([folder.method[:40]] if folder.method else []))
 
     def looked_at(self) -> list[str]:

@@ -47,12 +47,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong in one place.
-
-    Attributes:
-        where: a module, a tensor or a file.
-        what: what was found, and what was expected.
-    """
+    """What is wrong in one place, `where`: a module, a tensor or a file. `what` says what was found and expected."""
 
     rule: Rule
     where: str
@@ -89,12 +84,7 @@ def finding(rule: str, where: str, what: str) -> Finding:
 
 @dataclass(frozen=True)
 class LayerError:
-    """The error of a linear compared with its float source.
-
-    Attributes:
-        error: relative to the source (Frobenius norms).
-        bound: the error that rounding in its scheme explains.
-    """
+    """The error of a linear, relative to its float source (Frobenius norms), and the error that rounding explains."""
 
     module: str
     error: float
@@ -181,6 +171,5 @@ def _shortened(text: str, length: int) -> str:
 
 
 def _wrapped(text: str, indent: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=indent or _INDENT, break_on_hyphens=False
-    )  # fmt: skip
+    rest = indent or _INDENT
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False)

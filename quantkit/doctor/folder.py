@@ -32,12 +32,10 @@ _SMALL = (
 """Files next to the weights that readers look for."""
 _MAX_NAME = 255  # bytes of a file's name
 _NAMED = {
-    "safetensors": re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
-    "bin": re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin"),
-    "meta": re.compile(r"consolidated\.\d+\.pth"),
-    "mistral": re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors"),
-}
-_ALONE = re.compile(r"model.*\.(pth|pt)")  # gpt-fast's
+    "safetensors": r"model(-\d+-of-\d+)?\.safetensors", "bin": r"pytorch_model(-\d+-of-\d+)?\.bin",
+    "meta": r"consolidated\.\d+\.pth", "mistral": r"consolidated(-\d+-of-\d+)?\.safetensors",
+}  # fmt: skip
+_ALONE = r"model.*\.(pth|pt)"  # gpt-fast's
 _PART = re.compile(r"-(\d+)-of-(\d+)\.")
 _MAX_FILES = 4096
 
@@ -64,11 +62,7 @@ class Folder:
     """
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            CheckpointError: if nothing is at the path.
-            RequestError: if it is a file that holds no weights.
-        """
+        """A path with nothing there is a `CheckpointError`, a file that holds no weights a `RequestError`."""
         self.path = path
         found = require_there(path)
         self.problems: list[tuple[Path, QuantkitError]] = []
@@ -81,8 +75,10 @@ class Folder:
         self.others: list[Path] = []
         self.index: Mapping[str, Any] | None = None
         self.root = found if found.is_dir() else found.parent
-        self.config = self._json(CONFIG) if found.is_dir() else {}
-        self.settings = self._settings()
+        config = self.root / CONFIG
+        self.config = self._read(lambda: read_settings(config)) if found.is_dir() and config.is_file() else {}
+        settings = self._read(lambda: settings_in(self.config, self.root)).get(SETTINGS)
+        self.settings: Mapping[str, Any] | None = settings if isinstance(settings, dict) else None
         self.names = sorted(one.name for one in self.root.iterdir()) if found.is_dir() else [found.name]
         self.dead = [name for name in _SMALL if name in self.names and not (self.root / name).is_file()]
         self.kind, self.listed = self._weights(found)
@@ -111,31 +107,17 @@ class Folder:
         return str(self.index.get(name, "")) not in self.files and name in self.index
 
     def side_json(self, name: str) -> dict[str, Any] | None:
-        """A JSON file next to the weights; None if there is none.
-
-        Raises:
-            CheckpointError: if it is damaged.
-        """
+        """A JSON file next to the weights; None if there is none. A damaged one is a `CheckpointError`."""
         path = self.root / name
         return read_json(path) if name in self.names and path.is_file() else None
 
-    def _json(self, name: str) -> dict[str, Any]:
-        path = self.root / name
-        if not path.is_file():
-            return {}
+    def _read(self, read: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What `read` returns; if it is damaged, nothing, and the problem is kept."""
         try:
-            return read_settings(path)
-        except CheckpointError as error:
-            self.problems.append((path, error))
-            return {}
-
-    def _settings(self) -> Mapping[str, Any] | None:
-        try:
-            found = settings_in(self.config, self.root).get(SETTINGS)
+            return read()
         except CheckpointError as error:
             self.problems.append((error.path or self.root, error))
-            return None
-        return found if isinstance(found, dict) else None
+            return {}
 
     def _weights(self, found: Path) -> tuple[str, list[Path]]:
         """The kind of weights that a reader would take, and their files."""
@@ -150,26 +132,25 @@ class Folder:
             return "file", [found]
         for kind in ("safetensors", "bin"):
             if (index := index_path(self.root, kind)).is_file() and (listed := self._indexed(index)):
-                pattern = re.compile(rf".*\.{kind}")
                 known = set(listed)
-                self.stray = [one for one in self._matching(pattern) if one not in known and _is_weights(one)]
+                self.stray = [one for one in self._matching(rf".*\.{kind}") if one not in known and _is_weights(one)]
                 return kind, listed
             if named := self._matching(_NAMED[kind]):
                 return kind, self._with_missing_parts(named)
         if PARAMS in self.names and (named := self._matching(_NAMED["meta"])):
             return "meta", named
-        if gguf := self._matching(re.compile(r".*\.gguf", re.IGNORECASE)):
+        if gguf := self._matching(r"(?i).*\.gguf"):
             return "gguf", self._parts_of_gguf(gguf)
         if named := self._matching(_NAMED["mistral"]):
             return "mistral", self._with_missing_parts(named)
-        others = [one for one in self._matching(re.compile(r".*\.safetensors")) if _is_weights(one)]
+        others = [one for one in self._matching(r".*\.safetensors") if _is_weights(one)]
         if not others and (alone := self._matching(_ALONE)):
             self.others = alone[1:]
             return "file", alone[:1]
         return ("safetensors", others) if others else ("", [])
 
-    def _matching(self, pattern: re.Pattern[str]) -> list[Path]:
-        return [self.root / name for name in self.names if pattern.fullmatch(name)]
+    def _matching(self, pattern: str) -> list[Path]:
+        return [self.root / name for name in self.names if re.fullmatch(pattern, name)]
 
     def _indexed(self, index: Path) -> list[Path]:
         try:

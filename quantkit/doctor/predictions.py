@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -210,18 +211,10 @@ def _readings(source: Checkpoint) -> Iterator[_Reading]:
         yield _Reading("q and k rows taken from pairs to halves", source, reorder=to_rotate_half)
         yield _Reading("q and k rows taken from halves to pairs", source, reorder=to_interleaved)
     per_head = config.qk_norm == "head" or config.sinks or config.rope.short_factor is not None
-    if whole and not per_head:
-        for other in _other_heads(config, source.path):
-            yield _Reading(f"{other.num_heads} heads of {other.head_dim}", source, other)
-
-
-def _other_heads(config: ModelConfig, path: object) -> Iterator[ModelConfig]:
-    """The same widths with twice and half as many heads, if these divide them."""
     heads, kv, size = config.num_heads, config.num_kv_heads, config.head_dim
     changes = [(2 * heads, 2 * kv, size // 2)] if size % 2 == 0 else []
     changes += [(heads // 2, kv // 2, 2 * size)] if heads % 2 == kv % 2 == 0 else []
-    for heads, kv, size in changes:
-        try:
-            yield replace(config, num_heads=heads, num_kv_heads=kv, head_dim=size).validated(path)
-        except CheckpointError:  # a size that rotary positions do not fit
-            continue
+    for heads, kv, size in changes if whole and not per_head else ():
+        with suppress(CheckpointError):  # a size that rotary positions do not fit
+            other = replace(config, num_heads=heads, num_kv_heads=kv, head_dim=size).validated(source.path)
+            yield _Reading(f"{heads} heads of {size}", source, other)

@@ -12,6 +12,7 @@ from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import CONFIG
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError
+from quantkit.formats import kv_cache
 from quantkit.formats.codecs.awq import AWQ, Awq
 from quantkit.formats.codecs.codec import QuantMethod, RawModule
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
@@ -22,17 +23,6 @@ from quantkit.formats.codecs.layout import Description
 from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.codecs.table import LAYOUTS
 from quantkit.formats.containers.hf_settings import SETTINGS
-from quantkit.formats.kv_cache import (
-    TYPES,
-    CacheTensor,
-    cache_tensors,
-    layers_without_scales,
-    misfit,
-    needs_zero_points,
-    scheme_text,
-    stated_scheme,
-    without_zero_points,
-)
 from quantkit.json_values import Settings
 
 _STATE_BITS = 8
@@ -164,11 +154,12 @@ def _differing(view: View, canonical: Sequence[str], rule: str, where: str) -> I
     present = [one for one in modules if one in view.coded or f"{one}.weight" in view.stored]
     if any(one in view.coded and view.coded[one].missing(None) for one in present):
         return  # broken, which another rule reports
-    other = next((one for one in present[1:] if view.signature(one) != view.signature(present[0])), None)
-    if other is not None:
-        first, last = view.scheme(present[0]), view.scheme(other)
-        own, its = (".".join(one.split(".")[-2:]) for one in (present[0], other))
-        yield finding(rule, where, f"{own}: {first}; {its}: {last}")
+    schemes = [view.scheme(one) for one in present]
+    for module, (signature, scheme) in zip(present, schemes, strict=True):
+        if signature != schemes[0][0]:
+            own, its = (".".join(one.split(".")[-2:]) for one in (present[0], module))
+            yield finding(rule, where, f"{own}: {schemes[0][1]}; {its}: {scheme}")
+            return
 
 
 def _split(view: View, tp: int) -> Iterator[Finding]:
@@ -206,37 +197,37 @@ def _split(view: View, tp: int) -> Iterator[Finding]:
 def check_cache(view: View) -> Iterator[Finding]:
     """Check the scheme and the scales of the cache; the scales, a few bytes each, are read."""
     folder = view.folder
-    tensors = cache_tensors(view.stored)
+    tensors = kv_cache.cache_tensors(view.stored)
     scales = {name: entry for name, entry in tensors.items() if entry.kind == "scale" and {*entry.parts} & {"k", "v"}}
     stated = None if folder.settings is None else Settings(folder.settings, folder.root / CONFIG, SETTINGS)
     try:
-        scheme = stated_scheme(stated)
+        scheme = kv_cache.stated_scheme(stated)
     except CheckpointError as error:
         yield finding("bad-settings", CONFIG, f"{error.problem}: found {error.found}, expected {error.expected}")
         return
     if scales and scheme is None:
         yield finding("kv-no-scheme", CONFIG, f"{len(scales)} scales: {next(iter(scales))}")
     if folder.complete and scheme is not None and not scales and not scheme.get("dynamic"):
-        yield finding("kv-no-scales", CONFIG, scheme_text(scheme))
+        yield finding("kv-no-scales", CONFIG, kv_cache.scheme_text(scheme))
     highest = max((entry.layer for entry in tensors.values()), default=0)
     layers = highest + 1 if view.config is None else view.config.num_layers
     if folder.complete and scales:
-        for layer in layers_without_scales(scales, layers):
+        for layer in kv_cache.layers_without_scales(scales, layers):
             found = ", ".join(name for name, entry in scales.items() if entry.layer == layer) or "none"
             yield finding("kv-scales-missing", f"layer {layer}", f"found {found}, expected scales of keys and values")
-    if folder.complete and needs_zero_points(scheme):
-        for layer, part in without_zero_points(tensors, layers):
+    if folder.complete and kv_cache.needs_zero_points(scheme):
+        for layer, part in kv_cache.without_zero_points(tensors, layers):
             yield finding("kv-no-zero-points", f"layer {layer}", f"found none of its {part}")
     heads = (0, 0) if view.config is None else (view.config.num_heads, view.config.num_kv_heads)
     for name, entry in tensors.items():
-        if (count := misfit(entry, view.stored[name], scheme, *heads)) is not None:
+        if (count := kv_cache.misfit(entry, view.stored[name], scheme, *heads)) is not None:
             yield finding("kv-scale-shape", name, f"found {list(view.stored[name].shape)}, expected {count} elements")
         yield from _cache_value(view, name, entry)
 
 
-def _cache_value(view: View, name: str, entry: CacheTensor) -> Iterator[Finding]:
+def _cache_value(view: View, name: str, entry: kv_cache.CacheTensor) -> Iterator[Finding]:
     tensor, is_scale = view.stored[name], entry.kind == "scale"
-    if tensor.dtype not in TYPES[entry.kind] or not 0 < tensor.nbytes <= _MAX_CACHE_BYTES:
+    if tensor.dtype not in kv_cache.TYPES[entry.kind] or not 0 < tensor.nbytes <= _MAX_CACHE_BYTES:
         expected = "floats" if is_scale else "numbers"
         yield finding("kv-scale-value", name, f"found {tensor.dtype} {list(tensor.shape)}, expected {expected}")
         return

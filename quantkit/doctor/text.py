@@ -40,8 +40,13 @@ def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
     except (QuantkitError, OSError) as error:
         if _place(error) != CONFIG:  # reported by other rules
             yield finding("damaged-tokenizer", _place(error), str(getattr(error, "problem", error)))
-    yield from _sizes(folder, rows, count)
-    yield from _generation(folder, rows)
+    stated = folder.config.get("vocab_size")
+    if rows is not None and type(stated) is int and stated > 0 and stated != rows and folder.kind != "meta":
+        yield finding("vocabulary", CONFIG, f"vocab_size {stated}, and {rows} rows")
+    if rows is not None and count is not None and not _MIN_SHARE * rows <= count <= rows:
+        rule = "tokenizer-too-large" if count > rows else "tokenizer-too-small"
+        yield finding(rule, "tokenizer", f"{count} tokens, {rows} rows")
+    yield from _generation(folder)
     yield from _special(folder, rows, vocabulary)
     yield from _templates(folder)
 
@@ -101,19 +106,7 @@ def _begins(path: Path) -> bytes:
         return b""
 
 
-def _sizes(folder: Folder, rows: int | None, tokens: int | None) -> Iterator[Finding]:
-    stated = folder.config.get("vocab_size")
-    if rows is not None and type(stated) is int and stated > 0 and stated != rows and folder.kind != "meta":
-        yield finding("vocabulary", "config.json", f"vocab_size {stated}, and {rows} rows")
-    if rows is None or tokens is None:
-        return
-    if tokens > rows:
-        yield finding("tokenizer-too-large", "tokenizer", f"{tokens} tokens, {rows} rows")
-    elif tokens < _MIN_SHARE * rows:
-        yield finding("tokenizer-too-small", "tokenizer", f"{tokens} tokens, {rows} rows")
-
-
-def _generation(folder: Folder, rows: int | None) -> Iterator[Finding]:
+def _generation(folder: Folder) -> Iterator[Finding]:
     if GENERATION not in folder.names:
         if folder.kind != "meta" and _is_instruct(folder):
             yield finding("no-generation-config", folder.path.name, "by its name it is an instruct model")

@@ -185,13 +185,12 @@ def _column_order(view: View) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor, or the scales in its blocks.
+    """A tensor, or the scales in its blocks; `read` returns its values, a few rows at a time.
 
     Attributes:
         kind: ``weight`` of a linear in floats, ``codes`` or ``scale`` of one that is quantized, ``embedding`` (and
             head), ``norm``, or ``other``.
-        read: its values, a few rows at a time.
-        signed_matters: whether some readers misread negative ones.
+        signed_matters: whether some readers misread negative values.
     """
 
     name: str
@@ -255,32 +254,25 @@ def _of_gguf(header: GgufHeader) -> Iterator[_Part]:
     for name, tensor in header.tensors.items():
         kind = "embedding" if name in ("token_embd.weight", "output.weight") else "weight"
         kind = "norm" if "norm" in name else kind if len(tensor.shape) > 1 else "other"
-        if str(tensor.type) in _GGUF_FLOATS:
-            yield _Part(name, kind, partial(_gguf_floats, header, tensor))
-        else:
-            yield _Part(name, "codes" if kind == "weight" else kind, partial(_gguf_bytes, header, tensor))
-            for place in _GGUF_SCALES.get(str(tensor.type), ()):
-                # blocks of zeros, as in the padded rows of an embedding, have the scale 0
-                scale = "scale" if kind == "weight" else "other"
-                yield _Part(f"{name} (scales)", scale, partial(_gguf_scales, header, tensor, place))
+        is_weight, type_name = kind == "weight", str(tensor.type)
+        kind = "codes" if is_weight and type_name not in _GGUF_FLOATS else kind
+        yield _Part(name, kind, partial(_gguf_pieces, header, tensor))
+        for place in _GGUF_SCALES.get(type_name, ()):
+            # blocks of zeros, as in the padded rows of an embedding, have the scale 0
+            read = partial(_gguf_pieces, header, tensor, place)
+            yield _Part(f"{name} (scales)", "scale" if is_weight else "other", read)
 
 
-def _gguf_bytes(header: GgufHeader, tensor: GgufTensor) -> Iterator[Tensor]:
-    """Rows of bytes [N, row_bytes]."""
+def _gguf_pieces(header: GgufHeader, tensor: GgufTensor, place: int | None = None) -> Iterator[Tensor]:
+    """Rows of floats or of blocks' bytes; with `place`, the float16 scales there in each block."""
     rows, size = math.prod(tensor.shape[:-1]), tensor.type.row_bytes(tensor.shape[-1])
     step = max(1, _PIECE // max(1, size))
     for start in range(0, rows, step):
         count = min(step, rows - start)
         data = bytearray(header.source.read(tensor.offset + start * size, count * size))
-        yield torch.frombuffer(data, dtype=torch.uint8).view(count, size)
-
-
-def _gguf_floats(header: GgufHeader, tensor: GgufTensor) -> Iterator[Tensor]:
-    for piece in _gguf_bytes(header, tensor):
-        yield piece.view(_GGUF_FLOATS[str(tensor.type)])
-
-
-def _gguf_scales(header: GgufHeader, tensor: GgufTensor, place: int) -> Iterator[Tensor]:
-    for piece in _gguf_bytes(header, tensor):
-        blocks = piece.view(len(piece), -1, tensor.type.block_bytes)
-        yield blocks[..., place : place + 2].contiguous().view(torch.float16).squeeze(-1)
+        piece = torch.frombuffer(data, dtype=torch.uint8).view(count, size)
+        if place is None:
+            yield piece.view(_GGUF_FLOATS.get(str(tensor.type), torch.uint8))
+        else:
+            blocks = piece.view(count, -1, tensor.type.block_bytes)
+            yield blocks[..., place : place + 2].contiguous().view(torch.float16).squeeze(-1)

@@ -79,20 +79,13 @@ class View:
                 return None if leaf == "weight_shape" else tensor.shape[0]
         return None
 
-    def signature(self, module: str) -> tuple[object, ...]:
-        """The scheme of a weight, from its tensors and from the config, for comparisons."""
+    def scheme(self, module: str) -> tuple[tuple[object, ...], str]:
+        """The scheme of a weight, from its tensors and from the config: for comparisons, and for messages."""
         if (coded := self.coded.get(module)) is None:
-            return ("floats",)
-        claim = self.claims.modules.get(module)
-        return (*coded.signature, claim and claim.bits)
-
-    def scheme(self, module: str) -> str:
-        """The same for messages."""
-        if (coded := self.coded.get(module)) is None:
-            return "floats"
+            return ("floats",), "floats"
         claim = self.claims.modules.get(module)
         bits = f" ({claim.bits} bits by the config)" if claim is not None and claim.bits != coded.bits else ""
-        return coded.scheme + bits
+        return (*coded.signature, claim and claim.bits), coded.scheme + bits
 
     @functools.cached_property
     def hints(self) -> Hints:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.view import View
@@ -27,7 +27,7 @@ def check(view: View, *, deep: bool) -> Iterator[Finding]:
     """Compare zero points with the weights; with `deep`, also asymmetric ones with the means of weights, which are
     near 0."""
     sampled = 0
-    above: dict[str, float] = {}
+    above: dict[str, float] = {}  # the mean code minus the mean zero point, by module
     for module, coded in view.coded.items():
         claim = view.claims.modules.get(module)
         if claim is None or claim.bits not in (4, 8) or not _is_whole(coded):
@@ -39,7 +39,13 @@ def check(view: View, *, deep: bool) -> Iterator[Finding]:
             with contextlib.suppress(CheckpointError):  # reported by rules about values
                 codes, zeros = _words(coded)
                 above[module] = _mean_code(view, codes) - _mean_code(view, zeros)
-    yield from _statistical(view, above)
+    expected = _stated_offset(view)
+    if not above or writers(view.folder.settings or {}) & {WRITER}:  # which writes the zero points of its source
+        return
+    if abs(statistics.median(above.values()) - expected) > _TOLERANCE:  # the mean of a weight is near 0
+        for module, distance in above.items():
+            what = f"codes lie {distance:.2f} above zero points as stored; by the config {expected}"
+            yield finding("zero-version", _words(view.coded[module])[1].name, what)
 
 
 def _is_whole(coded: Description) -> bool:
@@ -73,20 +79,6 @@ def _constant(view: View, coded: Description, bits: int) -> Iterator[Finding]:
     expected = middle - _stated_offset(view)
     if code != expected and code in (middle, middle - 1):
         yield finding("zero-version", tensor.name, f"symmetric, and {code} is stored; by the config {expected}")
-
-
-def _statistical(view: View, above: Mapping[str, float]) -> Iterator[Finding]:
-    """Check `above`, the mean code minus the mean stored zero point by module: they are close, since the mean of a
-    weight is near 0."""
-    expected = _stated_offset(view)
-    if not above or writers(view.folder.settings or {}) & {WRITER}:  # which writes the zero points of its source
-        return
-    if abs(statistics.median(above.values()) - expected) <= _TOLERANCE:
-        return
-    for module, distance in above.items():
-        zeros = _words(view.coded[module])[1].name
-        what = f"codes lie {distance:.2f} above zero points as stored; by the config {expected}"
-        yield finding("zero-version", zeros, what)
 
 
 def _words(coded: Description) -> tuple[StoredTensor, StoredTensor]:
