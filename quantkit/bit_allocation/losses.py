@@ -47,7 +47,7 @@ from quantkit.tensors.products import add_square_, fill_lower_
 from quantkit.tensors.qtensor import row_chunks
 from quantkit.tensors.scheme import QuantScheme
 
-_WEIGHTS_TRIED = 1 << 18  # of a unit
+_WEIGHTS_TRIED = 1 << 18  # of a unit, about
 _MIN_ROWS = 4  # tried of a linear
 _TOKENS_THROUGH_THE_HEAD = 64
 _HEAD_WEIGHTS = 1 << 24  # of the head that are float32 at a time
@@ -224,9 +224,10 @@ def _block_errors(
     found: dict[str, RowErrors] = {}
     prefix = BLOCK_PREFIX.format(layer)
     unit_of = {module: unit for unit in units for module in unit.modules}
-    tried: dict[str, int] = {}
+    tried: dict[str, int] = {}  # rows of each linear that are rounded
     for unit in units:
-        tried |= rows_tried({p.module: p.shape for p in unit.parameters}, _WEIGHTS_TRIED)
+        share = min(1.0, _WEIGHTS_TRIED / unit.weights)
+        tried |= {p.module: math.ceil(share * p.shape[0]) for p in unit.parameters}
     of_site: dict[str, list[str]] = defaultdict(list)
     for one in input_groups(source.config, layer):
         of_site[one.site] += [module for module in one.modules if prefix + module in unit_of]
@@ -349,9 +350,3 @@ def row_errors(
         own = {scheme: of_scheme[number] for scheme, of_scheme in errors.items()}
         found[module] = RowErrors(chosen[module].cpu(), own, torch.cat(parts).cpu())
     return found
-
-
-def rows_tried(shapes: Mapping[str, tuple[int, ...]], max_weights: int) -> dict[str, int]:
-    """How many rows of each linear of a unit are rounded, so that they have about `max_weights` weights together."""
-    share = min(1.0, max_weights / sum(math.prod(shape) for shape in shapes.values()))
-    return {module: math.ceil(share * shape[0]) for module, shape in shapes.items()}

@@ -82,9 +82,8 @@ class BlockPair:
         """The float linears of a group that have to be solved, by full name."""
         if self.load_resumed is not None:
             return {}
-        names = {self.full_name(module): module for module in group.modules}
-        schemes = self.solver.schemes
-        return {name: linear_of(self.floats, module) for name, module in names.items() if name in schemes}
+        named = {self.full_name(module): linear_of(self.floats, module) for module in group.modules}
+        return {name: linear for name, linear in named.items() if name in self.solver.schemes}
 
     def statistics(self, group: InputGroup) -> HessianAccumulator:
         """Empty sums over a group's inputs; the drift is that of the outputs if the group writes to the residual."""

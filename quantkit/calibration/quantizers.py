@@ -140,11 +140,9 @@ class GptqQuantizer(RtnQuantizer):
         self._stop = 1 + max(unsolved, default=-1)
         self._first_unsolved = min(unsolved, default=0)
         self._passed = 0
-        self._linears = [
-            sum(len(group.modules) for group in input_groups(self.source.config, layer))
-            for layer in range(self.source.config.num_layers)
-        ]  # fmt: skip
         tokens, config = self.calibration.tokens, self.source.config
+        layers = (input_groups(config, layer) for layer in range(config.num_layers))
+        self._linears = [sum(len(group.modules) for group in groups) for groups in layers]
         room = gpu_activation_bytes(config, tokens.shape, self.device) // self.group.size  # all may share one GPU
         store = ActivationStore(written.folder / f"{SCRATCH}-{self.group.rank}", self.memory_bytes, room)
         try:

@@ -83,7 +83,7 @@ def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Pr
 
 
 class _Run:
-    """A model on windows [1, T], one for each text; `frequency_loss` is that of the first window, as predicted from the
+    """A model on windows [1, T], one per text; `frequency_loss` is that of the first window, as predicted from the
     frequencies of tokens, in nats a token."""
 
     def __init__(self, model: Checkpoint, windows: list[Tensor], frequency_loss: float, progress: Progress) -> None:
@@ -215,6 +215,6 @@ def _readings(source: Checkpoint) -> Iterator[_Reading]:
     changes = [(2 * heads, 2 * kv, size // 2)] if size % 2 == 0 else []
     changes += [(heads // 2, kv // 2, 2 * size)] if heads % 2 == kv % 2 == 0 else []
     for heads, kv, size in changes if whole and not per_head else ():
+        other = replace(config, num_heads=heads, num_kv_heads=kv, head_dim=size)
         with suppress(CheckpointError):  # a size that rotary positions do not fit
-            other = replace(config, num_heads=heads, num_kv_heads=kv, head_dim=size).validated(source.path)
-            yield _Reading(f"{heads} heads of {size}", source, other)
+            yield _Reading(f"{heads} heads of {size}", source, other.validated(source.path))
