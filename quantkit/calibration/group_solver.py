@@ -65,8 +65,8 @@ class GroupSolver:
         try:
             solved = self._solve_rows(weights, statistics, outputs=outputs)
         except SingularError as error:
-            record = {"solver": ROUNDING, "fallback": str(error)}
-            return {name: self.round(name, linear.weight, record) for name, linear in linears.items()}
+            fallback = {"solver": ROUNDING, "fallback": str(error)}
+            return {name: self.round(name, linear.weight, fallback) for name, linear in linears.items()}
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"layer '{next(iter(linears))}': {error.problem}", hint='`method="rtn"` rounds without it'
@@ -79,7 +79,7 @@ class GroupSolver:
                 weight = linears[name].weight
                 rows = start, start + len(weight)
                 own = report.rows(*rows)
-                record = {
+                record: dict[str, object] = {
                     "solver": "gptq", "output_error": float(f"{own.output_error:.4g}"), "damping": own.damping,
                     "dead_columns": own.dead_columns,
                 }  # fmt: skip
@@ -125,10 +125,10 @@ class GroupSolver:
         found = {}
         for scheme, (part, total) in parts.items():
             target = targets.pop(scheme, None)
-            own, report = solve(part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels)
-            codes, error, energy = (self.group.join(rows, total) for rows in (own.codes, report.error, report.energy))
-            scale = self.group.join(own.scale.float(), total).to(self.scale_dtype)
-            zero = None if own.zero is None else self.group.join(own.zero, total)
+            rows, report = solve(part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels)
+            codes, error, energy = (self.group.join(one, total) for one in (rows.codes, report.error, report.energy))
+            scale = self.group.join(rows.scale.float(), total).to(self.scale_dtype)
+            zero = None if rows.zero is None else self.group.join(rows.zero, total)
             joined = GptqReport(report.damping, report.dead_columns, error.cpu(), energy.cpu())
             found[scheme] = QuantTensor(codes, scale, zero, scheme).to("cpu"), joined
         return found
