@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.gguf_types import SPLIT_KEYS, GgmlType, GgufTensor, Split, Typed, ValueType
 from quantkit.files.source import SourceFile, damaged_file, open_weights
+from quantkit.files.tensor_file import require_adjacent
 from quantkit.json_values import shown
 
 MAGIC = b"GGUF"
@@ -261,11 +262,7 @@ def _placed(listed: Iterable[GgufTensor], start: int, alignment: int, cursor: _C
     for tensor in listed:
         if tensor.name in found:
             cursor.fail(f"tensor '{tensor.name}' comes twice")
-        if start + tensor.offset != position:
-            what = "overlaps another" if start + tensor.offset < position else "leaves a hole before it"
-            raise CheckpointError(
-                f"tensor '{tensor.name}' {what}", path=path, found=f"offset {tensor.offset}", expected=position - start
-            )
+        require_adjacent(tensor.name, tensor.offset, position - start, path)
         found[tensor.name] = GgufTensor(tensor.name, tensor.type, tensor.shape, position)
         end = position + tensor.nbytes
         position = _padded(end, alignment)

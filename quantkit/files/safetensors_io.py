@@ -7,10 +7,8 @@ Source: the safetensors format description (8-byte length, JSON header, one buff
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,15 @@ from safetensors import safe_open
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import damaged_file, open_weights
-from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, size_number, sizes
+from quantkit.files.tensor_file import (
+    StoredTensor,
+    TensorFile,
+    View,
+    contiguous_strides,
+    require_adjacent,
+    size_number,
+    sizes,
+)
 from quantkit.tensors.dtypes import DType
 
 DTYPES = {
@@ -48,21 +54,22 @@ def open_file(path: Path) -> TensorFile:
         raise damaged_file("is not a safetensors file, or is truncated", path, found, f"at most {_MAX_HEADER}")
     try:
         entries, metadata = _entries(source.read(8, length))
-        listed = [_Listed.of(name, entry) for name, entry in entries]
+        listed = sorted((_listed(name, entry) for name, entry in entries.items()), key=lambda item: item[:2])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"has an invalid safetensors header: {error!r:.200}", path=path) from error
-    listed.sort(key=lambda item: (item.begin, item.end))
-    _require_gapless(listed, path, source.size - 8 - length)
-    views = {}
-    for item in listed:
-        if item.dtype not in DTYPES:
-            raise CheckpointError(f"tensor '{item.name}' has an unknown dtype", path=path, found=item.dtype[:80])
-        view = View(DTYPES[item.dtype], 8 + length + item.begin, item.shape, contiguous_strides(item.shape))
-        size = math.prod(view.shape) * view.dtype.itemsize
-        if item.end - item.begin != size:
-            problem, found = f"tensor '{item.name}' has the wrong size", f"{item.end - item.begin} bytes"
-            raise CheckpointError(problem, path=path, found=found, expected=size)
-        views[item.name] = view
+    views, position, available = {}, 0, source.size - 8 - length
+    for begin, end, name, dtype, shape in listed:
+        require_adjacent(name, begin, position, path)
+        if dtype not in DTYPES:
+            raise CheckpointError(f"tensor '{name}' has an unknown dtype", path=path, found=dtype[:80])
+        view = View(DTYPES[dtype], 8 + length + begin, shape, contiguous_strides(shape))
+        if end - begin != view.nbytes:
+            problem, found = f"tensor '{name}' has the wrong size", f"{end - begin} bytes"
+            raise CheckpointError(problem, path=path, found=found, expected=view.nbytes)
+        views[name], position = view, end
+    if position != available:
+        what = "is truncated" if position > available else "has bytes after its last tensor"
+        raise damaged_file(what, path, f"{available} bytes of data", position)
     return TensorFile(source, views, metadata=metadata)
 
 
@@ -79,29 +86,19 @@ def require_readable(path: Path) -> None:
         raise RuntimeError(f"the safetensors library reads other tensors from {path} than quantkit")
 
 
-@dataclass(frozen=True)
-class _Listed:
-    """A tensor's entry in the header."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @classmethod
-    def of(cls, name: str, entry: Any) -> _Listed:
-        name.encode()  # half of a surrogate pair would not print
-        begin, end = map(size_number, entry["data_offsets"])
-        return cls(name, str(entry["dtype"]), sizes(entry["shape"]), begin, end)
+def _listed(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
+    """The first byte of a tensor and the one after its last, its name, dtype and shape, from its entry in a header."""
+    name.encode()  # half of a surrogate pair would not print
+    begin, end = map(size_number, entry["data_offsets"])
+    return begin, end, name, str(entry["dtype"]), sizes(entry["shape"])
 
 
-def _entries(raw: bytes) -> tuple[list[tuple[str, Any]], dict[str, str]]:
+def _entries(raw: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     header = json.loads(raw.decode(), object_pairs_hook=_distinct)
     metadata = header.pop("__metadata__", None)
     if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ holds other values than strings")
-    return list(header.items()), metadata or {}
+    return header, metadata or {}
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -111,20 +108,6 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {key!r:.80} comes twice")
         found[key] = value
     return found
-
-
-def _require_gapless(listed: Sequence[_Listed], path: Path, available: int) -> None:
-    position = 0
-    for item in listed:
-        if item.begin != position:
-            what = "overlaps another" if item.begin < position else "leaves a hole before it"
-            raise CheckpointError(
-                f"tensor '{item.name}' {what}", path=path, found=f"offset {item.begin}", expected=position
-            )
-        position = item.end
-    if position != available:
-        what = "is truncated" if position > available else "has bytes after its last tensor"
-        raise damaged_file(what, path, f"{available} bytes of data", position)
 
 
 def build_header(tensors: Sequence[StoredTensor]) -> bytes:
@@ -139,11 +122,8 @@ def build_header(tensors: Sequence[StoredTensor]) -> bytes:
         if tensor.dtype not in _SPELLINGS:
             raise UnsupportedError(f"safetensors cannot hold tensor '{tensor.name}'", found=tensor.dtype)
         end = position + tensor.nbytes
-        header[tensor.name] = {
-            "dtype": _SPELLINGS[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
+        dtype, shape = _SPELLINGS[tensor.dtype], list(tensor.shape)
+        header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)

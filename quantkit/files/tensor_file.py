@@ -45,8 +45,12 @@ class View:
     stride: tuple[int, ...]
 
     @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
     def span(self) -> int:
-        """Elements from the first to the last in the file."""
+        """The number of elements from the first to the last in the file."""
         return extent(self.shape, self.stride)
 
     def narrow(self, axis: int, start: int, length: int) -> View:
@@ -54,15 +58,13 @@ class View:
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         return replace(self, start=self.start + start * self.stride[axis] * self.dtype.itemsize, shape=shape)
 
-    def at(self, axis: int, index: int) -> View:
-        """One index of an axis, which is removed."""
-        found = self.narrow(axis, index, 1)
-        return replace(found, shape=_without(self.shape, axis), stride=_without(self.stride, axis))
+    def at(self, index: int) -> View:
+        """One index of the first axis, which is removed."""
+        return replace(self.narrow(0, index, 1), shape=self.shape[1:], stride=self.stride[1:])
 
-    def every(self, axis: int, first: int, step: int, count: int) -> View:
-        """Evenly spaced indices of an axis."""
-        stride = (*self.stride[:axis], self.stride[axis] * step, *self.stride[axis + 1 :])
-        return replace(self.narrow(axis, first, count), stride=stride)
+    def every(self, first: int, step: int, count: int) -> View:
+        """Evenly spaced indices of the first axis."""
+        return replace(self.narrow(0, first, count), stride=(self.stride[0] * step, *self.stride[1:]))
 
     def transposed(self) -> View:
         """The axes in reverse."""
@@ -97,6 +99,8 @@ class Home(Protocol):
 class TensorFile:
     """The tensors of one open file.
 
+    Every read raises a `CheckpointError` if the file was truncated since it was opened, or cannot be read.
+
     Attributes:
         tensors: by name, in the file's order.
         notes: for the user.
@@ -129,11 +133,7 @@ class TensorFile:
         return self.source.path
 
     def read(self, name: str, part: TensorSlice | None = None) -> Tensor:
-        """A tensor, or a part of it.
-
-        Raises:
-            CheckpointError: if the file was truncated since it was opened, or cannot be read.
-        """
+        """A tensor, or a part of it."""
         return self.read_view(self._views[name], part)
 
     def view(self, name: str) -> View:
@@ -141,11 +141,7 @@ class TensorFile:
         return self._views[name]
 
     def read_view(self, view: View, part: TensorSlice | None = None) -> Tensor:
-        """Elements of the file, or a part of them.
-
-        Raises:
-            CheckpointError: see `read`.
-        """
+        """Elements of the file, or a part of them."""
         shape = list(view.shape)
         if part is not None:
             shape[part.axis] = part.size
@@ -154,23 +150,14 @@ class TensorFile:
         return target
 
     def read_into(self, target: Tensor, name: str, part: TensorSlice | None = None) -> None:
-        """Fill a tensor of the right shape and dtype, contiguous or not.
-
-        Raises:
-            CheckpointError: see `read`.
-        """
+        """Fill a tensor of the right shape and dtype, contiguous or not."""
         self._read_into(target, self._views[name], part)
 
     def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes:
-        """The elements of a tensor, or of a part of it, in order; without torch if they are contiguous in the file.
-
-        Raises:
-            CheckpointError: see `read`.
-        """
-        views = self._views[name].of(part)
-        if len(views) == 1 and views[0].stride == contiguous_strides(views[0].shape):
-            (view,) = views
-            return self.source.read(view.start, math.prod(view.shape) * view.dtype.itemsize)
+        """The elements of a tensor, or of a part of it, in order; without torch if they are contiguous in the file."""
+        view, *others = self._views[name].of(part)
+        if not others and view.stride == contiguous_strides(view.shape):
+            return self.source.read(view.start, view.nbytes)
         return bytes(_bytes(self.read(name, part)))
 
     def row_parts(self, name: str) -> Iterator[TensorSlice]:
@@ -181,13 +168,10 @@ class TensorFile:
             yield TensorSlice(0, ((start, min(start + step, rows)),))
 
     def _read_into(self, target: Tensor, view: View, part: TensorSlice | None) -> None:
-        start = 0
-        for piece in view.of(part):
-            if part is None:
-                self._fill(target, piece)
-            else:
-                self._fill(target.narrow(part.axis, start, piece.shape[part.axis]), piece)
-                start += piece.shape[part.axis]
+        pieces = view.of(part)
+        targets = [target] if part is None else target.split([one.shape[part.axis] for one in pieces], part.axis)
+        for one, piece in zip(targets, pieces, strict=True):
+            self._fill(one, piece)
 
     def _fill(self, target: Tensor, view: View) -> None:
         if target.numel() == 0:
@@ -217,23 +201,25 @@ def same_tensor(one: Home, name: str, other: Home, other_name: str) -> bool:
     return all(one.read_bytes(name, part) == other.read_bytes(other_name, part) for part in parts)
 
 
-def sizes(value: object) -> tuple[int, ...]:
-    """A shape or strides from a file.
-
-    Raises:
-        ValueError: if it is no list of a valid number of sizes.
+def require_adjacent(name: str, offset: int, expected: int, path: Path) -> None:
     """
+    Raises:
+        CheckpointError: if a tensor does not begin where the one before it ends.
+    """
+    if offset != expected:
+        what = "overlaps another" if offset < expected else "leaves a hole before it"
+        raise CheckpointError(f"tensor '{name}' {what}", path=path, found=f"offset {offset}", expected=expected)
+
+
+def sizes(value: object) -> tuple[int, ...]:
+    """A shape or strides from a file; a `ValueError` if it is not a list of at most 64 sizes."""
     if not isinstance(value, (list, tuple)) or len(value) > _MAX_DIMS:
         raise ValueError("a shape is no short list")
     return tuple(size_number(size) for size in value)
 
 
 def size_number(value: object) -> int:
-    """A size or an offset from a file.
-
-    Raises:
-        ValueError: if it is another type, negative, or past 63 bits.
-    """
+    """A size or an offset from a file; a `ValueError` if it is of another type, negative, or past 63 bits."""
     if type(value) is not int or not 0 <= value <= _MAX_SIZE:
         raise ValueError(f"a size or an offset is {value!r:.40}")
     return value
@@ -253,10 +239,6 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-
-
-def _without(sizes: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return (*sizes[:axis], *sizes[axis + 1 :])
 
 
 def _bytes(tensor: Tensor) -> memoryview:

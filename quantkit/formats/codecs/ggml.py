@@ -190,7 +190,7 @@ class GgmlRows:
 
     def of_expert(self, expert: int) -> GgmlRows:
         """The rows of one expert out of bytes [E, O, N]."""
-        return replace(self, view=self.view.at(0, expert))
+        return replace(self, view=self.view.at(expert))
 
 
 def dequantized(rows: Tensor, kind: GgmlType) -> Tensor:

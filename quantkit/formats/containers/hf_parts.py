@@ -29,11 +29,11 @@ def read_floats(file: TensorFile, view: View, tensor: DiskTensor, place: Place, 
     if tensor.whole:
         return file.read_view(view, part)
     if place.expert is not None:
-        view = view.at(0, place.expert)
+        view = view.at(place.expert)
         assert tensor.stacked is not None
         if tensor.stacked.transposed:
             view = view.transposed()
-    view = view.every(0, place.first, place.step, place.shape[0])
+    view = view.every(place.first, place.step, place.shape[0])
     if place.head_order is None:
         return file.read_view(view, part)
     wanted, inside = _whole_heads(part, len(place.head_order))
