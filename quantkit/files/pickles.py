@@ -195,27 +195,20 @@ def _ordered(*arguments: Any) -> dict[Any, Any]:
     return {}
 
 
-def _tensor(
-    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any = None, hooks: Any = None,
-    metadata: Any = None,
-) -> Reference | Other:  # fmt: skip
-    """torch's ``_rebuild_tensor`` and ``_rebuild_tensor_v2``."""
-    return Other("a conjugate or negated view") if metadata else _view(storage, storage.dtype, offset, shape, stride)
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Reference | Other:
+    """torch's ``_rebuild_tensor`` and ``_rebuild_tensor_v2``: as `_typed_tensor`, with the type of the storage."""
+    requires_grad, hooks, *metadata = rest or (None, None)
+    return _typed_tensor(storage, offset, shape, stride, requires_grad, hooks, storage.dtype, *metadata)
 
 
 def _typed_tensor(
-    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any,
-    metadata: Any = None,
-) -> Reference | Other:  # fmt: skip
+    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+) -> Reference | Other:
     """torch's ``_rebuild_tensor_v3``."""
-    if not isinstance(dtype, DType):
-        raise TypeError("a tensor's type is no dtype")
-    return Other("a conjugate or negated view") if metadata else _view(storage, dtype, offset, shape, stride)
-
-
-def _view(storage: Any, dtype: DType, offset: Any, shape: Any, stride: Any) -> Reference:
-    if not isinstance(storage, Storage):
-        raise TypeError("a tensor without storage")
+    if metadata:
+        return Other("a conjugate or negated view")
+    if not isinstance(storage, Storage) or not isinstance(dtype, DType):
+        raise TypeError("a tensor without a storage or a dtype")
     found = Reference(storage, dtype, size_number(offset), sizes(shape), sizes(stride))
     if len(found.shape) != len(found.stride):
         raise ValueError("a tensor's shape and strides differ in length")

@@ -41,15 +41,14 @@ class PthEncoder:
     """The bytes of one ``.pth`` file in the order in which they are appended; names and dates are fixed."""
 
     def __init__(self, name: str, tensors: Sequence[StoredTensor]) -> None:
-        self._name = name
-        self._tensors = tensors
+        self._name, self._tensors = name, tensors
         self._records: list[tuple[str, int, int, int]] = []
         self._position = 0
 
     @property
     def total_bytes(self) -> int:
         """An upper bound on the finished file's size."""
-        records = sum(t.nbytes + 2 * (_ALIGNMENT + 128) for t in self._tensors)
+        records = sum(tensor.nbytes + 2 * (_ALIGNMENT + 128) for tensor in self._tensors)
         return records + len(_pickled(self._tensors)) + 4096
 
     def state(self) -> dict[str, Any]:
@@ -63,29 +62,20 @@ class PthEncoder:
 
     def start(self) -> bytes:
         """Everything before the first tensor."""
-        head = b""
-        for record, data in (
-            ("data.pkl", _pickled(self._tensors)),
-            (".format_version", b"1"),
-            (".storage_alignment", str(_ALIGNMENT).encode()),
-            ("byteorder", b"little"),
-        ):
-            head += self._record(record, data) + data
-            self._position += len(data)
-        return head
+        records = {
+            "data.pkl": _pickled(self._tensors), ".format_version": b"1",
+            ".storage_alignment": str(_ALIGNMENT).encode(), "byteorder": b"little",
+        }  # fmt: skip
+        return b"".join(self._record(name, data) + data for name, data in records.items())
 
     def before(self, index: int, data: memoryview) -> bytes:
         """The zip record that precedes the data of tensor `index`."""
-        header = self._record(f"data/{index}", data)
-        self._position += len(data)
-        return header
+        return self._record(f"data/{index}", data)
 
     def end(self) -> bytes:
         """Everything after the last tensor."""
         tail = self._record("version", b"3\n") + b"3\n"
-        self._position += 2
-        start = self._position
-        directory = b""
+        start, directory = self._position, b""
         for name, checksum, size, position in self._records:
             encoded, extra = name.encode(), struct.pack("<HHQQQ", 1, 24, size, size, position)
             directory += _CENTRAL.pack(
@@ -93,28 +83,23 @@ class PthEncoder:
                 len(encoded), len(extra), 0, 0, 0, 0, _FULL,
             ) + encoded + extra  # fmt: skip
         count = len(self._records)
-        after = start + len(directory)
-        tail += directory
-        tail += _ZIP64_TAIL.pack(
+        tail += directory + _ZIP64_TAIL.pack(
             0x06064B50, _ZIP64_TAIL.size - 12, _VERSION_ZIP64, _VERSION_ZIP64, 0, 0, count, count, len(directory), start
         )
-        tail += _ZIP64_LOCATOR.pack(0x07064B50, 0, after, 1)
-        tail += _TAIL.pack(0x06054B50, 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), _FULL, _FULL, 0)
-        return tail
+        tail += _ZIP64_LOCATOR.pack(0x07064B50, 0, start + len(directory), 1)
+        return tail + _TAIL.pack(0x06054B50, 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), _FULL, _FULL, 0)
 
     def _record(self, record: str, data: bytes | memoryview) -> bytes:
-        """The local header, padded so that the data after it is aligned."""
-        name = f"{self._name}/{record}".encode()
-        checksum = zlib.crc32(data)
+        """The local header of the next record, padded so that the data after it is aligned."""
+        name, checksum = f"{self._name}/{record}".encode(), zlib.crc32(data)
         zip64 = struct.pack("<HHQQ", 1, 16, len(data), len(data))
-        bare = self._position + _LOCAL.size + len(name) + len(zip64) + 4
-        padding = -bare % _ALIGNMENT
+        padding = -(self._position + _LOCAL.size + len(name) + len(zip64) + 4) % _ALIGNMENT
         extra = zip64 + struct.pack("<HH", _PADDING_ID, padding) + b"Z" * padding
         self._records.append((name.decode(), checksum, len(data), self._position))
         header = _LOCAL.pack(
             0x04034B50, _VERSION_ZIP64, 0, 0, 0, _DATE_1980, checksum, _FULL, _FULL, len(name), len(extra)
         )
-        self._position += len(header) + len(name) + len(extra)
+        self._position += len(header) + len(name) + len(extra) + len(data)
         return header + name + extra
 
 
