@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,9 +90,8 @@ def read_header(path: Path) -> GgufHeader:
         metadata[key] = cursor.value(key)
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-        raise CheckpointError(
-            "general.alignment is no power of two", path=path, found=shown(alignment), expected=f"such as {ALIGNMENT}"
-        )
+        problem, found = "general.alignment is not a power of two", shown(alignment)
+        raise CheckpointError(problem, path=path, found=found, expected=f"such as {ALIGNMENT}")
     cursor.require(tensor_count, 24, f"{tensor_count} tensors")
     listed = [_listed(cursor) for _ in range(tensor_count)]
     tensors = _placed(listed, _padded(cursor.position, alignment), alignment, cursor)
@@ -113,26 +112,23 @@ def build_header(metadata: Mapping[str, Any], tensors: Sequence[GgufTensor], ali
     metadata = dict(metadata)
     if alignment != ALIGNMENT:
         metadata["general.alignment"] = alignment
-    found = bytearray(MAGIC + _WORD.pack(VERSION) + _LENGTH.pack(len(tensors)) + _LENGTH.pack(len(metadata)))
+    header = bytearray(MAGIC + _WORD.pack(VERSION) + _LENGTH.pack(len(tensors)) + _LENGTH.pack(len(metadata)))
     for key, value in metadata.items():
-        found += _packed_text(key) + _packed_value(key, value)
+        header += _packed_text(key) + _packed_value(key, value)
     position = 0
     for tensor in tensors:
-        if len(tensor.name.encode()) > MAX_NAME or not 1 <= len(tensor.shape) <= MAX_DIMS:
-            raise UnsupportedError(
-                f"GGUF cannot hold tensor '{tensor.name}'", found=list(tensor.shape),
-                expected=f"1 to {MAX_DIMS} dimensions and a name of at most {MAX_NAME} bytes",
-            )  # fmt: skip
-        if tensor.shape[-1] % tensor.type.block:
-            raise UnsupportedError(
-                f"{tensor.type} cannot hold tensor '{tensor.name}'", found=f"rows of {tensor.shape[-1]}",
-                expected=f"a multiple of {tensor.type.block}",
-            )  # fmt: skip
-        found += _packed_text(tensor.name) + _WORD.pack(len(tensor.shape))
-        found += b"".join(_LENGTH.pack(size) for size in reversed(tensor.shape))
-        found += _WORD.pack(tensor.type.code) + _LENGTH.pack(position)
+        name, shape, kind = tensor.name, tensor.shape, tensor.type
+        if len(name.encode()) > MAX_NAME or not 1 <= len(shape) <= MAX_DIMS:
+            expected = f"1 to {MAX_DIMS} dimensions and a name of at most {MAX_NAME} bytes"
+            raise UnsupportedError(f"GGUF cannot hold tensor '{name}'", found=list(shape), expected=expected)
+        if shape[-1] % kind.block:
+            problem, found = f"{kind} cannot hold tensor '{name}'", f"rows of {shape[-1]}"
+            raise UnsupportedError(problem, found=found, expected=f"a multiple of {kind.block}")
+        header += _packed_text(name) + _WORD.pack(len(shape))
+        header += b"".join(_LENGTH.pack(size) for size in reversed(shape))
+        header += _WORD.pack(kind.code) + _LENGTH.pack(position)
         position += _padded(tensor.nbytes, alignment)
-    return bytes(found + padding(len(found), alignment))
+    return bytes(header + padding(len(header), alignment))
 
 
 def padding(count: int, alignment: int = ALIGNMENT) -> bytes:
@@ -190,9 +186,9 @@ class _Cursor:
         if kind is not ValueType.ARRAY:
             return self._values(kind, 1, what)[0]
         kind, count = self._kind(what), self.word(_LENGTH, what)
+        self._items += count
         if kind is ValueType.ARRAY:
             self.fail(f"{what} is an array of arrays")
-        self._items += count
         if self._items > _MAX_ITEMS:
             self.fail(f"{what} is an array of {count} items, and all arrays may have {_MAX_ITEMS} together")
         return self._values(kind, count, what)
@@ -212,30 +208,27 @@ class _Cursor:
         size = count * struct.calcsize(f"<{letter}")
         place = self.take(size, what)
         values = list(struct.unpack_from(f"<{count}{letter}", self._piece, place))
-        if kind is ValueType.BOOL:
-            if max(values, default=0) > 1:
-                self.fail(f"{what} is neither true nor false")
-            return [bool(value) for value in values]
-        return values
+        if kind is not ValueType.BOOL:
+            return values
+        if max(values, default=0) > 1:
+            self.fail(f"{what} is neither true nor false")
+        return list(map(bool, values))
 
 
 def _version(cursor: _Cursor) -> int:
     version = cursor.word(_WORD, "the version")
     path = cursor.source.path
     if version & 0xFFFF == 0 and version:
-        raise UnsupportedError(
-            "is a big-endian GGUF file", path=path, expected="little-endian", hint="gguf-convert-endian converts it"
-        )
+        hint = "gguf-convert-endian converts it"
+        raise UnsupportedError("is a big-endian GGUF file", path=path, expected="little-endian", hint=hint)
     if version not in _VERSIONS:
-        raise UnsupportedError(
-            "is of a version of GGUF that is not read", path=path, found=version,
-            expected=" or ".join(map(str, _VERSIONS)), hint="download a newer file of the model",
-        )  # fmt: skip
+        problem, hint = "is of a version of GGUF that is not read", "download a newer file of the model"
+        raise UnsupportedError(problem, path=path, found=version, expected=" or ".join(map(str, _VERSIONS)), hint=hint)
     return version
 
 
 def _listed(cursor: _Cursor) -> GgufTensor:
-    """One row of the table; its offset is from the start of the data."""
+    """A row of the table of tensors; its offset is from the start of the data."""
     name = cursor.text("a tensor's name")
     if not name or len(name.encode()) > MAX_NAME or not name.isprintable():
         cursor.fail(f"a tensor is named {name!r:.80}")
@@ -245,9 +238,8 @@ def _listed(cursor: _Cursor) -> GgufTensor:
     shape = tuple(reversed([cursor.word(_LENGTH) for _ in range(dims)]))
     code, offset = cursor.word(_WORD), cursor.word(_LENGTH)
     if code not in _TYPES:
-        raise UnsupportedError(
-            f"tensor '{name}' has an unknown type", path=cursor.source.path, found=f"ggml's type {code}"
-        )
+        problem, found = f"tensor '{name}' has an unknown type", f"ggml's type {code}"
+        raise UnsupportedError(problem, path=cursor.source.path, found=found)
     kind = _TYPES[code]
     if 0 in shape or math.prod(shape) > _MAX_SIZE // 8 or shape[-1] % kind.block:
         cursor.fail(f"tensor '{name}' of type {kind} has the sizes {list(shape)}")
@@ -263,29 +255,24 @@ def _placed(listed: Iterable[GgufTensor], start: int, alignment: int, cursor: _C
         if tensor.name in found:
             cursor.fail(f"tensor '{tensor.name}' comes twice")
         require_adjacent(tensor.name, tensor.offset, position - start, path)
-        found[tensor.name] = GgufTensor(tensor.name, tensor.type, tensor.shape, position)
+        found[tensor.name] = replace(tensor, offset=position)
         end = position + tensor.nbytes
         position = _padded(end, alignment)
     if size < end:
         raise damaged_file("is truncated", path, f"{size} bytes", end)
-    if size > max(position, start):
-        raise CheckpointError(
-            "has bytes after its last tensor", path=path, found=f"{size} bytes", expected=max(position, start)
-        )
+    if size > position:
+        raise CheckpointError("has bytes after its last tensor", path=path, found=f"{size} bytes", expected=position)
     return found
 
 
 def _split(metadata: Mapping[str, Any], path: Path) -> Split | None:
     """Which part of a model a file is, by its metadata; None if it says nothing."""
-    values = [metadata.get(key) for key in SPLIT_KEYS]
+    values: list[Any] = [metadata.get(key) for key in SPLIT_KEYS]
     if all(value is None for value in values):
         return None
     index, count, tensors = values
-    if (
-        not (type(index) is type(count) is type(tensors) is int)
-        or not 0 <= index < count <= _MAX_PARTS
-        or not 0 <= tensors <= _MAX_SIZE
-    ):
+    integers = type(index) is type(count) is type(tensors) is int
+    if not (integers and 0 <= index < count <= _MAX_PARTS and 0 <= tensors <= _MAX_SIZE):
         problem = f"{', '.join(SPLIT_KEYS)} do not say which part of a model it is"
         raise CheckpointError(problem, path=path, found=", ".join(map(shown, values)))
     return Split(index, count, tensors)
@@ -302,8 +289,7 @@ def _packed_text(text: str) -> bytes:
 
 def _packed_value(key: str, value: Any) -> bytes:
     """The type and the value, as a file has them."""
-    kind = value.kind if isinstance(value, Typed) else None
-    plain = value.value if isinstance(value, Typed) else value
+    kind, plain = (value.kind, value.value) if isinstance(value, Typed) else (None, value)
     if not isinstance(plain, (list, tuple)):
         kind = kind if kind is not None else _kind_of(key, plain, ValueType.UINT32)
         return _WORD.pack(kind) + _packed(key, kind, [plain])

@@ -80,19 +80,7 @@ class GgmlType(StrEnum):
 class ValueType(IntEnum):
     """The type of a metadata value, by its code in files."""
 
-    UINT8 = 0
-    INT8 = 1
-    UINT16 = 2
-    INT16 = 3
-    UINT32 = 4
-    INT32 = 5
-    FLOAT32 = 6
-    BOOL = 7
-    STRING = 8
-    ARRAY = 9
-    UINT64 = 10
-    INT64 = 11
-    FLOAT64 = 12
+    UINT8, INT8, UINT16, INT16, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64, INT64, FLOAT64 = range(13)
 
 
 @dataclass(frozen=True)
@@ -123,12 +111,12 @@ class GgufTensor:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) // self.type.block * self.type.block_bytes
+        return self.type.row_bytes(math.prod(self.shape))
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which file it is of a model that is split over several.
+    """The place of a file among those of a split model.
 
     Attributes:
         index: of the part, from 0.
@@ -158,12 +146,12 @@ def first_parts(whole: Path) -> str:
 
 
 def split_stem(name: str) -> str | None:
-    """The common first part of the names of a model's parts; None if `name` is no part's name."""
+    """The common first part of the names of a model's parts; None if `name` is not the name of a part."""
     found = _SPLIT_NAME.fullmatch(name)
     return found["stem"] if found else None
 
 
 def split_count(name: str) -> int:
-    """The number of parts of a model, from the name of one; 1 if it is no part's name."""
+    """The number of parts of a model, from the name of one; 1 for any other name."""
     found = _SPLIT_NAME.fullmatch(name)
     return int(found["count"]) if found else 1

@@ -8,7 +8,6 @@ of what the hub answers and sends, which the library uses as it is.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -19,8 +18,10 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,13 +82,13 @@ def hub_model(path: str) -> HubModel | None:
     """The model that a string names; None for a path.
 
     Raises:
-        RequestError: if the string begins with ``hf:`` and is no such name.
+        RequestError: if the string begins with ``hf:`` and is not such a name.
     """
     if not path.startswith(PREFIX) or os.path.exists(path):
         return None
     found = _NAME.fullmatch(path)
     if found is None or (found[3] or "").lower().endswith(".gguf"):
-        raise RequestError("is no name of a model on the hub", found=shown(path), expected=SPELLING)
+        raise RequestError("is not the name of a model on the hub", found=shown(path), expected=SPELLING)
     return HubModel(found[1], found[2], found[3])
 
 
@@ -113,10 +114,8 @@ def download(model: HubModel) -> Path:
 
     with _quietly():
         try:
-            info: Any = call_in_time(
-                lambda: HfApi().model_info(model.name, revision=model.revision, files_metadata=True),
-                str(model), "model",
-            )  # fmt: skip
+            request = partial(HfApi().model_info, model.name, revision=model.revision, files_metadata=True)
+            info = call_in_time(request, str(model), "model")
         except RequestError as error:
             if not isinstance(error, UnreachableError) and not HF_HUB_OFFLINE:
                 raise
@@ -161,10 +160,8 @@ def needed_files(names: Collection[str], model: HubModel) -> list[str]:
             return sorted({*side_files, *found})
     if len(models) > 1:
         first = min(found[0] for found in models.values())
-        raise RequestError(
-            "the repository has several GGUF models", path=str(model), found=f"{len(models)}, such as {first}",
-            expected=f"one of them: {HubModel(model.name, first, model.revision)}",
-        )  # fmt: skip
+        several, expected = f"{len(models)}, such as {first}", f"one of them: {replace(model, file=first)}"
+        raise RequestError("the repository has several GGUF models", path=str(model), found=several, expected=expected)
     if models:
         return sorted({*side_files, *next(iter(models.values()))})
     if "adapter_config.json" in names:
@@ -184,27 +181,24 @@ def call_in_time(request: Callable[[], _Answer], path: str, what: str) -> _Answe
         RequestError: if it knows no such repository, or HF_HUB_OFFLINE forbids the request.
         CheckpointError: if the answer is malformed.
     """
-    answers: queue.SimpleQueue[tuple[_Answer | None, Exception | None]] = queue.SimpleQueue()
+    answer = Future[_Answer]()
 
     def run() -> None:
         try:
-            answers.put((request(), None))
+            answer.set_result(request())
         except Exception as error:
-            answers.put((None, error))
+            answer.set_exception(error)
 
     # In a thread, since the client's time limit applies to each address, and not to name resolution.
     threading.Thread(target=run, daemon=True).start()
     try:
-        answer, error = answers.get(timeout=SECONDS)
-    except queue.Empty:
-        answer, error = None, TimeoutError(f"no answer in {SECONDS:.0f} seconds")
-    if type(error) is ValueError or isinstance(error, LookupError | TypeError | AttributeError | RecursionError):
-        raise CheckpointError(
-            f"the hub's answer cannot be read: {short(error)}", path=path, hint="try again"
-        ) from error
-    if error is not None:
-        raise _failure(error, path, what) from error
-    return answer  # type: ignore[return-value]
+        return answer.result(SECONDS)
+    except Exception as error:
+        if type(error) is ValueError or isinstance(error, LookupError | TypeError | AttributeError | RecursionError):
+            problem = f"the hub's answer cannot be read: {short(error)}"
+            raise CheckpointError(problem, path=path, hint="try again") from error
+        late = TimeoutError(f"no answer in {SECONDS:.0f} seconds")
+        raise _failure(error if answer.done() else late, path, what) from error
 
 
 def short(error: Exception) -> str:
@@ -224,16 +218,13 @@ def _failure(error: Exception, path: str, what: str) -> Exception:
     if isinstance(error, errors.RevisionNotFoundError):
         return RequestError("the hub knows no such revision of it", path=path)
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-        return RequestError(
-            f"the hub knows no such {what}", path=path,
-            hint="check the spelling; for a private one, log in: hf auth login",
-        )  # fmt: skip
+        hint = "check the spelling; for a private one, log in: hf auth login"
+        return RequestError(f"the hub knows no such {what}", path=path, hint=hint)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return NoSpaceError("the disk of the hub's cache is full", path=path)
     if isinstance(error, OSError) and error.filename is not None:
-        return RequestError(
-            f"the hub's cache cannot be written: {error.strerror}", path=error.filename, hint="HF_HOME chooses another"
-        )
+        problem = f"the hub's cache cannot be written: {error.strerror}"
+        return RequestError(problem, path=error.filename, hint="HF_HOME chooses another")
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     kind = UnreachableError if status is None or status in _RETRYABLE else RequestError
     reason = short(error) if status is None else f"status {status}"
@@ -241,25 +232,19 @@ def _failure(error: Exception, path: str, what: str) -> Exception:
 
 
 def _fetch(model: HubModel, commit: str, files: Sequence[HubFile], checked: Collection[HubFile]) -> None:
-    """Download files into the cache in parallel, and compare each with what the hub announced.
-
-    Args:
-        checked: the files of which only the size is compared.
-
-    Raises:
-        UnreachableError, RequestError, NoSpaceError, CheckpointError: see `download`.
-    """
+    """Download files into the cache in parallel, and compare each, or the size if it is `checked`, with what the hub
+    announced; the errors are those of `download`."""
     from huggingface_hub import hf_hub_download
 
     waiting: queue.SimpleQueue[HubFile] = queue.SimpleQueue()
     answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     ended = threading.Event()
     cached = CachedModel(model.name, model.file)
-    for file in files:
-        waiting.put(file)
+    for one in files:
+        waiting.put(one)
 
     def run() -> None:
-        with contextlib.suppress(queue.Empty):
+        with suppress(queue.Empty):
             while not ended.is_set():
                 file = waiting.get_nowait()
                 try:
@@ -267,10 +252,9 @@ def _fetch(model: HubModel, commit: str, files: Sequence[HubFile], checked: Coll
                         # by branch, which the cache then records
                         hf_hub_download(model.name, file.name, revision=model.revision)
                     cached.require_announced(commit, file, file in checked)
+                    answers.put(None)
                 except Exception as error:  # of the hub's library or the HTTP client
                     answers.put(error)
-                else:
-                    answers.put(None)
 
     for _ in range(min(_NUM_THREADS, len(files))):
         threading.Thread(target=run, name="quantkit-hub", daemon=True).start()
@@ -299,11 +283,9 @@ def _require_space(size: int, model: HubModel) -> None:
     cache = CachedModel(model.name, model.file).folder.parent.absolute()
     existing = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
     if size and (free := shutil.disk_usage(existing).free) < size + _SPARE_BYTES:
-        raise NoSpaceError(
-            f"too little space on the disk of the hub's cache for {model}", path=cache,
-            found=f"{size_text(free)} free", expected=size_text(size + _SPARE_BYTES),
-            hint="HF_HOME chooses another disk",
-        )  # fmt: skip
+        problem, hint = f"too little space on the disk of the hub's cache for {model}", "HF_HOME chooses another disk"
+        found, expected = f"{size_text(free)} free", size_text(size + _SPARE_BYTES)
+        raise NoSpaceError(problem, path=cache, found=found, expected=expected, hint=hint)
 
 
 @contextmanager

@@ -21,8 +21,6 @@ from quantkit.json_values import shown
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_BLOB_ID = COMMIT
-_COMMIT_EXPECTED = "40 hexadecimal digits"
 _ETAG = re.compile(r"[\w+=~-][\w.+=~-]{0,199}", re.ASCII)
 _NO_FILE = re.compile(r"[\\\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _MAX_SIZE = 1 << 60
@@ -46,12 +44,7 @@ class HubFile:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What the answers to a request must contain.
-
-    Attributes:
-        path: for errors, if known.
-        commit, file: None for any.
-    """
+    """What the answers to a request must contain, None for any; `path` is for errors."""
 
     path: str | None = None
     commit: str | None = None
@@ -73,10 +66,10 @@ def checked_commit(commit: object, path: str | None, expected: str | None = None
         expected: the only valid commit; None for any.
 
     Raises:
-        CheckpointError: if it is no commit, or another one.
+        CheckpointError: if it is not a commit, or not the expected one.
     """
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
-        raise _refused("names no commit", path, commit, _COMMIT_EXPECTED)
+        raise _refused("names no commit", path, commit, "40 hexadecimal digits")
     if expected is not None and commit != expected:
         raise _refused("names the wrong commit", path, commit, expected)
     return commit
@@ -103,13 +96,13 @@ def announced_file(sibling: Any, path: str) -> HubFile:
         CheckpointError: if one of them is missing or invalid, or there are two sizes.
     """
     name, lfs = sibling.rfilename, sibling.lfs
-    digest, kind = (sibling.blob_id, _BLOB_ID) if lfs is None else (lfs.sha256, _SHA256)
+    digest, kind, what = (sibling.blob_id, COMMIT, "blobId") if lfs is None else (lfs.sha256, _SHA256, "sha256")
     if type(sibling.size) is not int or not 0 <= sibling.size < _MAX_SIZE:
         raise _refused(f"announces no size of {shown(name)}", path, sibling.size, "a number of bytes")
     if lfs is not None and (type(lfs.size) is not int or lfs.size != sibling.size):
         raise _refused(f"announces two sizes of {shown(name)}", path, lfs.size, sibling.size)
     if not isinstance(digest, str) or not kind.fullmatch(digest):
-        raise _refused(f"announces no hash of {shown(name)}", path, digest, "a blobId" if lfs is None else "a sha256")
+        raise _refused(f"announces no hash of {shown(name)}", path, digest, f"a {what}")
     return HubFile(name, sibling.size, digest)
 
 
@@ -117,15 +110,8 @@ def announced_file(sibling: Any, path: str) -> HubFile:
 def checked_answers(path: str, commit: str | None = None, file: HubFile | None = None) -> Iterator[None]:
     """Make the hub's library refuse answers whose commit or ETag leads out of its cache.
 
-    In the context, the answers in all threads are checked; those in this thread also against `commit` and `file`.
-
-    Args:
-        path: for errors.
-        commit: the only valid commit; None for any.
-        file: the requested file; None for any.
-
-    Raises:
-        CheckpointError: from within the library.
+    In the context, the answers in all threads are checked, and raise a `CheckpointError` from within the library.
+    Answers in this thread must also be for `commit` and `file`, unless these are None; `path` is for errors.
     """
     global _users
     from huggingface_hub import file_download
@@ -171,8 +157,7 @@ def _install(file_download: Any) -> None:
                 raise _refused("names no hash for its storage", expected.path, xet.file_hash, "64 hexadecimal digits")
             route, own = urlsplit(str(xet.refresh_route)), urlsplit(url)
             if (route.scheme, route.netloc) != (own.scheme, own.netloc):
-                problem = "leads to another host for its storage"
-                raise _refused(problem, expected.path, xet.refresh_route, own.netloc)
+                raise _refused("leads to another host for its storage", expected.path, xet.refresh_route, own.netloc)
         return found
 
     file_download.get_hf_file_metadata = checked
@@ -201,8 +186,8 @@ class _Limited:
 
     def write(self, chunk: bytes) -> Any:
         if self._inner.tell() + len(chunk) > self._file.size:
-            name, size = shown(self._file.name), self._file.size
-            raise _refused(f"sends more of {name} than it announced", self._path, f"over {size} bytes", f"{size} bytes")
+            problem, limit = f"sends more of {shown(self._file.name)} than it announced", f"{self._file.size} bytes"
+            raise _refused(problem, self._path, f"over {limit}", limit)
         return self._inner.write(chunk)
 
 

@@ -22,12 +22,7 @@ from quantkit.files.source import SourceFile
 
 @dataclass(frozen=True)
 class CachedModel:
-    """The folder of a model in the cache.
-
-    Attributes:
-        name: ``owner/name``.
-        file: the only requested file; None for the model.
-    """
+    """The folder of a model, ``owner/name``, in the cache; `file` is the only requested file, None for all of them."""
 
     name: str
     file: str | None
@@ -77,8 +72,7 @@ class CachedModel:
             sizes = {file.name: (folder / file.name).stat().st_size == file.size for file in self.recorded(commit)}
         except OSError:
             sizes = {}
-        names = set(sizes) if all(sizes.values()) else set()
-        names = names or self._whole(folder, revision)
+        names = set(sizes) if sizes and all(sizes.values()) else self._whole(folder, revision)
         return (folder, names) if names else None
 
     def _whole(self, folder: Path, revision: str | None) -> set[str]:
@@ -95,10 +89,7 @@ class CachedModel:
         return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
     def require_announced(self, commit: str, file: HubFile, checked: bool) -> None:
-        """Compare a file with what the hub announced.
-
-        Args:
-            checked: whether its content was compared before; then only its size is compared.
+        """Compare a file with what the hub announced; only its size if its content was `checked` before.
 
         Raises:
             CheckpointError: if the file is missing or differs. If its name in the cache is this hash, it is removed, so
@@ -117,12 +108,11 @@ class CachedModel:
             digest = sha1.hexdigest()
         if (source.size, digest) == (file.size, file.digest):
             return
-        is_size = source.size != file.size
-        raise CheckpointError(
-            "is not what the hub announced", path=path, found=f"{source.size} bytes" if is_size else digest,
-            expected=f"{file.size} bytes" if is_size else file.digest,
-            hint="try again" if digest == file.digest else self._remove(path, file),
-        )  # fmt: skip
+        found, expected = digest, file.digest
+        if source.size != file.size:
+            found, expected = f"{source.size} bytes", f"{file.size} bytes"
+        hint = "try again" if digest == file.digest else self._remove(path, file)
+        raise CheckpointError("is not what the hub announced", path=path, found=found, expected=expected, hint=hint)
 
     def _remove(self, path: Path, file: HubFile) -> str:
         """Remove a blob whose name is not its hash; the hint for the user."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from quantkit.errors import CheckpointError, RequestError
@@ -31,19 +30,13 @@ def located(path: str | Path) -> Path:
         whole = Path(path)
         parts = sorted(whole.parent.glob(first_parts(whole))) if whole.suffix == GGUF and not whole.exists() else []
         return parts[0] if len(parts) == 1 else whole
-    found = _downloaded.get(model)
-    if found is None or not found.exists():
-        found = _downloaded[model] = download(model)
-    return found
+    if model not in _downloaded or not _downloaded[model].exists():
+        _downloaded[model] = download(model)
+    return _downloaded[model]
 
 
 def require_there(path: str | Path) -> Path:
-    """`located`, but the path must exist.
-
-    Raises:
-        CheckpointError: if it does not.
-        RequestError, NoSpaceError: see `download`.
-    """
+    """`located`, with its errors, and a `CheckpointError` if the path does not exist."""
     found = located(path)
     if not found.exists():
         name = re.sub(r"^(https?:/+huggingface\.co/|HF:)", "", str(path))
@@ -88,42 +81,30 @@ def read_parts(path: Path) -> list[GgufHeader]:
         if split_count(path.name) > 1:
             raise CheckpointError("has the name of a part of a model, and is a whole one", path=path)
         return [header]
-    stem, (index, count) = split_stem(path.name), (header.split.index, header.split.count)
+    stem, index, count = split_stem(path.name), header.split.index, header.split.count
     if stem is None or path.name != split_name(stem, index, count):
-        raise CheckpointError(
-            f"is part {index + 1} of {count} of a model, and has another name", path=path,
-            expected=split_name(stem or path.stem, index, count),
-        )  # fmt: skip
-    found = []
-    for number in range(count):
-        name = path.with_name(split_name(stem, number, count))
-        if not name.exists():
-            present = sum(path.with_name(split_name(stem, one, count)).exists() for one in range(count))
-            raise damaged_file("the weight file is missing", name, f"{present} of {count} parts")
-        part = header if number == index else read_header(name)
+        problem = f"is part {index + 1} of {count} of a model, and has another name"
+        raise CheckpointError(problem, path=path, expected=split_name(stem or path.stem, index, count))
+    files = [path.with_name(split_name(stem, number, count)) for number in range(count)]
+    if missing := [file for file in files if not file.exists()]:
+        raise damaged_file("the weight file is missing", missing[0], f"{count - len(missing)} of {count} parts")
+    parts, names = [], dict[str, Path]()
+    for number, file in enumerate(files):
+        part = header if number == index else read_header(file)
         if part.split is None or (part.split.index, part.split.count) != (number, count):
-            raise CheckpointError(f"is not part {number + 1} of {count} of the model", path=name)
-        found.append(part)
-    _require_whole(found)
-    return found
-
-
-def _require_whole(parts: Iterable[GgufHeader]) -> None:
-    """Refuse parts with a tensor twice, or another number of tensors than each of them states."""
-    names: dict[str, Path] = {}
+            raise CheckpointError(f"is not part {number + 1} of {count} of the model", path=file)
+        parts.append(part)
     for part in parts:
         for name in part.tensors:
             if name in names:
-                raise CheckpointError(
-                    f"tensor '{name}' is in two files", path=part.path, found=f"also in {names[name].name}"
-                )
+                found = f"also in {names[name].name}"
+                raise CheckpointError(f"tensor '{name}' is in two files", path=part.path, found=found)
             names[name] = part.path
     for part in parts:
         if part.split is not None and part.split.tensors != len(names):
-            raise CheckpointError(
-                "the parts have another number of tensors than the model", path=part.path, found=len(names),
-                expected=part.split.tensors, hint="a part is another model's",
-            )  # fmt: skip
+            problem, hint = "the parts have another number of tensors than the model", "a part is another model's"
+            raise CheckpointError(problem, path=part.path, found=len(names), expected=part.split.tensors, hint=hint)
+    return parts
 
 
 def text_of(path: Path) -> tuple[str, str]:

@@ -36,7 +36,7 @@ class Checksum:
 
 
 class SourceFile:
-    """A regular file; a short read is an error.
+    """A regular file. Every read raises a `CheckpointError` if the file is too short, or cannot be read.
 
     Attributes:
         size: in bytes, when it was opened.
@@ -46,7 +46,7 @@ class SourceFile:
     def __init__(self, path: Path) -> None:
         """
         Raises:
-            CheckpointError: if it is missing, is no regular file, or cannot be opened.
+            CheckpointError: if it is missing, is not a regular file, or cannot be opened.
         """
         self.path = path
         try:
@@ -56,18 +56,14 @@ class SourceFile:
         weakref.finalize(self, os.close, self._descriptor)
         found = os.fstat(self._descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError("is no regular file", path=path)
+            raise CheckpointError("is not a regular file", path=path)
         self.size = found.st_size
         self._modified = found.st_mtime_ns
         self.checksums: Sequence[Checksum] = ()
 
     def identity(self) -> tuple[str, int, int, str]:
         """Name, size, modification time when it was opened, and the sha256 of samples of its content: enough to
-        distinguish it from another file, though not to find a few changed bytes.
-
-        Raises:
-            CheckpointError: if it cannot be read.
-        """
+        distinguish it from another file, though not to find a few changed bytes."""
         digest = hashlib.sha256()
         step = max(self.size // _SAMPLES, 1)
         for start in range(0, self.size, step):
@@ -87,21 +83,13 @@ class SourceFile:
             raise CheckpointError("the source changed while it was read", path=self.path)
 
     def read(self, start: int, count: int) -> bytes:
-        """Read `count` bytes.
-
-        Raises:
-            CheckpointError: see `read_into`.
-        """
+        """Read `count` bytes."""
         data = bytearray(count)
         self.read_into(start, memoryview(data))
         return bytes(data)
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """Fill a buffer of bytes.
-
-        Raises:
-            CheckpointError: if the file is too short, or cannot be read.
-        """
+        """Fill a buffer of bytes."""
         done = 0
         while done < len(target):
             try:
@@ -109,10 +97,8 @@ class SourceFile:
             except OSError as error:
                 raise _unreadable(self.path, error) from error
             if count == 0:
-                raise CheckpointError(
-                    "was cut off while it was read", path=self.path,
-                    found=f"{os.fstat(self._descriptor).st_size} bytes", expected=f"{self.size} bytes",
-                )  # fmt: skip
+                found, expected = f"{os.fstat(self._descriptor).st_size} bytes", f"{self.size} bytes"
+                raise CheckpointError("was cut off while it was read", path=self.path, found=found, expected=expected)
             done += count
 
     def stream(self) -> io.BufferedReader:
@@ -120,14 +106,9 @@ class SourceFile:
         return io.BufferedReader(_Stream(self))
 
     def sha256(self) -> str:
-        """The sha256 in hexadecimal, in one pass over the file.
-
-        Raises:
-            CheckpointError: if it cannot be read, or the CRC-32 of a range is wrong.
-        """
-        digest = hashlib.sha256()
-        position = 0
-        for expected in self.checksums:
+        """The sha256 in hexadecimal, in one pass over the file; a `CheckpointError` if a CRC-32 is wrong."""
+        digest, position = hashlib.sha256(), 0
+        for expected in (*self.checksums, Checksum("", self.size, self.size, 0)):
             for piece in self._pieces(position, expected.start):
                 digest.update(piece)
             crc = 0
@@ -138,8 +119,6 @@ class SourceFile:
                 problem = f"record '{expected.name}' is damaged"
                 raise damaged_file(problem, self.path, f"CRC-32 {crc:08x}", f"{expected.crc:08x}")
             position = expected.stop
-        for piece in self._pieces(position, self.size):
-            digest.update(piece)
         return digest.hexdigest()
 
     def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:

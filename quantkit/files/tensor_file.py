@@ -168,10 +168,13 @@ class TensorFile:
             yield TensorSlice(0, ((start, min(start + step, rows)),))
 
     def _read_into(self, target: Tensor, view: View, part: TensorSlice | None) -> None:
-        pieces = view.of(part)
-        targets = [target] if part is None else target.split([one.shape[part.axis] for one in pieces], part.axis)
-        for one, piece in zip(targets, pieces, strict=True):
-            self._fill(one, piece)
+        start = 0
+        for piece in view.of(part):
+            if part is None:
+                self._fill(target, piece)
+            else:
+                self._fill(target.narrow(part.axis, start, piece.shape[part.axis]), piece)
+                start += piece.shape[part.axis]
 
     def _fill(self, target: Tensor, view: View) -> None:
         if target.numel() == 0:

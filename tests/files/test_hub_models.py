@@ -169,7 +169,7 @@ def test_how_a_model_is_spelled(name: str, expected: HubModel | None) -> None:
         assert hub_model(name) == expected
         assert str(expected) == name
         return
-    with pytest.raises(RequestError, match="is no name of a model on the hub"):
+    with pytest.raises(RequestError, match="is not the name of a model on the hub"):
         hub_model(name)
 
 
