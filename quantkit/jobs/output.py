@@ -24,10 +24,9 @@ from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.container import Encoder, StoredCheckpoint, Written
 from quantkit.formats.detect import open_unfinished
 from quantkit.formats.folder import TOKENIZER_FILES, json_bytes, tokenizer_files
-from quantkit.formats.output.destination import MANIFEST, output_files
+from quantkit.formats.output.destination import MANIFEST, not_ours, output_files
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import SafePoint
-from quantkit.formats.output.own_folder import not_ours
 from quantkit.formats.output.sink import Sink
 from quantkit.formats.output.staging import Staging, mark_kept
 from quantkit.progress import Progress, in_phase

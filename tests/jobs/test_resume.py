@@ -25,7 +25,7 @@ import quantkit
 from quantkit.data.files import EXCERPT
 from quantkit.errors import CheckpointError, DestinationError, InterruptedRunError, NoSpaceError, ResumeError
 from quantkit.formats.output import sink
-from quantkit.formats.output.own_folder import OwnFolder
+from quantkit.formats.output.destination import OwnFolder
 from quantkit.jobs import output
 from quantkit.jobs.output import Writer
 

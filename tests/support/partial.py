@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from quantkit.formats.output.destination import OwnFolder
 from quantkit.formats.output.journal import NAME, Journal
-from quantkit.formats.output.own_folder import OwnFolder
 
 LONGEST = 300
 Change = Callable[[dict[str, Any]], Any]

@@ -8,21 +8,21 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from quantkit.errors import BeingWrittenError, QuantkitError
-from quantkit.formats.output.destination import destination_error, destination_errors
-from quantkit.formats.output.own_folder import OwnFolder, not_ours
+from quantkit.formats.output.destination import OwnFolder, destination_error, destination_errors, not_ours
 
 NAME = ".quantkit-journal.jsonl"
 WRITER = ".quantkit-writer"
 """The file with the process and the machine that locked the journal last."""
 _MAX_LINE = 1 << 26
 _MAX_NAME = 300
-_HEX = frozenset("0123456789abcdef")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Journal:
@@ -42,13 +42,11 @@ class Journal:
             ResumeError: if a line is damaged.
             DestinationError: if it cannot be opened or locked.
         """
-        self._path = folder.path / NAME
-        self._file = folder.open(NAME)
-        self._check = ""
+        self._path, self._file, self._check = folder.path / NAME, folder.open(NAME), ""
         self.entries: list[dict[str, Any]] = []
         try:
             if not _locked(self._file, self._path):
-                raise _in_use(_who_writes(folder))
+                raise in_use(_who_writes(folder))
             folder.write(WRITER, f"{os.getpid()} {os.uname().nodename}".encode())
             with destination_errors(self._path):
                 self._file.truncate(self._read())
@@ -91,26 +89,15 @@ class Journal:
         return end
 
 
-def first_entry(folder: Path) -> dict[str, Any]:
-    """The first object of a folder's journal, without locking it; empty if it is missing or damaged."""
+def fingerprint_in(folder: Path) -> dict[str, Any]:
+    """The inputs and options with which a folder's journal begins, without locking it; empty if there are none."""
     try:
         with (folder / NAME).open("rb") as file:
             entry = json.loads(file.readline(_MAX_LINE))
-        check = entry.pop("check")
-        return entry if check == _sealed("", json.dumps(entry)) else {}
+        check, found = entry.pop("check"), entry["fingerprint"]
+        return found if check == _sealed("", json.dumps(entry)) and isinstance(found, dict) else {}
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError):
         return {}
-
-
-def require_idle(folder: OwnFolder) -> None:
-    """
-    Raises:
-        BeingWrittenError: if a job writes to the folder.
-        ResumeError: if the folder has no journal.
-        DestinationError: if the system cannot say.
-    """
-    if problem := being_written(folder):
-        raise _in_use(problem)
 
 
 def being_written(folder: OwnFolder) -> str | None:
@@ -124,7 +111,8 @@ def being_written(folder: OwnFolder) -> str | None:
         return None if _locked(file, folder.path / NAME) else _who_writes(folder)
 
 
-def _in_use(problem: str) -> BeingWrittenError:
+def in_use(problem: str) -> BeingWrittenError:
+    """The error for a folder to which a job writes, from the sentence of `being_written`."""
     return BeingWrittenError(problem, hint="wait until it is done, or choose another destination")
 
 
@@ -155,11 +143,7 @@ def _runs(pid: int) -> bool:
 
 
 def _locked(file: BinaryIO, path: Path) -> bool:
-    """Lock a file, unless another process has.
-
-    Raises:
-        DestinationError: if the file system has no locks.
-    """
+    """Lock a file, unless another process has; a `DestinationError` if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -195,22 +179,18 @@ class SafePoint:
         """Read what `to_json` returned.
 
         Args:
-            value: the JSON.
-            planned: the names of the tensors of the output.
-            files: the names of its files of weights.
+            planned, files: the names of the tensors of the output, and of its files of weights.
 
         Raises:
             AttributeError, TypeError, ValueError: if it has another form, or names other tensors or files.
         """
         found = cls(**value)
-        sizes, hashes, records = found.files, found.sha256, found.records
         valid = (
-            _is_count(found.tensors)
+            all(type(count) is int and count >= 0 for count in (found.tensors, *found.files.values()))
             and found.tensors <= len(planned)
-            and set(sizes) == set(hashes) <= set(files)
-            and all(map(_is_count, sizes.values()))
-            and all(map(_is_sha256, hashes.values()))
-            and all(name in planned and isinstance(record, dict) for name, record in records.items())
+            and set(found.files) == set(found.sha256) <= set(files)
+            and all(isinstance(digest, str) and _SHA256.fullmatch(digest) for digest in found.sha256.values())
+            and all(name in planned and isinstance(record, dict) for name, record in found.records.items())
         )
         if not valid:
             raise ValueError("not a safe point")
@@ -219,11 +199,3 @@ class SafePoint:
 
 def _sealed(before: str, text: str) -> str:
     return hashlib.sha256((before + text).encode()).hexdigest()
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_sha256(value: object) -> bool:
-    return isinstance(value, str) and len(value) == 64 and set(value) <= _HEX

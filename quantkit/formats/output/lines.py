@@ -11,8 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from quantkit.formats.output.destination import destination_errors, placed_as
-from quantkit.formats.output.own_folder import not_ours
+from quantkit.formats.output.destination import destination_errors, not_ours, placed_as
 from quantkit.formats.output.staging import SPACE_MARGIN, Staging, mark_kept
 from quantkit.json_values import finite
 

@@ -8,8 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.formats.output.destination import destination_errors, placed_as, require_absent, sync_folder
-from quantkit.formats.output.own_folder import OwnFolder, not_ours
+from quantkit.formats.output.destination import (
+    OwnFolder,
+    destination_errors,
+    not_ours,
+    placed_as,
+    require_absent,
+    sync_folder,
+)
 
 ENTRY = "placed"
 """The key of the journal's entry with the files that are about to be renamed."""

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from quantkit.formats.output.destination import destination_errors
-from quantkit.formats.output.own_folder import OwnFolder, not_ours
+from quantkit.formats.output.destination import OwnFolder, destination_errors, not_ours
 from quantkit.progress import Progress, silent
 
 IN_FLIGHT_BYTES = 1 << 26
@@ -50,7 +49,6 @@ class Sink:
         """Open the files of an interrupted run at the given sizes, and drop all bytes after them.
 
         Args:
-            folder: of the files.
             sizes, hashes: the length of each, and its sha256 in hexadecimal.
             progress: called for each of these files.
 
@@ -75,9 +73,8 @@ class Sink:
                 raise not_ours(folder.path / changed[0])
             for title, step in (("write", self._write), ("hash", self._hash)):
                 chunks: _Queue = queue.SimpleQueue()
-                thread = threading.Thread(
-                    target=self._work, args=(chunks, step), name=f"quantkit-{title}", daemon=True
-                )  # fmt: skip
+                name = f"quantkit-{title}"
+                thread = threading.Thread(target=self._work, args=(chunks, step), name=name, daemon=True)
                 thread.start()
                 self._workers.append((chunks, thread))
         except BaseException:
@@ -85,11 +82,7 @@ class Sink:
             raise
 
     def append(self, name: str, data: Data) -> None:
-        """Queue bytes for the end of a file; they must not change until they are written.
-
-        Raises:
-            DestinationError: if an earlier write failed.
-        """
+        """Queue bytes for the end of a file; they must not change until they are written."""
         size = len(data)
         with self._changed:
             while self._failure is None and self._waiting and self._waiting + size > IN_FLIGHT_BYTES:
@@ -102,11 +95,7 @@ class Sink:
             chunks.put(chunk)
 
     def sync(self) -> dict[str, int]:
-        """Wait until everything is on disk; the sizes of the files.
-
-        Raises:
-            DestinationError: if a write failed.
-        """
+        """Wait until everything is on disk; the sizes of the files."""
         with self._changed:
             while self._failure is None and self._waiting:
                 self._changed.wait()
@@ -121,11 +110,7 @@ class Sink:
         return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
     def close(self) -> dict[str, str]:
-        """Stop the threads and close the files; the sha256 of each, in hexadecimal.
-
-        Raises:
-            DestinationError: if a write failed.
-        """
+        """Stop the threads and close the files; the sha256 of each, in hexadecimal."""
         self.abandon()
         self._raise_failure()
         return self.hashes()
@@ -180,16 +165,10 @@ class _GrowingFile:
         self._file = file
         if file.seek(0, os.SEEK_END) > size:
             file.truncate(size)
-        self._position = size
-        self._flushed = size
+        self._position = self._flushed = size
 
     def hash(self, path: Path) -> Any:
-        """The sha256 so far.
-
-        Raises:
-            DestinationError: if it cannot be read.
-            ResumeError: if the file is shorter than it should be.
-        """
+        """The sha256 so far; a `ResumeError` if the file is shorter than it should be."""
         with destination_errors(path):
             self._file.seek(0)
             digest = hashlib.sha256()

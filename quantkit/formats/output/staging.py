@@ -24,10 +24,18 @@ from quantkit.errors import (
 )
 from quantkit.files.gguf_types import GGUF, split_stem
 from quantkit.files.hub import PREFIX as HUB_PREFIX
-from quantkit.formats.output.destination import destination_errors, is_there, placed_as, require_absent, sync_folder
+from quantkit.formats.output.destination import (
+    OwnFolder,
+    destination_errors,
+    in_the_way,
+    is_there,
+    not_ours,
+    placed_as,
+    require_absent,
+    sync_folder,
+)
 from quantkit.formats.output.journal import NAME as JOURNAL
-from quantkit.formats.output.journal import WRITER, Journal, being_written, first_entry, require_idle
-from quantkit.formats.output.own_folder import OwnFolder, in_the_way, not_ours
+from quantkit.formats.output.journal import WRITER, Journal, being_written, fingerprint_in, in_use
 from quantkit.formats.output.placed_files import ENTRY, PlacedFiles
 from quantkit.memory import size_text
 
@@ -163,10 +171,11 @@ class Staging:
         for name in names:
             self.folder.size(name)
         if strange := sorted({*names} - {*files, JOURNAL}):
-            raise DestinationError(
-                "is no part of the output, which is complete", path=self.path / strange[0],
-                hint="move it away and repeat it with `resume=True`",
-            )  # fmt: skip
+            problem, hint = (
+                "is no part of the output, which is complete",
+                "move it away and repeat it with `resume=True`",
+            )
+            raise DestinationError(problem, path=self.path / strange[0], hint=hint)
         if gone := sorted({*files} - {*names}):
             raise DestinationError("has gone since it was written", path=self.path / gone[0])
         self.require_in_place()
@@ -181,11 +190,9 @@ class Staging:
         if not isinstance(before, dict):
             raise not_ours(self.path / JOURNAL)
         if before != fingerprint:
-            raise ResumeError(
-                "the interrupted run had other inputs or options", path=self.path,
-                found=f"changed {', '.join(_changes(before, fingerprint))}",
-                hint="repeat its command, or remove the folder and start anew",
-            )  # fmt: skip
+            problem, found = "the interrupted run had other inputs or options", _changes(before, fingerprint)
+            hint = "repeat its command, or remove the folder and start anew"
+            raise ResumeError(problem, path=self.path, found=f"changed {', '.join(found)}", hint=hint)
         return rest
 
 
@@ -209,21 +216,18 @@ def require_name(dst: Path) -> None:
             name of an unfinished output or of a part of a model, or ends in ``.GGUF``.
     """
     if dst.name in ("", "..") or "\0" in dst.name:
-        raise RequestError(
-            "the destination is no name for a new folder", found=repr(str(dst)), hint="name a folder that is not there"
-        )
+        problem, hint = "the destination is no name for a new folder", "name a folder that is not there"
+        raise RequestError(problem, found=repr(str(dst)), hint=hint)
     if str(dst).startswith(HUB_PREFIX):
         raise RequestError("the destination is a name on a hub", found=dst, expected="a folder to make")
     if dst.name.endswith(_SUFFIX):
-        raise RequestError(
-            f"names that end in {_SUFFIX} are for unfinished outputs", found=dst, hint="choose another destination"
-        )
+        problem = f"names that end in {_SUFFIX} are for unfinished outputs"
+        raise RequestError(problem, found=dst, hint="choose another destination")
     if dst.suffix != GGUF == dst.suffix.lower():
         raise RequestError("names of GGUF files end in small letters", found=dst.name, hint=f"write {dst.stem}{GGUF}")
     if (stem := split_stem(dst.name)) is not None:
-        raise RequestError(
-            "the destination is the name of a part of a model", found=dst.name, hint=f"name the whole: {stem}{GGUF}"
-        )
+        problem, hint = "the destination is the name of a part of a model", f"name the whole: {stem}{GGUF}"
+        raise RequestError(problem, found=dst.name, hint=hint)
 
 
 def require_new_names(source: Path, dst: Path) -> None:
@@ -264,22 +268,16 @@ def require_room_to_build(partial: Path, *, resume: bool) -> None:
         names = [name for name in folder.names() if not name.startswith(SCRATCH)]
         if names and JOURNAL not in names:
             raise in_the_way(partial)
-        if names:
-            require_idle(folder)
+        if names and (problem := being_written(folder)):
+            raise in_use(problem)
     if not resume:
-        raise InterruptedRunError(
-            "an interrupted run is there", path=partial, hint="add `resume=True` to go on with it, or remove it"
-        )
+        hint = "add `resume=True` to go on with it, or remove it"
+        raise InterruptedRunError("an interrupted run is there", path=partial, hint=hint)
 
 
 def interrupted_fingerprint(dst: Path) -> dict[str, Any]:
     """The inputs and options of the interrupted run of an output; empty if there is none."""
-    return _fingerprint(partial_folder(dst))
-
-
-def _fingerprint(partial: Path) -> dict[str, Any]:
-    found = first_entry(partial).get("fingerprint")
-    return found if isinstance(found, dict) else {}
+    return fingerprint_in(partial_folder(dst))
 
 
 def require_finished(model: Path, manifest: str) -> None:
@@ -299,11 +297,9 @@ def require_finished(model: Path, manifest: str) -> None:
         problem = being_written(held)
     if problem:
         raise CheckpointError(problem, hint="it is no model yet; wait until it is done")
-    job = _fingerprint(folder).get("job")
-    raise CheckpointError(
-        f"is no model yet but what an interrupted run{f' of {job}' if job in _JOBS else ''} left", path=folder,
-        hint="add `resume=True` to the command that began it",
-    )  # fmt: skip
+    job = fingerprint_in(folder).get("job")
+    problem = f"is no model yet but what an interrupted run{f' of {job}' if job in _JOBS else ''} left"
+    raise CheckpointError(problem, path=folder, hint="add `resume=True` to the command that began it")
 
 
 def mark_kept(error: BaseException, partial: Path) -> None:
@@ -335,10 +331,8 @@ def require_space(folder: Path, needed_bytes: int, spare_bytes: int = SPACE_MARG
     if disk.total == 0:  # such as /proc
         raise DestinationError("cannot be written: it is on no disk", path=folder.parent)
     if disk.free < needed_bytes + spare_bytes:
-        raise NoSpaceError(
-            "too little space on the disk", path=folder.parent, found=f"{size_text(disk.free)} free",
-            expected=size_text(needed_bytes + spare_bytes),
-        )  # fmt: skip
+        found, expected = f"{size_text(disk.free)} free", size_text(needed_bytes + spare_bytes)
+        raise NoSpaceError("too little space on the disk", path=folder.parent, found=found, expected=expected)
 
 
 def partial_folder(dst: Path) -> Path:
