@@ -161,15 +161,13 @@ class GgufCheckpoint:
                 problem = f"tensor '{name}' is of a type that is not read"
                 raise UnsupportedError(problem, path=self._home[name].path, found=tensor.type)
             if tensor.type not in FLOATS and version != _QUANTIZATION_VERSION:
-                raise UnsupportedError(
-                    "is quantized by unknown rules", path=self.path,
-                    found=f"general.quantization_version {shown(version)}", expected=_QUANTIZATION_VERSION,
-                )  # fmt: skip
+                problem, found = "is quantized by unknown rules", f"general.quantization_version {shown(version)}"
+                raise UnsupportedError(problem, path=self.path, found=found, expected=_QUANTIZATION_VERSION)
 
     def _factors(self, name: str) -> tuple[float, ...]:
         tensor = self._stored[name]
         if tensor.type is not GgmlType.F32 or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS:
-            problem, found = f"tensor '{name}' is no list of factors", f"{tensor.type} {list(tensor.shape)}"
+            problem, found = f"tensor '{name}' is not a list of factors", f"{tensor.type} {list(tensor.shape)}"
             raise CheckpointError(problem, path=self._home[name].path, found=found)
         raw = self._home[name].source.read(tensor.offset, tensor.nbytes)
         return struct.unpack(f"<{tensor.shape[0]}f", raw)
@@ -194,11 +192,9 @@ class GgufCheckpoint:
         expected = {name: tensor.shape for name, tensor in self._disk.items()}
         found = {}
         for name, tensor in self._stored.items():
-            if name in ROPE_TENSORS or (name == _HEAD and name not in expected and self.config.tied_embeddings):
-                continue
-            shape = _as_expected(tensor, expected.get(name))
-            dtype = FLOATS.get(tensor.type, DType(self.config.dtype))
-            found[name] = TensorSpec(name, shape, dtype)
+            if name not in ROPE_TENSORS and (name != _HEAD or name in expected or not self.config.tied_embeddings):
+                dtype = FLOATS.get(tensor.type, DType(self.config.dtype))
+                found[name] = TensorSpec(name, _as_expected(tensor, expected.get(name)), dtype)
         if self.config.tied_embeddings and _HEAD not in found:
             expected.pop(_HEAD, None)
         require_tensors(found, expected, self.path)
@@ -214,10 +210,9 @@ def read_place(
     file: TensorFile, view: View, kind: GgmlType, spec: TensorSpec, tensor: DiskTensor, place: Place, offset: float,
     part: TensorSlice | None = None,
 ) -> Tensor | QuantTensor:  # fmt: skip
-    """A canonical tensor, or a part of it, from a tensor in a file.
+    """A canonical tensor, or a part of it, from a tensor at a place of a file, see `view_of`.
 
     Args:
-        view: the place of the tensor in the file, see `view_of`.
         kind, spec: its type in the file, and the spec with which it is read.
         offset: see `stored_offset`.
     """
@@ -226,9 +221,9 @@ def read_place(
         return (floats.float() - offset).to(floats.dtype) if offset else floats
     rows = GgmlRows(file, view, kind, spec.scheme is not None, spec.dtype)
     if place.expert is None:
-        return decode(rows, None, spec, place, part)
+        return decode(rows, None, spec, tensor, place, part)
     own = replace(spec, shape=spec.shape[1:])
-    return decode(rows.of_expert(place.expert), None, own, replace(place, expert=None), part)
+    return decode(rows.of_expert(place.expert), None, own, tensor, replace(place, expert=None), part)
 
 
 def view_of(tensor: GgufTensor) -> View:

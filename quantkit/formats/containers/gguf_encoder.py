@@ -24,10 +24,9 @@ from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.ggml import BLOCK_TYPES, FLOATS, block_type
-from quantkit.formats.container import Chunk, Encoder, tensor_bytes
+from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.gguf_checkpoint import read_place, view_of
-from quantkit.formats.containers.hf_parts import assembled
-from quantkit.formats.containers.layout import file_numbers, offsets, units_of
+from quantkit.formats.containers.layout import ShardedEncoder, Unit, file_numbers, units_of
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
@@ -40,23 +39,10 @@ _FILE_TYPES = {GgmlType.F32: 0, GgmlType.F16: 1, GgmlType.Q4_0: 2, GgmlType.Q8_0
 
 
 @dataclass(frozen=True)
-class _Written:
-    """A tensor of the file.
+class _Written(Unit):
+    """A unit as the header lists it; `value` is that of a tensor that the config determines, which has no parts."""
 
-    Attributes:
-        tensor: what it is made of; None for one that the config determines.
-        first: the index of its first part among the planned tensors.
-        spec: its shape, and the parts' float type and scheme.
-        stored: as the header lists it.
-        at_once: how many parts are appended together: all, or that of one expert.
-        value: of one that the config determines.
-    """
-
-    tensor: DiskTensor | None
-    first: int
-    spec: TensorSpec
     stored: GgufTensor
-    at_once: int = 1
     value: Tensor | None = None
 
     @property
@@ -69,7 +55,7 @@ class _Written:
         return _LISTED + len(self.stored.name.encode()) + 8 * len(self.stored.shape) + self.nbytes
 
 
-class GgufEncoder(Encoder):
+class GgufEncoder(ShardedEncoder[_Written]):
     """``X.gguf``, or ``X-0000N-of-0000M.gguf`` if a largest size is set. Codes are written as they are, as Q4_0 and
     Q8_0; norms, biases and routers in float32, as llama.cpp expects them; other floats in their own type."""
 
@@ -89,28 +75,19 @@ class GgufEncoder(Encoder):
         Raises:
             UnsupportedError: if GGUF has no such model, or a tensor cannot be held exactly as it is.
         """
-        self.planned = planned
         self._config = config
-        self._units = [_extra(name, value) for name, value in extra.items()]
+        units = [_extra(name, value) for name, value in extra.items()]
         for tensor, first, spec in units_of(planned, gguf_tensors(config)):
             at_once = len(tensor.parts) if tensor.stacked is None else 1
             stored = GgufTensor(tensor.name, _type(tensor, spec), tensor.shape)
-            self._units.append(_Written(tensor, first, spec, stored, at_once))
-        self._of_part: list[list[int]] = [[] for _ in planned]
-        for number, unit in enumerate(self._units):
-            for part in range(len(unit.tensor.places) if unit.tensor else 0):
-                self._of_part[unit.first + part].append(number)
-        self._held: list[Tensor | QuantTensor] = []
-        self._metadata = {
-            **metadata, "general.file_type": _file_type(self._units), "general.quantization_version": 2,
-        }  # fmt: skip
-        empty = [len(build_header(more | Split(0, 1, 0).metadata(), [])) for more in (self._metadata, {})]
-        self._shard_of = file_numbers(
-            [unit.listed_bytes for unit in self._units], shard_bytes, first=empty[0] + ALIGNMENT,
-            others=empty[1] + ALIGNMENT,
-        )  # fmt: skip
-        self._offsets = offsets([unit.nbytes for unit in self._units], self._shard_of)
-        count = self._shard_of[-1] + 1
+            units.append(_Written(tensor, first, spec, at_once, stored))
+        kinds = {"general.file_type": _file_type(units), "general.quantization_version": 2}
+        self._metadata = {**metadata, **kinds}
+        empty = [len(build_header(more | Split(0, 1, 0).metadata(), [])) + ALIGNMENT for more in (self._metadata, {})]
+        sizes = [unit.listed_bytes for unit in units]
+        numbers = file_numbers(sizes, shard_bytes, first=empty[0], others=empty[1])
+        super().__init__(planned, units, [unit.nbytes for unit in units], numbers)
+        count = numbers[-1] + 1
         self._names = [stem + GGUF] if count == 1 else [split_name(stem, index, count) for index in range(count)]
         self._headers = [self._header(index, count) for index in range(count)]
 
@@ -119,34 +96,19 @@ class GgufEncoder(Encoder):
         joined = (unit for unit in self._units if unit.at_once > 1)
         return max((unit.stored.nbytes for unit in joined), default=0)
 
-    @property
-    def holds(self) -> bool:
-        return bool(self._held)
-
     def total_bytes(self) -> int:
         return sum(map(len, self._headers)) + sum(unit.nbytes for unit in self._units)
 
-    def files(self) -> Sequence[str]:
-        return self._names
-
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
-        for number in range(self._of_part[0][0]) if index == 0 else ():
-            yield from self._appended(number, 0, self._units[number].value)
-        for number in self._of_part[index]:
-            unit = self._units[number]
-            assert unit.tensor is not None
-            self._held.append(value)
-            position = index - unit.first
-            if (position + 1) % unit.at_once:
-                continue
-            joined, self._held = assembled(unit.tensor, self._held), []
-            yield from self._appended(number, position + 1 - unit.at_once, joined)
+        for number, unit in enumerate(self._units if index == 0 else ()):
+            if unit.value is not None:  # these come first
+                yield from self._appended(number, 0, unit.value)
+        yield from super().encode(index, value)
 
     def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
         """Tensor number `index`, read back from the files so far."""
         number = self._of_part[index][0]
         unit, shard = self._units[number], self._shard_of[number]
-        assert unit.tensor is not None
         stored = replace(unit.stored, offset=len(self._headers[shard]) + self._offsets[number])
         value = read_place(
             TensorFile(SourceFile(folder / self._names[shard]), {}), view_of(stored), stored.type, unit.spec,
@@ -177,37 +139,24 @@ class GgufEncoder(Encoder):
                 hint="repeat its command, or remove what it left and start anew",
             )  # fmt: skip
 
-    def _appended(self, number: int, part: int, value: Tensor | QuantTensor | None) -> Iterator[Chunk]:
-        """What a tensor, or one expert of it, appends: the header before the first tensor, padding after each.
-
-        Args:
-            part: the number of the first of its parts in `value`.
-        """
-        unit, shard = self._units[number], self._shard_of[number]
-        name = self._names[shard]
-        if part == 0 and (number == 0 or self._shard_of[number - 1] != shard):
-            yield name, self._headers[shard]
-        yield name, self._encoded(unit, part, value)
-        if unit.tensor is None or part + unit.at_once == len(unit.tensor.places):
-            yield name, padding(unit.stored.nbytes)
-
-    def _encoded(self, unit: _Written, part: int, value: Tensor | QuantTensor | None) -> memoryview:
+    def _encoded(self, unit: _Written, part: int, value: Tensor | QuantTensor) -> Iterator[bytes | memoryview]:
+        """The padding follows the last part."""
         stored = unit.stored
-        shape = stored.shape[-2:] if unit.tensor is not None and unit.tensor.stacked is not None else stored.shape
+        shape = stored.shape if unit.tensor.stacked is None else stored.shape[-2:]
         if isinstance(value, QuantTensor):
-            assert unit.tensor is not None
-            kind = BLOCK_TYPES[stored.type]
-            blocks = kind.encode(value)
+            blocks = BLOCK_TYPES[stored.type].encode(value)
             if isinstance(blocks, Reason):
                 raise blocks.error(unit.tensor.parts[part], stored.type)
             rows = (*shape[:-1], stored.type.row_bytes(shape[-1]))
-            return tensor_bytes(blocks, StoredTensor(stored.name, DType.UINT8, rows))
-        assert value is not None
-        if unit.tensor is not None and (offset := stored_offset(self._config, unit.tensor)):
-            value = value.float() + offset
-        if stored.type is GgmlType.F32:
-            value = value.float()
-        return tensor_bytes(value, StoredTensor(stored.name, FLOATS[stored.type], shape))
+            yield tensor_bytes(blocks, StoredTensor(stored.name, DType.UINT8, rows))
+        else:
+            if offset := stored_offset(self._config, unit.tensor):
+                value = value.float() + offset
+            if stored.type is GgmlType.F32:
+                value = value.float()
+            yield tensor_bytes(value, StoredTensor(stored.name, FLOATS[stored.type], shape))
+        if part + unit.at_once >= len(unit.tensor.places):
+            yield padding(stored.nbytes)
 
     def _header(self, index: int, count: int) -> bytes:
         metadata = self._metadata if index == 0 else {}
@@ -235,7 +184,8 @@ def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
 def _extra(name: str, values: Sequence[float]) -> _Written:
     value = torch.tensor(values, dtype=torch.float32)
     stored = GgufTensor(name, GgmlType.F32, tuple(value.shape))
-    return _Written(None, 0, TensorSpec(name, stored.shape, DType.FLOAT32), stored, value=value)
+    spec = TensorSpec(name, stored.shape, DType.FLOAT32)
+    return _Written(DiskTensor(name, stored.shape, ()), 0, spec, 1, stored, value)
 
 
 def _file_type(units: Sequence[_Written]) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import DiskTensor, Place
+from quantkit.architectures.disk import DiskTensor, disk_tensor, rotary_order
 from quantkit.architectures.families import config_from_hf, config_to_hf
 from quantkit.architectures.names import GPT_FAST, split_derived
 from quantkit.architectures.topology import Parameter, parameters
@@ -63,16 +63,12 @@ class GptFast(Container):
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
     ) -> GptFastCheckpoint:  # fmt: skip
-        """
-        Raises:
-            UnsupportedError: for int4 files, whose layout depends on the kernel of one kind of GPU.
-        """
+        """See `Container.open`; int4 files, whose layout depends on the kernel of one kind of GPU, are not read."""
         refuse_tensors_only(self, tensors_only, path)
         if kind == _INT4:
-            raise UnsupportedError(
-                "gpt-fast's int4 files hold what one kernel multiplies, not codes and zero points", path=path,
-                found=next(path.glob(_FILES[kind])).name, expected=" or ".join(list(_FILES.values())[:2]),
-            )  # fmt: skip
+            problem = "gpt-fast's int4 files hold what one kernel multiplies, not codes and zero points"
+            found, expected = next(path.glob(_FILES[kind])).name, " or ".join(list(_FILES.values())[:2])
+            raise UnsupportedError(problem, path=path, found=found, expected=expected)
         return GptFastCheckpoint(path, path / _FILES[kind])
 
 
@@ -80,6 +76,7 @@ class GptFastCheckpoint:
     """A file of gpt-fast, read lazily."""
 
     format = "gpt-fast"
+    method: str | None = None
     kv_cache = None
 
     def __init__(self, path: Path, weights: Path) -> None:
@@ -103,8 +100,6 @@ class GptFastCheckpoint:
         self._specs = self._join_scales(tensors)
         require_tensors(self._specs, {name: tensor.shape for name, tensor in tensors.items()}, weights)
         self._places = {place.name: (tensor, place) for tensor in tensors.values() for place in tensor.places}
-
-    method: str | None = None
 
     @property
     def layout(self) -> str:
@@ -137,16 +132,15 @@ class GptFastCheckpoint:
         if spec.scheme is None:
             return read_floats(self._file, self._file.view(tensor.name), tensor, place, part)
         homes = dict.fromkeys(self._file.tensors, self._file)
-        return decode(_Int8Rows(), RawModule(tensor.module, homes, self._file.path), spec, place, part)
+        return decode(_Int8Rows(), RawModule(tensor.module, homes, self._file.path), spec, tensor, place, part)
 
     def _read_config(self, raw: Mapping[str, Any], path: Path) -> ModelConfig:
         """The config of the download, with the float type of the file; the head may be untied."""
         config = config_from_hf(raw, path)
         embedding, head = self._stored.get(_EMBEDDING), self._stored.get(_HEAD)
         if embedding is None:
-            raise CheckpointError(
-                f"tensor '{_EMBEDDING}' is missing", path=self._file.path, expected="a file of gpt-fast"
-            )
+            problem = f"tensor '{_EMBEDDING}' is missing"
+            raise CheckpointError(problem, path=self._file.path, expected="a file of gpt-fast")
         if embedding.dtype in FLOATS:
             config = config.with_dtype(embedding.dtype)
         if not config.tied_embeddings or head is None:
@@ -159,23 +153,18 @@ class GptFastCheckpoint:
 
     def _join_scales(self, tensors: Mapping[str, DiskTensor]) -> dict[str, TensorSpec]:
         """Every tensor on disk, with int8 weights and their scales as one tensor."""
-        stored = dict(self._stored)
-        found = {}
-        for name in self._stored:
-            scales = stored.get(_scales_of(name))
-            linear = name in tensors and tensors[name].linear is not None
-            if scales is None or not linear:
+        found = {name: TensorSpec(name, one.shape, one.dtype) for name, one in self._stored.items()}
+        for name, weight in self._stored.items():
+            scales = self._stored.get(_scales_of(name))
+            if scales is None or name not in tensors or tensors[name].linear is None:
                 continue
-            weight = self._stored[name]
             if weight.dtype != DType.INT8 or scales.dtype not in FLOATS or scales.shape != weight.shape[:1]:
-                raise CheckpointError(
-                    f"the scales of '{name}' do not go with it", path=self._file.path,
-                    found=f"{scales.dtype} {list(scales.shape)} for {weight.dtype} {list(weight.shape)}",
-                    expected="one per row of int8",
-                )  # fmt: skip
+                problem = f"the scales of '{name}' do not go with it"
+                stated = f"{scales.dtype} {list(scales.shape)} for {weight.dtype} {list(weight.shape)}"
+                raise CheckpointError(problem, path=self._file.path, found=stated, expected="one per row of int8")
             found[name] = TensorSpec(name, weight.shape, scales.dtype, _SCHEME)
-            del stored[scales.name]
-        return {name: found.get(name) or TensorSpec(name, one.shape, one.dtype) for name, one in stored.items()}
+            del found[scales.name]
+        return found
 
 
 class _Int8Rows:
@@ -190,30 +179,16 @@ class _Int8Rows:
 
 
 def _disk_tensors(config: ModelConfig, path: Path) -> dict[str, DiskTensor]:
-    """The tensors that a file should hold, by name.
-
-    Raises:
-        UnsupportedError: if gpt-fast has no name for one.
-    """
+    """The tensors that a file should hold, by name; an `UnsupportedError` if gpt-fast has no name for one."""
     held: dict[str, list[Parameter]] = {}
     for parameter in parameters(config):
         module = GPT_FAST.get(parameter.role)
         if module is None or parameter.leaf != "weight":
-            raise UnsupportedError(
-                "gpt-fast has no name for a tensor of this model", path=path, found=parameter.name,
-                expected="a model like Llama",
-            )  # fmt: skip
+            problem, found = "gpt-fast has no name for a tensor of this model", parameter.name
+            raise UnsupportedError(problem, path=path, found=found, expected="a model like Llama")
         held.setdefault(f"{module.format(layer=parameter.layer)}.weight", []).append(parameter)
-    half = config.head_dim // 2
-    order = tuple(2 * (row % half) + row // half for row in range(2 * half))
-    found = {}
-    for name, parts in held.items():
-        places, rows = [], 0
-        for part in parts:
-            places.append(Place(part.name, part.shape, rows, head_order=order if part.rotary else None))
-            rows += part.shape[0]
-        found[name] = DiskTensor(name, (rows, *parts[0].shape[1:]), tuple(places), linear=parts[0].linear)
-    return found
+    order = rotary_order(config.head_dim, None, interleaved=True)
+    return {name: disk_tensor(name, None, parts, order) for name, parts in held.items()}
 
 
 def _scales_of(name: str) -> str:

@@ -30,7 +30,7 @@ from quantkit.formats.codecs.compressed_tensors import (
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import by_small_floats, dequantized
 from quantkit.formats.codecs.small_floats import DequantizedTensor
-from quantkit.formats.containers.hf_parts import decode, read_dequantized, read_floats, share, zero_biases
+from quantkit.formats.containers.hf_parts import decode, read_floats, share
 from quantkit.formats.containers.hf_settings import NOT_CARRIED, SETTINGS, read_codecs, settings_in, without_settings
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
 from quantkit.formats.kv_cache import KvCache, states_scheme, take_kv_cache
@@ -137,12 +137,10 @@ class HFCheckpoint:
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         """One tensor, or a part of it."""
         tensor, place = self._places[name]
-        codec = self._codecs.get(tensor.name)
+        home = self._home.get(tensor.name)
+        codec = self._codecs.get(tensor.name) or (home if isinstance(home, DequantizedTensor) else None)
         if codec is not None:
-            return decode(codec, self._raw(tensor), self._disk_specs[tensor.name], place, part)
-        home = self._home[tensor.name]
-        if isinstance(home, DequantizedTensor):
-            return read_dequantized(home, self._disk_specs[tensor.name], tensor, place, part)
+            return decode(codec, self._raw(tensor), self._disk_specs[tensor.name], tensor, place, part)
         file = self._files[tensor.name]
         return read_floats(file, file.view(tensor.name), tensor, place, part)
 
@@ -206,12 +204,8 @@ class HFCheckpoint:
             self.config = self.config.with_dtype(dtype)
 
     def _take_tensors(self, raw: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
-        """Accept all tensors as the model's: floats, those that codecs may decode, and others.
-
-        Args:
-            raw: see `settings_in`.
-            stated: the config.json as it is.
-        """
+        """Accept all tensors as the model's: floats, those that codecs may decode, and others; `stated` is the
+        config.json as it is, `raw` what `settings_in` makes of it."""
         self.config = opaque_config(raw, {name: (one.shape, one.dtype) for name, one in self._stored.items()})
         settings = self._stated_settings(raw)
         if settings is not None and states_scheme(settings):  # in other folders such names mean anything
@@ -234,11 +228,7 @@ class HFCheckpoint:
             self.notes.append(f"{self.path}: the KV cache is to be quantized ({self.kv_cache.line()}); not used here")
 
     def _stated_settings(self, raw: Mapping[str, Any]) -> Settings | None:
-        """The settings of a quantization, if there are any.
-
-        Args:
-            raw: see `settings_in`.
-        """
+        """The settings of a quantization in a config, see `settings_in`, if there are any."""
         stated = raw.get(SETTINGS)
         return Settings(stated, self._config_path, SETTINGS) if isinstance(stated, dict) else None
 
@@ -248,26 +238,18 @@ class HFCheckpoint:
         self.notes += [f"{self.path}: {note}" for note in notes]
 
     def _require_unquantized(self, settings: Mapping[str, Any] | None) -> None:
-        """Refuse remains of a quantization, with settings in the config or elsewhere.
-
-        Raises:
-            CheckpointError, UnsupportedError: see `require_unquantized`.
-        """
+        """Refuse remains of a quantization, with settings in the config or elsewhere; see `require_unquantized`."""
         method = None if settings is None else str(settings.get("quant_method"))
         floats = settings is not None and by_small_floats(settings)
         require_unquantized(self._disk_specs, self.path, method=method, floats=floats)
         elsewhere = [name for name in QUANTIZED_ELSEWHERE if (self.path / name).is_file()]
         if method is None and elsewhere:
-            raise UnsupportedError(
-                "the source is quantized already, in a scheme that its config does not name", path=self.path,
-                found=elsewhere[0], hint="start from the float model; if this is one, remove the file",
-            )  # fmt: skip
+            problem = "the source is quantized already, in a scheme that its config does not name"
+            hint = "start from the float model; if this is one, remove the file"
+            raise UnsupportedError(problem, path=self.path, found=elsewhere[0], hint=hint)
 
     def _read_headers(self, kind: str, *, derived: bool = False) -> None:
-        """
-        Args:
-            derived: whether to include buffers that the config determines.
-        """
+        """Open all files of weights; `derived` is whether to include buffers that the config determines."""
         index = index_path(self.path, kind)
         if index.is_file():
             listed = _weight_map(index)
@@ -283,23 +265,19 @@ class HFCheckpoint:
             for name, tensor in file.tensors.items():
                 if listed is not None and listed.get(name) != path.name:
                     if name in listed or derived or not is_derived_buffer(name):
-                        raise CheckpointError(
-                            f"the index does not list tensor '{name}' in {path.name}", path=index,
-                            found=listed.get(name, "nothing"), hint="the index is stale; download it again",
-                        )  # fmt: skip
+                        problem, hint = f"the index does not list tensor '{name}' in {path.name}", "the index is stale"
+                        found = listed.get(name, "nothing")
+                        raise CheckpointError(problem, path=index, found=found, hint=f"{hint}; download it again")
                     continue
                 if name in self._stored:
-                    raise CheckpointError(
-                        f"tensor '{name}' is in two files", path=path, found=f"also in {self._files[name].path.name}"
-                    )
+                    other = f"also in {self._files[name].path.name}"
+                    raise CheckpointError(f"tensor '{name}' is in two files", path=path, found=other)
                 self._stored[name] = tensor
                 self._files[name] = file
         for name, home in (listed or {}).items():
             if name not in self._stored:
-                raise CheckpointError(
-                    f"lacks tensor '{name}'", path=self.path / home, expected=f"as {index.name} says",
-                    hint="the index is stale or the shard is another model's",
-                )  # fmt: skip
+                expected, hint = f"as {index.name} says", "the index is stale or the shard is another model's"
+                raise CheckpointError(f"lacks tensor '{name}'", path=self.path / home, expected=expected, hint=hint)
         stray = {p.name for p in _unindexed(self.path, kind)} - {p.name for p in paths}
         if stray:
             self.notes.append(f"{self.path}: {', '.join(sorted(stray))} not in the index; ignored")
@@ -317,10 +295,9 @@ class HFCheckpoint:
         if head not in self._stored or embedding not in self._stored:
             return
         if not same_tensor(self._home[head], head, self._home[embedding], embedding):
-            raise CheckpointError(
-                f"tie_word_embeddings is true, yet {head} differs from the embedding", path=self._config_path,
-                hint="set tie_word_embeddings to false if the head was trained separately",
-            )  # fmt: skip
+            problem = f"tie_word_embeddings is true, yet {head} differs from the embedding"
+            hint = "set tie_word_embeddings to false if the head was trained separately"
+            raise CheckpointError(problem, path=self._config_path, hint=hint)
         del self._stored[head]
 
     def _join_coded(self, tensors: Mapping[str, DiskTensor]) -> dict[str, TensorSpec]:
@@ -330,19 +307,18 @@ class HFCheckpoint:
         for name, codec in self._codecs.items():
             raw = self._raw(tensors[name])
             spec = codec.spec(raw, TensorSpec(name, tensors[name].shape, dtype))
-            for expected in codec.parts(raw, spec):
-                raw.require(expected, spec.scheme or spec.stored_as)
-                stored.pop(expected.name, None)
+            for part in codec.parts(raw, spec):
+                raw.require(part, spec.scheme or spec.stored_as)
+                stored.pop(part.name, None)
             if name in stored:
-                raise CheckpointError(
-                    f"'{raw.name}' is there in floats and quantized", path=self.path, found=f"'{name}'",
-                    expected="only its codes and scales",
-                )  # fmt: skip
+                problem, expected = f"'{raw.name}' is there in floats and quantized", "only its codes and scales"
+                raise CheckpointError(problem, path=self.path, found=f"'{name}'", expected=expected)
             joined[name] = spec
         kinds = Counter(spec.stored_as for spec in joined.values() if spec.stored_as is not None)
         self.notes += [f"{self.path}: {count} weights in {kind} are read as {dtype}" for kind, count in kinds.items()]
-        unused = zero_biases([tensors[name].module for name in joined], tensors, self._home)
-        if unused:
+        biases = [f"{tensors[name].module}.bias" for name in joined]  # early AutoGPTQ added such
+        extra = [name for name in biases if name in self._home and name not in tensors]
+        if unused := [name for name in extra if not any(self._home[name].read_bytes(name))]:
             self.notes.append(f"{self.path}: {len(unused)} biases that are all zero are left out: {unused[0]}")
         for name in unused:
             del stored[name]
@@ -370,10 +346,8 @@ def _require_all_parts(paths: list[Path]) -> None:
     totals = {m[1] for p in paths if (m := re.search(r"-of-(\d+)\.", p.name))}
     whole = [p for p in paths if "-of-" not in p.name]
     if len(totals) + len(whole) > 1:
-        raise CheckpointError(
-            "several sets of weights and no index to say which", path=paths[0].parent,
-            found=", ".join(p.name for p in paths), hint="move the stray files away",
-        )  # fmt: skip
+        problem, found = "several sets of weights and no index to say which", ", ".join(p.name for p in paths)
+        raise CheckpointError(problem, path=paths[0].parent, found=found, hint="move the stray files away")
     for total in totals:
         present = {p.name for p in paths}
         for number in range(1, int(total) + 1):
@@ -389,7 +363,6 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError("lacks the key 'weight_map'", path=index)
     for name, file in raw.items():
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or "\\" in file:
-            raise CheckpointError(
-                f"puts tensor '{name}' outside the folder", path=index, found=repr(file), expected="a plain file name"
-            )
+            problem = f"puts tensor '{name}' outside the folder"
+            raise CheckpointError(problem, path=index, found=repr(file), expected="a plain file name")
     return raw

@@ -6,51 +6,39 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import DiskTensor, disk_tensors
+from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.names import is_embedding
 from quantkit.files.safetensors_io import build_header
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides
 from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason
-from quantkit.formats.container import Chunk, Encoder, tensor_bytes
-from quantkit.formats.containers.hf_parts import assembled, decode, read_floats
-from quantkit.formats.containers.layout import file_numbers, offsets, units_of
+from quantkit.formats.container import Chunk, tensor_bytes
+from quantkit.formats.containers.hf_parts import decode, read_floats
+from quantkit.formats.containers.layout import ShardedEncoder, Unit, file_numbers, units_of
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 
 
 @dataclass(frozen=True)
-class _Written:
-    """A tensor on disk, or the several of a quantized module.
+class _Written(Unit):
+    """A unit with the tensors that store it, and the codec of a quantized module; None for floats."""
 
-    Attributes:
-        first: the index of its first part among the planned tensors.
-        spec: its name on disk, shape, float type and scheme.
-        codec: of a quantized module; None for floats.
-        at_once: how many parts are appended together: all, or those of one expert.
-    """
-
-    tensor: DiskTensor
-    first: int
-    spec: TensorSpec
     codec: Codec | None
     stored: Sequence[StoredTensor]
-    at_once: int
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.stored)
 
 
-class SafetensorsEncoder(Encoder):
+class SafetensorsEncoder(ShardedEncoder[_Written]):
     """Hugging Face shards ``model-0000N-of-0000M.safetensors``, or one ``model.safetensors``, with the tensors that a
-    family has on disk. The parts of one follow each other in the plan, and are held until all are put."""
+    family has on disk."""
 
     def __init__(
         self, planned: Sequence[TensorSpec], config: ModelConfig, shard_bytes: int, method: QuantMethod,
@@ -65,62 +53,34 @@ class SafetensorsEncoder(Encoder):
         Raises:
             UnsupportedError: if it has no codec for a scheme, or the parts of a tensor differ in scheme or float type.
         """
-        self.planned = planned
-        self._method = method.name
-        self._extra_tensors = extra_tensors
-        self._tensors = _written(planned, config, method)
-        self._number_of = [number for number, one in enumerate(self._tensors) for _ in one.tensor.places]
-        self._held: list[Tensor | QuantTensor] = []
-        sizes = [one.nbytes for one in self._tensors]
-        self._shard_of = file_numbers(sizes, shard_bytes)
-        self._offsets = offsets(sizes, self._shard_of)
+        units = _written(planned, config, method)
+        sizes = [unit.nbytes for unit in units]
+        super().__init__(planned, units, sizes, file_numbers(sizes, shard_bytes))
+        self._method, self._extra_tensors = method.name, extra_tensors
         self._data_bytes = sum(sizes) + sum(len(data) for _, data in extra_tensors)
         count = self._shard_of[-1] + 1
-        self._names = [
-            "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
-        ]
+        self._names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        if count == 1:
+            self._names = ["model.safetensors"]
+        self._headers = [build_header(self._listed(shard)) for shard in range(count)]
 
     @property
     def rearranges(self) -> bool:
-        return not all(one.tensor.whole for one in self._tensors)
+        return not all(unit.tensor.whole for unit in self._units)
 
     @property
     def joined_bytes(self) -> int:
-        parts = (
-            self.planned[one.first : one.first + one.at_once] for one in self._tensors if len(one.tensor.places) > 1
-        )
+        joined = (unit for unit in self._units if len(unit.tensor.places) > 1)
+        parts = (self.planned[unit.first : unit.first + unit.at_once] for unit in joined)
         return max((sum(math.prod(p.shape) * p.dtype.itemsize for p in specs) for specs in parts), default=0)
-
-    @property
-    def holds(self) -> bool:
-        return bool(self._held)
 
     def total_bytes(self) -> int:
         return self._data_bytes + sum(map(len, self._headers))
 
-    def files(self) -> Sequence[str]:
-        return self._names
-
-    def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
-        number = self._number_of[index]
-        shard, unit = self._shard_of[number], self._tensors[number]
-        name = self._names[shard]
-        self._held.append(value)
-        position = index - unit.first
-        if (position + 1) % unit.at_once:
-            return
-        joined, self._held = assembled(unit.tensor, self._held), []
-        if position + 1 == unit.at_once and (number == 0 or self._shard_of[number - 1] != shard):
-            yield name, self._headers[shard]
-        for tensor, expected in zip(self._encoded(unit, joined), unit.stored, strict=True):
-            if unit.tensor.stacked is not None and unit.codec is None:
-                expected = StoredTensor(expected.name, expected.dtype, expected.shape[1:])
-            yield name, tensor_bytes(tensor, expected)
-
     def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
         """Tensor number `index`, read back from the files so far."""
-        number = self._number_of[index]
-        shard, unit = self._shard_of[number], self._tensors[number]
+        (number,) = self._of_part[index]
+        shard, unit = self._shard_of[number], self._units[number]
         views, start = {}, len(self._headers[shard]) + self._offsets[number]
         for stored in unit.stored:
             views[stored.name] = View(stored.dtype, start, stored.shape, contiguous_strides(stored.shape))
@@ -130,7 +90,7 @@ class SafetensorsEncoder(Encoder):
             return read_floats(TensorFile(source, {}), views[unit.tensor.name], unit.tensor, place, None)
         file = TensorFile(source, views)
         raw = RawModule(unit.tensor.module, dict.fromkeys(views, file), file.path)
-        return decode(unit.codec, raw, unit.spec, place, None)
+        return decode(unit.codec, raw, unit.spec, unit.tensor, place, None)
 
     def finish(self) -> Iterator[Chunk]:
         for _, data in self._extra_tensors:
@@ -143,23 +103,23 @@ class SafetensorsEncoder(Encoder):
         index = {"metadata": {"total_size": self._data_bytes}, "weight_map": weight_map}
         return {"model.safetensors.index.json": json.dumps(index, indent=2).encode() + b"\n"}
 
-    @cached_property
-    def _headers(self) -> list[bytes]:
-        return [build_header(self._listed(shard)) for shard in range(len(self._names))]
-
     def _listed(self, shard: int) -> list[StoredTensor]:
-        pairs = zip(self._tensors, self._shard_of, strict=True)
-        found = [stored for tensor, number in pairs if number == shard for stored in tensor.stored]
+        units = zip(self._units, self._shard_of, strict=True)
+        found = [stored for unit, number in units if number == shard for stored in unit.stored]
         return found + [stored for stored, _ in self._extra_tensors] if shard == len(self._names) - 1 else found
 
-    def _encoded(self, unit: _Written, value: Tensor | QuantTensor) -> list[Tensor]:
+    def _encoded(self, unit: _Written, part: int, value: Tensor | QuantTensor) -> Iterator[memoryview]:
         if isinstance(value, Tensor):
-            return [value]
+            (stored,) = unit.stored
+            shape = stored.shape if unit.tensor.stacked is None else stored.shape[1:]
+            yield tensor_bytes(value, StoredTensor(stored.name, stored.dtype, shape))
+            return
         assert unit.codec is not None, "the plan says which tensors are quantized"
         tensors = unit.codec.encode(value)
         if isinstance(tensors, Reason):
             raise tensors.error(unit.spec.name, self._method)
-        return [tensor.view(stored.shape) for tensor, stored in zip(tensors, unit.stored, strict=True)]
+        for tensor, stored in zip(tensors, unit.stored, strict=True):
+            yield tensor_bytes(tensor.view(stored.shape), stored)
 
 
 def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMethod) -> list[_Written]:
@@ -172,7 +132,7 @@ def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMe
         stored = [StoredTensor(spec.name, spec.dtype, spec.shape)] if codec is None else codec.stored(spec)
         by_expert = tensor.stacked is not None and codec is None
         at_once = len(tensor.parts) // tensor.shape[0] if by_expert else len(tensor.parts)
-        found.append(_Written(tensor, first, spec, codec, stored, at_once))
+        found.append(_Written(tensor, first, spec, at_once, codec, stored))
     return found
 
 

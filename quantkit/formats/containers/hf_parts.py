@@ -4,13 +4,12 @@ another order."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.architectures.disk import DiskTensor, Place
-from quantkit.files.tensor_file import Home, TensorFile, View
+from quantkit.files.tensor_file import TensorFile, View
 from quantkit.formats.codecs.codec import RawModule
-from quantkit.formats.codecs.small_floats import DequantizedTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -21,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def read_floats(file: TensorFile, view: View, tensor: DiskTensor, place: Place, part: TensorSlice | None) -> Tensor:
-    """A canonical tensor, or a part of it, from one that is stored as floats; no other rows are read.
-
-    Args:
-        view: the place of the tensor on disk.
-    """
+    """A canonical tensor, or a part of it, from one that is stored as floats at a view; no other rows are read."""
     if tensor.whole:
         return file.read_view(view, part)
     if place.expert is not None:
@@ -41,48 +36,17 @@ def read_floats(file: TensorFile, view: View, tensor: DiskTensor, place: Place, 
     return rows if inside is None else inside.of(rows)
 
 
-def read_dequantized(
-    weight: DequantizedTensor, spec: TensorSpec, tensor: DiskTensor, place: Place, part: TensorSlice | None
-) -> Tensor:
-    """A canonical tensor, or a part of it, from one that is read as floats.
-
-    Args:
-        spec: of the tensor on disk.
-    """
-    if place.expert is None:
-        value: Tensor = decode(weight, None, spec, place, part)  # type: ignore[assignment]
-        return value
-    assert tensor.stacked is not None
-    matrix = weight.read(tensor.name, TensorSlice(0, ((place.expert, place.expert + 1),)))[0]
-    rows = (matrix.t() if tensor.stacked.transposed else matrix)[place.first :: place.step][: place.shape[0]]
-    return rows.contiguous() if part is None else part.of(rows).contiguous()
-
-
-def zero_biases(modules: Iterable[str], known: Collection[str], homes: Mapping[str, Home]) -> list[str]:
-    """The zero biases of quantized modules that the architecture does not have; early AutoGPTQ added them.
-
-    Args:
-        known: names of the tensors on disk that the architecture has.
-    """
-    names = (f"{module}.bias" for module in modules)
-    return [name for name in names if name in homes and name not in known and not any(homes[name].read_bytes(name))]
-
-
 class Decodes(Protocol):
-    """Decodes a weight: a codec, or an adapter of a file."""
+    """Decodes a weight: a codec, or an adapter of a file that computes floats."""
 
     def decode(self, raw: Any, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor: ...
 
 
 def decode(
-    codec: Decodes, raw: RawModule | None, spec: TensorSpec, place: Place, part: TensorSlice | None
-) -> QuantTensor | Tensor:  # fmt: skip
-    """A canonical tensor, or a part of it, from one that a codec decodes; of a stacked one only the expert is decoded,
-    floats [1, O, I] or codes [O, I].
-
-    Args:
-        spec: of the tensor on disk.
-    """
+    codec: Decodes, raw: RawModule | None, spec: TensorSpec, tensor: DiskTensor, place: Place, part: TensorSlice | None
+) -> QuantTensor | Tensor:
+    """A canonical tensor, or a part of it, from one that a codec decodes, which has this spec on disk; of a stacked one
+    only the expert is decoded, floats [1, O, I], or [1, I, O] if they are transposed, or codes [O, I]."""
     from quantkit.tensors.qtensor import QuantTensor
 
     if place.expert is not None:
@@ -90,7 +54,8 @@ def decode(
         if isinstance(slab, QuantTensor):
             own = TensorSlice(0, ((place.first, place.first + place.shape[0]),)).of_weight(slab)
             return own if part is None else part.of_weight(own)
-        floats = slab[0][place.first :: place.step][: place.shape[0]]
+        matrix = slab[0].t() if tensor.stacked is not None and tensor.stacked.transposed else slab[0]
+        floats = matrix[place.first :: place.step][: place.shape[0]]
         return floats.contiguous() if part is None else part.of(floats).contiguous()
     wanted, inside = part, None
     if place.head_order is not None:
@@ -120,17 +85,16 @@ def assembled(tensor: DiskTensor, values: Sequence[Tensor | QuantTensor]) -> Ten
     from quantkit.tensors.qtensor import QuantTensor, stacked
 
     places = tensor.places[: len(values)]
-    parts = [
-        value if place.head_order is None else reordered(value, _inverse(place.head_order))
-        for place, value in zip(places, values, strict=True)
-    ]
+    parts = []
+    for place, value in zip(places, values, strict=True):
+        order = place.head_order
+        parts.append(value if order is None else reordered(value, sorted(range(len(order)), key=order.__getitem__)))
     if len(parts) == 1 and tensor.stacked is None:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantTensor)]
     floats = [part for part in parts if not isinstance(part, QuantTensor)]
     if quantized:
-        joined = None if floats else stacked(quantized)
-        if joined is None:
+        if floats or (joined := stacked(quantized)) is None:
             raise ValueError(f"{tensor.name}: its parts are quantized differently")
         return joined
     if tensor.stacked is not None and tensor.stacked.interleaved and len(floats) > 1:
@@ -162,10 +126,6 @@ def reordered(value: Tensor | QuantTensor, order: Sequence[int]) -> Tensor | Qua
 def _in_order(rows: Tensor, order: Sequence[int]) -> Tensor:
     heads = rows.reshape(-1, len(order), *rows.shape[1:])
     return heads[:, list(order)].reshape(rows.shape)
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _whole_heads(part: TensorSlice | None, head: int) -> tuple[TensorSlice | None, TensorSlice | None]:

@@ -1,19 +1,102 @@
-"""Where encoders put tensors: which planned tensors make up one on disk, in which file it is, and at which offset."""
+"""Encoders of files with a header: which planned tensors make up one on disk, in which file and where it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from quantkit.architectures.disk import DiskTensor
 from quantkit.errors import UnsupportedError
+from quantkit.formats.container import Chunk, Encoder
+from quantkit.formats.containers.hf_parts import assembled
 from quantkit.tensors.spec import TensorSpec
 
-Unit = tuple[DiskTensor, int, TensorSpec]
-"""A tensor on disk, the index of its first part among the planned tensors, and its name on disk, shape and type."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.qtensor import QuantTensor
 
 
-def units_of(planned: Sequence[TensorSpec], tensors: Iterable[DiskTensor]) -> list[Unit]:
-    """The tensors on disk that planned tensors make up, in the order of the plan.
+@dataclass(frozen=True)
+class Unit:
+    """A tensor on disk, or the several of a quantized module.
+
+    Attributes:
+        first: the index of its first part among the planned tensors.
+        spec: its name on disk, shape, float type and scheme.
+        at_once: how many parts are appended together: all, or those of one expert.
+    """
+
+    tensor: DiskTensor
+    first: int
+    spec: TensorSpec
+    at_once: int
+
+
+_Unit = TypeVar("_Unit", bound=Unit)
+
+
+class ShardedEncoder(Encoder, Generic[_Unit]):
+    """Files that are filled one after the other, each with a header. The parts of a tensor on disk follow each other in
+    the plan, and are held until all are put."""
+
+    _headers: Sequence[bytes]
+
+    def __init__(
+        self, planned: Sequence[TensorSpec], units: Sequence[_Unit], sizes: Sequence[int], numbers: Sequence[int]
+    ) -> None:
+        """
+        Args:
+            units: in the order of the files.
+            sizes, numbers: the bytes of each, and the number of its file.
+        """
+        self.planned = planned
+        self._units, self._shard_of, self._offsets = units, numbers, offsets(sizes, numbers)
+        self._names: list[str] = []
+        self._of_part: list[list[int]] = [[] for _ in planned]
+        for number, unit in enumerate(units):
+            for part in range(len(unit.tensor.places)):
+                self._of_part[unit.first + part].append(number)
+        self._held: list[Tensor | QuantTensor] = []
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._held)
+
+    def files(self) -> Sequence[str]:
+        return self._names
+
+    def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
+        for number in self._of_part[index]:
+            unit = self._units[number]
+            self._held.append(value)
+            put = index - unit.first + 1
+            if put % unit.at_once == 0:
+                joined, self._held = assembled(unit.tensor, self._held), []
+                yield from self._appended(number, put - unit.at_once, joined)
+
+    def _appended(self, number: int, part: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
+        """What a tensor on disk, or an expert of one, appends: before the first of a file its header.
+
+        Args:
+            part: the number of the first of its parts in `value`.
+        """
+        shard = self._shard_of[number]
+        if part == 0 and (number == 0 or self._shard_of[number - 1] != shard):
+            yield self._names[shard], self._headers[shard]
+        for data in self._encoded(self._units[number], part, value):
+            yield self._names[shard], data
+
+    @abstractmethod
+    def _encoded(self, unit: _Unit, part: int, value: Tensor | QuantTensor) -> Iterator[bytes | memoryview]:
+        """The bytes of a tensor on disk, or of an expert of one; see `_appended`."""
+
+
+def units_of(planned: Sequence[TensorSpec], tensors: Iterable[DiskTensor]) -> list[tuple[DiskTensor, int, TensorSpec]]:
+    """The tensors on disk that planned tensors make up, with the index of their first part, and their name on disk,
+    shape and type, in the order of the plan.
 
     Raises:
         UnsupportedError: if the parts of one differ in scheme or float type.
@@ -37,11 +120,9 @@ def _joined_spec(tensor: DiskTensor, parts: Sequence[TensorSpec]) -> TensorSpec:
     first = parts[0]
     for part in parts[1:]:
         if (part.dtype, part.scheme) != (first.dtype, first.scheme):
-            raise UnsupportedError(
-                f"'{first.name}' and '{part.name}' are one tensor on disk, '{tensor.name}', but differ",
-                found=f"{first.scheme or first.dtype} and {part.scheme or part.dtype}",
-                hint="convert the source to one float type first",
-            )  # fmt: skip
+            problem = f"'{first.name}' and '{part.name}' are one tensor on disk, '{tensor.name}', but differ"
+            found = f"{first.scheme or first.dtype} and {part.scheme or part.dtype}"
+            raise UnsupportedError(problem, found=found, hint="convert the source to one float type first")
     return TensorSpec(tensor.name, tensor.shape, first.dtype, first.scheme)
 
 
