@@ -61,19 +61,15 @@ class Gguf(Container):
         return [known[name] for name in dict.fromkeys(name for one in gguf_tensors(config) for name in one.parts)]
 
     def encoder(self, output: Output) -> GgufEncoder:
-        """
-        Raises:
-            CheckpointError: if the source's tokenizer is damaged.
-            UnsupportedError: if GGUF cannot describe the model, or llama.cpp would run it differently.
-        """
+        """See `Container.encoder`; an `UnsupportedError` also if llama.cpp would run the model differently, and a
+        `CheckpointError` if the source's tokenizer is damaged."""
         from quantkit.formats.containers.gguf_encoder import GgufEncoder
 
         config = output.config
         if output.tokenizer is None:
-            raise UnsupportedError(
-                "the source has no tokenizer, and llama.cpp loads no model without one", path=output.source.path,
-                hint="put the tokenizer's files into the folder of the weights",
-            )  # fmt: skip
+            problem = "the source has no tokenizer, and llama.cpp loads no model without one"
+            hint = "put the tokenizer's files into the folder of the weights"
+            raise UnsupportedError(problem, path=output.source.path, hint=hint)
         texts, _ = _text_metadata(output)
         name = stated_name(output.name, config.architecture, texts[TOKENS])
         metadata = metadata_of(config) | {"general.type": "model", "general.name": name} | texts

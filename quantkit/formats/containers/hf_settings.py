@@ -17,17 +17,15 @@ SETTINGS = "quantization_config"
 """The key of config.json with the settings of a quantization."""
 _MLX_SETTINGS = "quantization"
 _FLOAT8 = "FP8"
+_FLOAT_MODEL = "start from the float model"
 NOT_CARRIED = {SETTINGS, _MLX_SETTINGS, "dtype", "rope_scaling", "_name_or_path", "auto_map"}
 """Keys of config.json that are not copied into an output's."""
 
 
 def read_codecs(
-    raw: Mapping[str, Any],
-    modules: Iterable[str],
-    path: Path,
-    methods: Mapping[str, QuantMethod],
+    raw: Mapping[str, Any], modules: Iterable[str], path: Path, methods: Mapping[str, QuantMethod],
     stored: Collection[str] = (),
-) -> tuple[QuantMethod | None, Mapping[str, ReadCodec]]:
+) -> tuple[QuantMethod | None, Mapping[str, ReadCodec]]:  # fmt: skip
     """The method of quantization in a config.json, and the codec of each module; none for floats.
 
     Args:
@@ -36,7 +34,8 @@ def read_codecs(
         stored: the names of all tensors; empty if only the config is read.
 
     Raises:
-        UnsupportedError: for a method that is not read; see also `QuantMethod.read_settings`.
+        UnsupportedError: for a method that is not read, and for Model Optimizer's with weights other than FP8, or with
+            neither weights nor a KV cache; see also `QuantMethod.read_settings`.
         CheckpointError: for settings of the wrong type.
     """
     if raw.get(SETTINGS) is None:
@@ -47,15 +46,15 @@ def read_codecs(
     name = method_in(settings)
     if name is not None and name in methods:
         name, settings = methods[name].resolve(settings)
-    if name == MODEL_OPTIMIZER:
-        _require_read_weights(settings)
+    stated = settings.values.get("quant_algo")
+    if name == MODEL_OPTIMIZER and stated != _FLOAT8 and (stated is not None or not states_scheme(settings)):
+        problem, found = "this algorithm of Model Optimizer is not read", shown(stated)
+        raise UnsupportedError(problem, path=settings.path, found=found, expected=_FLOAT8, hint=_FLOAT_MODEL)
     if name is None or name not in methods:
         bits = shown(settings.values["bits"]) if settings.has("bits") else ""
-        raise UnsupportedError(
-            "the source is quantized already in a scheme quantkit does not read", path=path,
-            found=f"{name} {bits}".strip() if name else "an unnamed scheme",
-            expected=", ".join(methods), hint="start from the float model",
-        )  # fmt: skip
+        found = f"{name} {bits}".strip() if name else "an unnamed scheme"
+        problem, expected = "the source is quantized already in a scheme quantkit does not read", ", ".join(methods)
+        raise UnsupportedError(problem, path=path, found=found, expected=expected, hint=_FLOAT_MODEL)
     if methods[name].read_as_floats:
         return None, {}
     codecs = methods[name].read_settings(settings, modules, stored)
@@ -65,42 +64,18 @@ def read_codecs(
 
 
 def settings_in(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """A config.json with the settings of a quantization, which may come from a part of it, MLX's key, or another file.
-
-    Args:
-        folder: of such a file.
-
-    Raises:
-        CheckpointError: if such a file is damaged.
-    """
+    """A config.json with the settings of a quantization, which may come from a part of it, MLX's key, or another file
+    in the folder; a `CheckpointError` if that is damaged."""
     if isinstance(named := raw.get(_MLX_SETTINGS), dict):
         return {**raw, SETTINGS: {"quant_method": "mlx", **named}}
     nested = (part.get(SETTINGS) for part in raw.values() if isinstance(part, dict))
     found = next((one for one in (raw.get(SETTINGS), *nested) if one is not None), None)
-    if found is None and folder is not None:
-        files = [(folder / name, method) for name, method in SETTINGS_FILES.items() if (folder / name).is_file()]
-        found = next(({"quant_method": method, **_plain(read_json(path))} for path, method in files), None)
+    for name, method in SETTINGS_FILES.items() if found is None else ():
+        if folder is not None and (path := folder / name).is_file():
+            settings = read_json(path)
+            inner = settings.get(_MLX_SETTINGS)  # Model Optimizer has them in a part of the file
+            return {**raw, SETTINGS: {"quant_method": method, **(inner if isinstance(inner, dict) else settings)}}
     return {**raw, SETTINGS: found}
-
-
-def _plain(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of a file; Model Optimizer has them in a part of it."""
-    inner = settings.get(_MLX_SETTINGS)
-    return inner if isinstance(inner, dict) else settings
-
-
-def _require_read_weights(settings: Settings) -> None:
-    """
-    Raises:
-        UnsupportedError: for settings of Model Optimizer with weights other than FP8, or with neither weights nor a
-            KV cache.
-    """
-    stated = settings.values.get("quant_algo")
-    if stated != _FLOAT8 and (stated is not None or not states_scheme(settings)):
-        raise UnsupportedError(
-            "this algorithm of Model Optimizer is not read", path=settings.path, found=shown(stated),
-            expected=_FLOAT8, hint="start from the float model",
-        )  # fmt: skip
 
 
 def without_settings(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,12 +60,7 @@ class Meta(Container):
         return MetaEncoder(output.planned, output.config, output.model_parallel, embedding_axis=axis)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
-        """
-        Raises:
-            UnsupportedError: if params.json cannot describe the model.
-            CheckpointError: if the source's tokenizer.model, which Meta's code reads, is another tokenizer than its
-                tokenizer.json.
-        """
+        """See `Container.side_files`; Meta's code reads tokenizer.model, which must be the same as tokenizer.json."""
         folder = text_folder(output.source.path)
         files: dict[str, bytes | Path] = {self.config_file: json_bytes(config_to_meta(output.config))}
         original = folder / _TOKENIZER
@@ -86,7 +81,5 @@ def _require_same_tokens(folder: Path, path: Path) -> None:
     used, original = load_tokenizer(folder), original_tokenizer(path)
     difference = first_difference(original, used, gate_texts().values())
     if difference is not None:
-        raise CheckpointError(
-            "tokenizer.model is another tokenizer than tokenizer.json", path=path,
-            found=f"a difference in {difference}", hint="remove the one that is not the model's",
-        )  # fmt: skip
+        problem, found = "tokenizer.model is another tokenizer than tokenizer.json", f"a difference in {difference}"
+        raise CheckpointError(problem, path=path, found=found, hint="remove the one that is not the model's")

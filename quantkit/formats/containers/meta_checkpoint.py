@@ -45,6 +45,7 @@ class MetaCheckpoint:
     """A Meta folder, read lazily in canonical names and layout."""
 
     format = "meta"
+    method: str | None = None
     kv_cache = None
 
     def __init__(self, path: Path) -> None:
@@ -71,12 +72,8 @@ class MetaCheckpoint:
         self._parameters = {parameter.name: parameter for parameter in parameters(self.config)}
         self._check()
         if (factor := assumed_rope_factor(params, self.config)) is not None:
-            self.notes.append(
-                f"{params_path}: does not say rope_scaling_factor; {factor:g} is assumed, as in Llama "
-                f"{'3.1' if factor == 8 else '3.2'}"
-            )
-
-    method: str | None = None
+            note, version = "does not say rope_scaling_factor", "3.1" if factor == 8 else "3.2"
+            self.notes.append(f"{params_path}: {note}; {factor:g} is assumed, as in Llama {version}")
 
     @property
     def layout(self) -> str:
@@ -94,7 +91,7 @@ class MetaCheckpoint:
 
     def info(self, name: str) -> TensorSpec:
         parameter = self._parameters[name]
-        return TensorSpec(name, parameter.shape, self._dtypes[self._meta_name(parameter)])
+        return TensorSpec(name, parameter.shape, self._dtypes[meta_name(parameter)])
 
     def files(self) -> list[SourceFile]:
         return [*(shard.source for shard in self._shards), self._params]
@@ -107,7 +104,7 @@ class MetaCheckpoint:
             CheckpointError: if copies of a tensor in several shards differ.
         """
         parameter = self._parameters[name]
-        stored, axis, copies = self._meta_name(parameter), self._axis(parameter), self._copies(parameter)
+        stored, axis, copies = meta_name(parameter), self._axis(parameter), self._copies(parameter)
         pieces = [(self._shards[i : i + copies], part) for i in range(0, len(self._shards), copies)]
         if part is not None and part.axis == axis:
             pieces = _overlaps([holders for holders, _ in pieces], self._shapes[stored][axis], part)
@@ -128,28 +125,20 @@ class MetaCheckpoint:
                 self._require_equal(stored, holders[0], other, wanted)
         return joined
 
-    def _meta_name(self, parameter: Parameter) -> str:
-        name = parameter.meta_name
-        assert name is not None, parameter.name
-        return name
-
     def _same_tensors(self, shards: Sequence[Mapping[str, StoredTensor]]) -> set[str]:
         """The names of the weights, which all shards have in the same shape and float type."""
-        first = shards[0]
+        first, weights = shards[0], split_derived(shards[0])[0]
         for path, shard in zip(self._paths[1:], shards[1:], strict=True):
             if difference := sorted(set(first) ^ set(shard)):
-                problem, found = f"holds other tensors than {self._paths[0].name}", f"'{difference[0]}' in one"
-                raise CheckpointError(problem, path=path, found=found, hint=_OTHER_MODEL)
-            for name in split_derived(first)[0]:
-                tensor, expected = shard[name], first[name]
-                if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
-                    what = "float type" if tensor.shape == expected.shape else "shape"
-                    raise CheckpointError(
-                        f"tensor '{name}' has another {what} than in {self._paths[0].name}", path=path,
-                        found=f"{tensor.dtype} {list(tensor.shape)}",
-                        expected=f"{expected.dtype} {list(expected.shape)}",
-                    )  # fmt: skip
-        return set(split_derived(first)[0])
+                problem, stray = f"holds other tensors than {self._paths[0].name}", f"'{difference[0]}' in one"
+                raise CheckpointError(problem, path=path, found=stray, hint=_OTHER_MODEL)
+            for name in weights:
+                if shard[name] != first[name]:
+                    what = "float type" if shard[name].shape == first[name].shape else "shape"
+                    problem = f"tensor '{name}' has another {what} than in {self._paths[0].name}"
+                    found, expected = (f"{one.dtype} {list(one.shape)}" for one in (shard[name], first[name]))
+                    raise CheckpointError(problem, path=path, found=found, expected=expected)
+        return set(weights)
 
     def _read_config(self, params: Mapping[str, Any], params_path: Path) -> ModelConfig:
         """The architecture, from params.json and the shapes."""
@@ -190,10 +179,9 @@ class MetaCheckpoint:
         return replace(config, bos_token_id=tokenizer.bos_id, eos_token_ids=tokenizer.eos_ids)
 
     def _wrong_count(self, expected: int | None) -> None:
-        raise CheckpointError(
-            "the number of shards disagrees with the shapes of the tensors", path=self.path,
-            found=f"{len(self._paths)} consolidated.*.pth", expected=expected, hint="a shard is missing or stray",
-        )  # fmt: skip
+        problem, found = "the number of shards disagrees with the shapes", f"{len(self._paths)} consolidated.*.pth"
+        hint = "a shard is missing or stray"
+        raise CheckpointError(f"{problem} of the tensors", path=self.path, found=found, expected=expected, hint=hint)
 
     def _shape(self, name: str, dims: int) -> tuple[int, ...]:
         shape = self._shapes[name]
@@ -203,30 +191,26 @@ class MetaCheckpoint:
 
     def _tied(self) -> bool:
         """Whether the output projection is absent or a copy of the embedding."""
-        output, embedding = _HEAD, _EMBEDDING
-        if output not in self._weights:
+        if _HEAD not in self._weights:
             return True
-        if self._dtypes[output] != self._dtypes[embedding] or len(self._shapes[output]) != 2:
-            return False
-        (rows, columns), (embedding_rows, embedding_columns) = self._shapes[output], self._shapes[embedding]
         if self.embedding_axis == 0:
-            return (rows, columns) == (embedding_rows, embedding_columns) and all(
-                same_tensor(shard, output, shard, embedding) for shard in self._shards
-            )
-        count = len(self._shards)
-        if (rows * count, columns) != (embedding_rows, embedding_columns * count):
+            return all(same_tensor(shard, _HEAD, shard, _EMBEDDING) for shard in self._shards)
+        shape, (rows, width), count = self._shapes[_HEAD], self._shapes[_EMBEDDING], len(self._shards)
+        if self._dtypes[_HEAD] != self._dtypes[_EMBEDDING] or len(shape) != 2:
+            return False
+        if (shape[0] * count, shape[1]) != (rows, width * count):
             return False
         for rank, shard in enumerate(self._shards):
-            for part in shard.row_parts(output):
-                (start, stop), first = part.ranges[0], rank * rows
+            for part in shard.row_parts(_HEAD):
+                (start, stop), first = part.ranges[0], rank * shape[0]
                 same_rows = TensorSlice(0, ((first + start, first + stop),))
-                pieces = [other.read_bytes(embedding, same_rows) for other in self._shards]
-                if shard.read_bytes(output, part) != _side_by_side(pieces, stop - start):
+                pieces = [other.read_bytes(_EMBEDDING, same_rows) for other in self._shards]
+                if shard.read_bytes(_HEAD, part) != _side_by_side(pieces, stop - start):
                     return False
         return True
 
     def _check(self) -> None:
-        known = {self._meta_name(e): e for e in self._parameters.values()}
+        known = {meta_name(e): e for e in self._parameters.values()}
         head_is_double = self.config.tied_embeddings and _HEAD in self._weights
         strangers = self._weights - set(known) - ({_HEAD} if head_is_double else set())
         if strangers:
@@ -257,13 +241,20 @@ class MetaCheckpoint:
         if parameter.dims[0] != "kv":
             return 1
         shards, heads = len(self._shards), self.config.num_kv_heads
-        one_each = self._shapes[self._meta_name(parameter)][0] == self.config.head_dim
+        one_each = self._shapes[meta_name(parameter)][0] == self.config.head_dim
         return shards // heads if one_each and shards > heads and shards % heads == 0 else 1
 
     def _require_equal(self, name: str, one: TensorFile, other: TensorFile, part: TensorSlice | None) -> None:
         if not one.read(name, part).equal(other.read(name, part)):
             problem = f"tensor '{name}' must be the same in every shard that holds it and is not"
             raise CheckpointError(problem, path=self.path, hint=_OTHER_MODEL)
+
+
+def meta_name(parameter: Parameter) -> str:
+    """Meta's name of a tensor that its format has."""
+    name = parameter.meta_name
+    assert name is not None, parameter.name
+    return name
 
 
 def _overlaps(

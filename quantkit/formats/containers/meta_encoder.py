@@ -14,7 +14,7 @@ from quantkit.errors import RequestError
 from quantkit.files.pth_encoder import PthEncoder
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.container import Chunk, Encoder, tensor_bytes
-from quantkit.formats.containers.meta_checkpoint import to_interleaved
+from quantkit.formats.containers.meta_checkpoint import meta_name, to_interleaved
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 
@@ -30,20 +30,18 @@ class MetaEncoder(Encoder):
             RequestError: if the shards do not divide the heads, the feed-forward width or the vocabulary.
         """
         self.planned = planned
-        self._config = config
-        self._shards = shards
-        self._axis = embedding_axis
-        self._parameters = _with_head(config)
+        self._config, self._shards, self._axis = config, shards, embedding_axis
+        # With the head even if it is tied: readers of Meta's format expect it.
+        self._parameters = {p.name: p for p in parameters(replace(config, tied_embeddings=False))}
         _require_divisible(config, shards, embedding_axis)
-        stored = [[self._part_of(p, self._parameters[p.name]) for p in planned]] * shards
-        self._files = [f"consolidated.{rank:02d}.pth" for rank in range(shards)]
-        self._zips = [PthEncoder(f"consolidated.{rank:02d}", part) for rank, part in enumerate(stored)]
+        stored = [self._part_of(p, self._parameters[p.name]) for p in planned]
+        self._zips = {f"consolidated.{i:02d}.pth": PthEncoder(f"consolidated.{i:02d}", stored) for i in range(shards)}
 
     def total_bytes(self) -> int:
-        return sum(z.total_bytes for z in self._zips)
+        return sum(encoder.total_bytes for encoder in self._zips.values())
 
     def files(self) -> Sequence[str]:
-        return self._files
+        return list(self._zips)
 
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
         assert isinstance(value, Tensor), "Meta's format holds floats only"
@@ -51,7 +49,7 @@ class MetaEncoder(Encoder):
         if parameter.rotary:
             value = to_interleaved(value, self._config.head_dim)
         part = self._part_of(self.planned[index], parameter)
-        for rank, (file, encoder) in enumerate(zip(self._files, self._zips, strict=True)):
+        for rank, (file, encoder) in enumerate(self._zips.items()):
             data = tensor_bytes(self._slice(value, parameter, rank), part)
             if index == 0:
                 yield file, encoder.start()
@@ -59,14 +57,14 @@ class MetaEncoder(Encoder):
             yield file, data
 
     def finish(self) -> Iterator[Chunk]:
-        for file, encoder in zip(self._files, self._zips, strict=True):
+        for file, encoder in self._zips.items():
             yield file, encoder.end()
 
     def state(self) -> Any:
-        return [encoder.state() for encoder in self._zips]
+        return [encoder.state() for encoder in self._zips.values()]
 
     def restore(self, state: Any) -> None:
-        for encoder, saved in zip(self._zips, state, strict=True):
+        for encoder, saved in zip(self._zips.values(), state, strict=True):
             encoder.restore(saved)
 
     def _slice(self, value: Tensor, parameter: Parameter, rank: int) -> Tensor:
@@ -88,14 +86,7 @@ class MetaEncoder(Encoder):
         shape = list(planned.shape)
         if (axis := self._axis_of(parameter)) is not None:
             shape[axis] //= self._pieces(parameter)
-        name = parameter.meta_name
-        assert name is not None
-        return StoredTensor(name, planned.dtype, tuple(shape))
-
-
-def _with_head(config: ModelConfig) -> dict[str, Parameter]:
-    """The tensors of a model, with the head even if it is tied: readers of Meta's format expect it."""
-    return {p.name: p for p in parameters(replace(config, tied_embeddings=False))}
+        return StoredTensor(meta_name(parameter), planned.dtype, tuple(shape))
 
 
 def _require_divisible(config: ModelConfig, shards: int, embedding_axis: int) -> None:
