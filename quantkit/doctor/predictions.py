@@ -23,7 +23,7 @@ from quantkit.doctor.folder import Folder
 from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError
 from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint, parameter_count, schemes
-from quantkit.formats.containers.meta_checkpoint import to_interleaved, to_rotate_half
+from quantkit.formats.containers.meta import to_interleaved, to_rotate_half
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.progress import Progress, in_phase

@@ -1,35 +1,57 @@
-"""GGUF files: llama.cpp's, with all of a model in one, or in parts."""
+"""GGUF files: llama.cpp's, with all of a model in one, or in parts.
+
+Canonical tensors are read as codes if a type holds them exactly, else as floats.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+import struct
+from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.gguf import gguf_tensors
-from quantkit.architectures.gguf_config import metadata_of, notes_of
+from quantkit.architectures.disk import DiskTensor, Place
+from quantkit.architectures.gguf import ROPE_TENSORS, gguf_tensors, keeps_float32, stored_offset
+from quantkit.architectures.gguf_config import MODEL_TYPE, config_of, metadata_of, notes_of
 from quantkit.architectures.gguf_rope import rope_tensors
 from quantkit.architectures.topology import Parameter, parameters
-from quantkit.errors import UnsupportedError
-from quantkit.files.located import gguf_file
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files.gguf_types import GgmlType, GgufTensor
+from quantkit.files.located import gguf_file, read_parts
+from quantkit.files.source import SourceFile
+from quantkit.files.tensor_file import TensorFile, View, contiguous_strides, same_tensor
+from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.codec import QuantMethod
-from quantkit.formats.codecs.ggml import GgmlBlocks
+from quantkit.formats.codecs.ggml import BLOCK_TYPES, EXACT, FLOATS, NOT_READ, SMALL_FLOATS, GgmlBlocks, GgmlRows
 from quantkit.formats.container import Container, Output, refuse_tensors_only
-from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
+from quantkit.formats.containers.hf_parts import decode, read_floats
 from quantkit.formats.folder import OTHER_FILES, present
+from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.export import tokenizer_metadata
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.gguf_vocabulary import ENDS, TOKENS
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quantkit.formats.containers.gguf_encoder import GgufEncoder
+    from quantkit.tensors.qtensor import QuantTensor
 
 _TEXTS = "texts"
 _PHI3 = "(phi)-?3"
 _PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_QUANTIZATION_VERSION = 2
+_MAX_FACTORS = 2**16
+_DEFAULT = DType.BFLOAT16  # of a model without float matrices
 
 
 class Gguf(Container):
@@ -99,3 +121,205 @@ def _text_metadata(output: Output) -> tuple[dict[str, Any], list[str]]:
         output.found[_TEXTS] = tokenizer_metadata(output.source.path, output.config.vocab_size, output.templates)
     found: tuple[dict[str, Any], list[str]] = output.found[_TEXTS]
     return found
+
+
+class GgufCheckpoint:
+    """A model in GGUF, read lazily.
+
+    Its float type is that of most of its float matrices, or bfloat16. Norms, biases and routers stay float32. Integers
+    that are no codes here are read as floats: an embedding or a head as float32 if that is exact, others in the model's
+    type.
+    """
+
+    format = "gguf"
+    kv_cache = None
+
+    def __init__(self, path: Path, floats_as: DType | None = None) -> None:
+        """Open a file, with its other parts if there are several; headers only.
+
+        Args:
+            floats_as: see `Container.open`.
+
+        Raises:
+            CheckpointError: if a file is missing, damaged or contradicts itself.
+            UnsupportedError: for unknown architectures and types of tensors.
+        """
+        self._headers = read_parts(path)
+        self.path = self._headers[0].path
+        self.notes: list[str] = []
+        self._stored = {name: tensor for header in self._headers for name, tensor in header.tensors.items()}
+        self._home = {name: header for header in self._headers for name in header.tensors}
+        metadata = self._headers[0].metadata
+        self._require_types(metadata)
+        self._files = {
+            id(header): TensorFile(header.source, {name: view_of(tensor) for name, tensor in header.tensors.items()})
+            for header in self._headers
+        }
+        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+        factors = {name: self._factors(name) for name in ROPE_TENSORS if name in self._stored}
+        config = config_of(metadata, shapes, factors, self.path, tied=self._tied(), dtype=_DEFAULT.value)
+        self.extra_config: Mapping[str, Any] = {"pad_token_id": _padding_token(metadata, config.vocab_size, self.path)}
+        self._disk = {tensor.name: tensor for tensor in gguf_tensors(config)}
+        self.config = config.with_dtype(self._dtype().value)
+        self._floats_as = floats_as or DType(self.config.dtype)
+        self._check()
+        self._places = {
+            place.name: (tensor, place)
+            for tensor in self._disk.values()
+            for place in tensor.places
+            if not (tensor.name == _HEAD and self.config.tied_embeddings)
+        }
+        self._order = [parameter.name for parameter in parameters(self.config)]
+        if MODEL_TYPE not in metadata:  # else quantkit wrote it, with these notes
+            self.notes += [f"{self.path}: {note}" for note in notes_of(self.config)]
+        for name in (_EMBEDDING, _HEAD):
+            tensor = self._disk.get(name)
+            if tensor is not None and self._exact_floats(tensor):
+                self.notes.append(f"{self.path}: {name} is {self._stored[name].type}, read as float32, which is exact")
+
+    @property
+    def method(self) -> str | None:
+        return self.format if any(self._spec(tensor).scheme for tensor in self._disk.values()) else None
+
+    @property
+    def layout(self) -> str:
+        kinds = Counter(dict.fromkeys(GgmlType, 0))
+        for tensor in self._stored.values():
+            kinds[tensor.type] += tensor.nbytes
+        parts = f", {len(self._headers)} files" if len(self._headers) > 1 else ""
+        return f"{self.format} ({kinds.most_common(1)[0][0]}{parts})"
+
+    def names(self) -> list[str]:
+        return list(self._order)
+
+    def info(self, name: str) -> TensorSpec:
+        tensor, place = self._places[name]
+        spec = self._spec(tensor)
+        return TensorSpec(name, place.shape, spec.dtype, spec.scheme, spec.stored_as)
+
+    def files(self) -> list[SourceFile]:
+        return [header.source for header in self._headers]
+
+    def stored_bytes(self, name: str) -> int:
+        tensor, place = self._places[name]
+        return self._stored[tensor.name].nbytes * math.prod(place.shape) // math.prod(tensor.shape)
+
+    def readers(self) -> str:
+        return "quantkit, llama.cpp"
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+        """One tensor, or a part of it."""
+        tensor, place = self._places[name]
+        stored, spec = self._stored[tensor.name], self._spec(tensor)
+        file, view = self._file(tensor.name), self._view(tensor)
+        return read_place(file, view, stored.type, spec, tensor, place, stored_offset(self.config, tensor), part)
+
+    def _spec(self, tensor: DiskTensor) -> TensorSpec:
+        kind = self._stored[tensor.name].type
+        if kind in FLOATS:
+            return TensorSpec(tensor.name, tensor.shape, FLOATS[kind])
+        if kind in BLOCK_TYPES and (tensor.quantizable or tensor.stacked is not None or tensor.name == _EMBEDDING):
+            return TensorSpec(tensor.name, tensor.shape, DType.FLOAT16, BLOCK_TYPES[kind].scheme)
+        if self._exact_floats(tensor):
+            return TensorSpec(tensor.name, tensor.shape, DType.FLOAT32)
+        stored_as = None if kind in SMALL_FLOATS else kind.value
+        return TensorSpec(tensor.name, tensor.shape, self._floats_as, None, stored_as)
+
+    def _exact_floats(self, tensor: DiskTensor) -> bool:
+        """Whether a tensor is the embedding or the head in integers that are no codes, and float32 is exact."""
+        kind = self._stored[tensor.name].type
+        return tensor.name in (_EMBEDDING, _HEAD) and kind in EXACT and kind not in BLOCK_TYPES
+
+    def _file(self, name: str) -> TensorFile:
+        return self._files[id(self._home[name])]
+
+    def _view(self, tensor: DiskTensor) -> View:
+        """The place of a tensor, in the expected shape; of blocks, their bytes."""
+        view = self._file(tensor.name).view(tensor.name)
+        shape = (*tensor.shape[:-1], view.shape[-1])
+        return replace(view, shape=shape, stride=contiguous_strides(shape))
+
+    def _require_types(self, metadata: Mapping[str, Any]) -> None:
+        version = metadata.get("general.quantization_version", _QUANTIZATION_VERSION)
+        for name, tensor in self._stored.items():
+            if tensor.type in NOT_READ or (tensor.type not in FLOATS and len(tensor.shape) == 1):
+                problem = f"tensor '{name}' is of a type that is not read"
+                raise UnsupportedError(problem, path=self._home[name].path, found=tensor.type)
+            if tensor.type not in FLOATS and version != _QUANTIZATION_VERSION:
+                problem, found = "is quantized by unknown rules", f"general.quantization_version {shown(version)}"
+                raise UnsupportedError(problem, path=self.path, found=found, expected=_QUANTIZATION_VERSION)
+
+    def _factors(self, name: str) -> tuple[float, ...]:
+        tensor = self._stored[name]
+        if tensor.type is not GgmlType.F32 or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS:
+            problem, found = f"tensor '{name}' is not a list of factors", f"{tensor.type} {list(tensor.shape)}"
+            raise CheckpointError(problem, path=self._home[name].path, found=found)
+        raw = self._home[name].source.read(tensor.offset, tensor.nbytes)
+        return struct.unpack(f"<{tensor.shape[0]}f", raw)
+
+    def _tied(self) -> bool:
+        """Whether the head is absent or a copy of the embedding, as some architectures store it."""
+        if _HEAD not in self._stored or _EMBEDDING not in self._stored:
+            return True
+        if self._stored[_HEAD].type != self._stored[_EMBEDDING].type:
+            return False
+        return same_tensor(self._file(_HEAD), _HEAD, self._file(_EMBEDDING), _EMBEDDING)
+
+    def _dtype(self) -> DType:
+        sizes: Counter[DType] = Counter()
+        for tensor in self._disk.values():
+            stored = self._stored.get(tensor.name)
+            if stored is not None and stored.type in FLOATS and not keeps_float32(tensor):
+                sizes[FLOATS[stored.type]] += stored.nbytes
+        return sizes.most_common(1)[0][0] if sizes else _DEFAULT
+
+    def _check(self) -> None:
+        expected = {name: tensor.shape for name, tensor in self._disk.items()}
+        found = {}
+        for name, tensor in self._stored.items():
+            if name not in ROPE_TENSORS and (name != _HEAD or name in expected or not self.config.tied_embeddings):
+                dtype = FLOATS.get(tensor.type, DType(self.config.dtype))
+                found[name] = TensorSpec(name, _as_expected(tensor, expected.get(name)), dtype)
+        if self.config.tied_embeddings and _HEAD not in found:
+            expected.pop(_HEAD, None)
+        require_tensors(found, expected, self.path)
+
+
+def _padding_token(metadata: Mapping[str, Any], rows: int, path: Path) -> int | None:
+    """The id of the padding token; without one in a config, transformers uses its own defaults."""
+    ids = Settings(metadata, path).ids("tokenizer.ggml.padding_token_id")
+    return ids[0] if ids and ids[0] < rows else None
+
+
+def read_place(
+    file: TensorFile, view: View, kind: GgmlType, spec: TensorSpec, tensor: DiskTensor, place: Place, offset: float,
+    part: TensorSlice | None = None,
+) -> Tensor | QuantTensor:  # fmt: skip
+    """A canonical tensor, or a part of it, from a tensor at a place of a file, see `view_of`.
+
+    Args:
+        kind, spec: its type in the file, and the spec with which it is read.
+        offset: see `stored_offset`.
+    """
+    if kind in FLOATS:
+        floats = read_floats(file, view, tensor, place, part)
+        return (floats.float() - offset).to(floats.dtype) if offset else floats
+    rows = GgmlRows(file, view, kind, spec.scheme is not None, spec.dtype)
+    if place.expert is None:
+        return decode(rows, None, spec, tensor, place, part)
+    own = replace(spec, shape=spec.shape[1:])
+    return decode(rows.of_expert(place.expert), None, own, tensor, replace(place, expert=None), part)
+
+
+def view_of(tensor: GgufTensor) -> View:
+    """The place of a tensor: floats by elements, all others by bytes."""
+    dtype, shape = FLOATS.get(tensor.type), tensor.shape
+    if dtype is None:
+        dtype, shape = DType.UINT8, (*shape[:-1], tensor.type.row_bytes(shape[-1]))
+    return View(dtype, tensor.offset, shape, contiguous_strides(shape))
+
+
+def _as_expected(tensor: GgufTensor, shape: tuple[int, ...] | None) -> tuple[int, ...]:
+    """A tensor's shape, without leading sizes of 1 that are not expected."""
+    padded = (1,) * (4 - len(tensor.shape)) + tensor.shape
+    return shape if shape is not None and padded == (1,) * (4 - len(shape)) + shape else tensor.shape

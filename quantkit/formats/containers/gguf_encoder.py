@@ -25,7 +25,7 @@ from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.ggml import BLOCK_TYPES, FLOATS, block_type
 from quantkit.formats.container import Chunk, tensor_bytes
-from quantkit.formats.containers.gguf_checkpoint import read_place, view_of
+from quantkit.formats.containers.gguf import read_place, view_of
 from quantkit.formats.containers.layout import ShardedEncoder, Unit, file_numbers, units_of
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor

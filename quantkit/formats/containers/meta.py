@@ -1,30 +1,49 @@
-"""Meta folders: ``params.json`` with ``consolidated.NN.pth`` model-parallel shards."""
+"""Meta folders: ``params.json`` with ``consolidated.NN.pth`` model-parallel shards.
+
+Each weight is split over the shards as the table of names says. Query and key rows are interleaved for rotary
+embedding, and are reordered to rotate-half order. KV heads are repeated if there are more shards than heads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.disk import parameters_as_written
-from quantkit.architectures.meta_params import config_to_meta
-from quantkit.architectures.topology import Parameter
+from quantkit.architectures.meta_params import assumed_rope_factor, config_from_meta, config_to_meta
+from quantkit.architectures.names import META, split_derived
+from quantkit.architectures.topology import Parameter, parameters
 from quantkit.data.files import gate_texts
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.files import pth_io
+from quantkit.files.source import SourceFile, damaged_file
+from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
+from quantkit.formats.checkpoint import raise_unexpected, require_complete
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Container, Output, refuse_tensors_only
-from quantkit.formats.containers.meta_checkpoint import MetaCheckpoint, shard_paths
 from quantkit.formats.folder import OTHER_FILES, json_bytes, present, with_templates
-from quantkit.tensors.dtypes import DType
+from quantkit.json_values import Settings, read_settings
+from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.compare import first_difference
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.tokenizer import load_tokenizer, original_tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quantkit.formats.containers.meta_encoder import MetaEncoder
 
 _TOKENIZER = "tokenizer.model"
+_SHARD = re.compile(r"consolidated\.(\d+)\.pth")
+_EMBEDDING, _HEAD = (f"{META[role]}.weight" for role in ("embedding", "head"))
+_QUERY, _GATE = (f"{META[role].format(layer=0)}.weight" for role in ("attention.q", "mlp.gate"))  # of the first layer
+_OTHER_MODEL = "the shards are of different models"
 
 
 class Meta(Container):
@@ -83,3 +102,265 @@ def _require_same_tokens(folder: Path, path: Path) -> None:
     if difference is not None:
         problem, found = "tokenizer.model is another tokenizer than tokenizer.json", f"a difference in {difference}"
         raise CheckpointError(problem, path=path, found=found, hint="remove the one that is not the model's")
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The ``consolidated.NN.pth`` files of a folder in order."""
+    return sorted(p for p in folder.iterdir() if _SHARD.fullmatch(p.name))
+
+
+class MetaCheckpoint:
+    """A Meta folder, read lazily in canonical names and layout."""
+
+    format = "meta"
+    method: str | None = None
+    kv_cache = None
+
+    def __init__(self, path: Path) -> None:
+        """Open a folder; headers only.
+
+        Raises:
+            CheckpointError: if shards are missing or damaged, or contradict each other, the params or the architecture.
+            UnsupportedError: if the checkpoint is quantized or is not a Llama text model.
+        """
+        self.path = path
+        self.notes: list[str] = []
+        self.extra_config: Mapping[str, Any] = {}
+        params_path = path / "params.json"
+        params = read_settings(params_path)
+        self._params = SourceFile(params_path)
+        self._paths = _contiguous(shard_paths(path), path)
+        self._shards = [pth_io.open_file(p) for p in self._paths]
+        self.notes += [note for shard in self._shards for note in shard.notes]
+        self._shapes = {name: tensor.shape for name, tensor in self._shards[0].tensors.items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in self._shards[0].tensors.items()}
+        self._weights = self._same_tensors([shard.tensors for shard in self._shards])
+        self.embedding_axis = 1
+        self.config = self._read_config(params, params_path)
+        self._parameters = {parameter.name: parameter for parameter in parameters(self.config)}
+        self._check()
+        if (factor := assumed_rope_factor(params, self.config)) is not None:
+            note, version = "does not say rope_scaling_factor", "3.1" if factor == 8 else "3.2"
+            self.notes.append(f"{params_path}: {note}; {factor:g} is assumed, as in Llama {version}")
+
+    @property
+    def layout(self) -> str:
+        return f"{self.format} ({len(self._paths)} shards)"
+
+    def stored_bytes(self, name: str) -> int:
+        spec = self.info(name)
+        return StoredTensor(name, spec.dtype, spec.shape).nbytes
+
+    def readers(self) -> str:
+        return "quantkit, Meta's reference code"
+
+    def names(self) -> list[str]:
+        return list(self._parameters)
+
+    def info(self, name: str) -> TensorSpec:
+        parameter = self._parameters[name]
+        return TensorSpec(name, parameter.shape, self._dtypes[meta_name(parameter)])
+
+    def files(self) -> list[SourceFile]:
+        return [*(shard.source for shard in self._shards), self._params]
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor:
+        """One tensor, or a part of it, joined from its shards, in canonical layout; a part of rotary rows must be of
+        complete heads.
+
+        Raises:
+            CheckpointError: if copies of a tensor in several shards differ.
+        """
+        parameter = self._parameters[name]
+        stored, axis, copies = meta_name(parameter), self._axis(parameter), self._copies(parameter)
+        pieces = [(self._shards[i : i + copies], part) for i in range(0, len(self._shards), copies)]
+        if part is not None and part.axis == axis:
+            pieces = _overlaps([holders for holders, _ in pieces], self._shapes[stored][axis], part)
+        sizes = [self._shapes[stored][axis] if p is None or p.axis != axis else p.size for _, p in pieces]
+        shape = list(parameter.shape)
+        if part is not None:
+            shape[part.axis] = part.size
+        joined = self._dtypes[stored].empty(shape)
+        start = 0
+        for size, (holders, wanted) in zip(sizes, pieces, strict=True):
+            target = joined.narrow(axis, start, size)
+            start += size
+            if not parameter.rotary:
+                holders[0].read_into(target, stored, wanted)
+            else:
+                target.copy_(to_rotate_half(holders[0].read(stored, wanted), self.config.head_dim))
+            for other in holders[1:]:
+                self._require_equal(stored, holders[0], other, wanted)
+        return joined
+
+    def _same_tensors(self, shards: Sequence[Mapping[str, StoredTensor]]) -> set[str]:
+        """The names of the weights, which all shards have in the same shape and float type."""
+        first, weights = shards[0], split_derived(shards[0])[0]
+        for path, shard in zip(self._paths[1:], shards[1:], strict=True):
+            if difference := sorted(set(first) ^ set(shard)):
+                problem, stray = f"holds other tensors than {self._paths[0].name}", f"'{difference[0]}' in one"
+                raise CheckpointError(problem, path=path, found=stray, hint=_OTHER_MODEL)
+            for name in weights:
+                if shard[name] != first[name]:
+                    what = "float type" if shard[name].shape == first[name].shape else "shape"
+                    problem = f"tensor '{name}' has another {what} than in {self._paths[0].name}"
+                    found, expected = (f"{one.dtype} {list(one.shape)}" for one in (shard[name], first[name]))
+                    raise CheckpointError(problem, path=path, found=found, expected=expected)
+        return set(weights)
+
+    def _read_config(self, params: Mapping[str, Any], params_path: Path) -> ModelConfig:
+        """The architecture, from params.json and the shapes."""
+        count = len(self._paths)
+        for needed in (_EMBEDDING, _QUERY, _GATE):
+            if needed not in self._weights:
+                known = {f"{module.format(layer='{}')}.weight" for module in META.values()}
+                strangers = [n for n in self._weights if re.sub(r"\.\d+\.", ".{}.", n) not in known]
+                if strangers:
+                    raise_unexpected(strangers, self._paths[0])
+                raise CheckpointError(f"tensor '{needed}' is missing", path=self._paths[0])
+        rows, width = self._shape(_EMBEDDING, 2)
+        query_rows, dim = self._shape(_QUERY, 2)
+        feed_forward, _ = self._shape(_GATE, 2)
+        dtype = self._dtypes[_QUERY]
+        if dtype not in FLOATS:
+            raise UnsupportedError("weights are not stored as floats", path=self._paths[0], found=dtype)
+        settings, stated = Settings(params, params_path), dim
+        if settings.has("dim") and settings.integer("dim", 1, Limits.width) != dim:
+            raise CheckpointError("dim disagrees with the weights", path=params_path, found=params["dim"], expected=dim)
+        if settings.has("n_heads") and settings.has("head_dim"):
+            stated = settings.integer("n_heads", 1, Limits.heads) * settings.integer("head_dim", 1, Limits.heads)
+        if query_rows * count != stated:
+            self._wrong_count(stated // query_rows)
+        if width == dim:
+            self.embedding_axis = 0
+            rows *= count
+        elif width * count != dim:
+            self._wrong_count(dim // width if width and dim % width == 0 else None)
+        config = config_from_meta(
+            params, params_path, vocab_size=rows, intermediate_size=feed_forward * count,
+            tied_embeddings=self._tied(), dtype=dtype.value,
+        )  # fmt: skip
+        try:
+            tokenizer = load_tokenizer(self.path)
+        except CheckpointError:
+            return config  # reported when a tokenizer is needed
+        return replace(config, bos_token_id=tokenizer.bos_id, eos_token_ids=tokenizer.eos_ids)
+
+    def _wrong_count(self, expected: int | None) -> None:
+        problem, found = "the number of shards disagrees with the shapes", f"{len(self._paths)} consolidated.*.pth"
+        hint = "a shard is missing or stray"
+        raise CheckpointError(f"{problem} of the tensors", path=self.path, found=found, expected=expected, hint=hint)
+
+    def _shape(self, name: str, dims: int) -> tuple[int, ...]:
+        shape = self._shapes[name]
+        if len(shape) != dims or 0 in shape:
+            raise CheckpointError(f"tensor '{name}' has the wrong shape", path=self._paths[0], found=list(shape))
+        return shape
+
+    def _tied(self) -> bool:
+        """Whether the output projection is absent or a copy of the embedding."""
+        if _HEAD not in self._weights:
+            return True
+        if self.embedding_axis == 0:
+            return all(same_tensor(shard, _HEAD, shard, _EMBEDDING) for shard in self._shards)
+        shape, (rows, width), count = self._shapes[_HEAD], self._shapes[_EMBEDDING], len(self._shards)
+        if self._dtypes[_HEAD] != self._dtypes[_EMBEDDING] or len(shape) != 2:
+            return False
+        if (shape[0] * count, shape[1]) != (rows, width * count):
+            return False
+        for rank, shard in enumerate(self._shards):
+            for part in shard.row_parts(_HEAD):
+                (start, stop), first = part.ranges[0], rank * shape[0]
+                same_rows = TensorSlice(0, ((first + start, first + stop),))
+                pieces = [other.read_bytes(_EMBEDDING, same_rows) for other in self._shards]
+                if shard.read_bytes(_HEAD, part) != _side_by_side(pieces, stop - start):
+                    return False
+        return True
+
+    def _check(self) -> None:
+        known = {meta_name(e): e for e in self._parameters.values()}
+        head_is_double = self.config.tied_embeddings and _HEAD in self._weights
+        strangers = self._weights - set(known) - ({_HEAD} if head_is_double else set())
+        if strangers:
+            raise_unexpected(strangers, self._paths[0])
+        found = {
+            parameter.name: TensorSpec(parameter.name, self._joined_shape(parameter, name), self._dtypes[name])
+            for name, parameter in known.items()
+            if name in self._weights
+        }
+        require_complete(found, self.config, self.path)
+
+    def _joined_shape(self, parameter: Parameter, name: str) -> tuple[int, ...]:
+        joined = list(self._shapes[name])
+        if parameter.split_axis is not None and len(joined) == 2:
+            axis = self._axis(parameter)
+            joined[axis] = joined[axis] * len(self._paths) // self._replicas(parameter)
+        return tuple(joined)
+
+    def _axis(self, parameter: Parameter) -> int:
+        return self.embedding_axis if parameter.role == "embedding" else parameter.split_axis or 0
+
+    def _copies(self, parameter: Parameter) -> int:
+        """The number of consecutive shards with the same piece."""
+        return len(self._shards) if parameter.split_axis is None else self._replicas(parameter)
+
+    def _replicas(self, parameter: Parameter) -> int:
+        """The number of shards with the same KV head; more than one only if each shard has a single KV head."""
+        if parameter.dims[0] != "kv":
+            return 1
+        shards, heads = len(self._shards), self.config.num_kv_heads
+        one_each = self._shapes[meta_name(parameter)][0] == self.config.head_dim
+        return shards // heads if one_each and shards > heads and shards % heads == 0 else 1
+
+    def _require_equal(self, name: str, one: TensorFile, other: TensorFile, part: TensorSlice | None) -> None:
+        if not one.read(name, part).equal(other.read(name, part)):
+            problem = f"tensor '{name}' must be the same in every shard that holds it and is not"
+            raise CheckpointError(problem, path=self.path, hint=_OTHER_MODEL)
+
+
+def meta_name(parameter: Parameter) -> str:
+    """Meta's name of a tensor that its format has."""
+    name = parameter.meta_name
+    assert name is not None, parameter.name
+    return name
+
+
+def _overlaps(
+    pieces: list[list[TensorFile]], size: int, part: TensorSlice
+) -> list[tuple[list[TensorFile], TensorSlice | None]]:  # fmt: skip
+    """The pieces, of equal size along the part's axis, that a part overlaps, and the overlap of each."""
+    found: list[tuple[list[TensorFile], TensorSlice | None]] = []
+    for start, stop in part.ranges:
+        for index in range(start // size, -(-stop // size)):
+            low, high = max(start - index * size, 0), min(stop - index * size, size)
+            found.append((pieces[index], TensorSlice(part.axis, ((low, high),))))
+    return found
+
+
+def _side_by_side(pieces: Sequence[bytes], rows: int) -> bytes:
+    """Rows whose columns are split over pieces of equal size."""
+    width = len(pieces[0]) // rows
+    return b"".join(piece[row * width : (row + 1) * width] for row in range(rows) for piece in pieces)
+
+
+def to_rotate_half(rows: Tensor, head_dim: int) -> Tensor:
+    """Bring interleaved rotary rows [heads * head_dim, ...] into rotate-half order."""
+    pairs = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def to_interleaved(rows: Tensor, head_dim: int) -> Tensor:
+    """Undo `to_rotate_half`."""
+    halves = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def _contiguous(paths: list[Path], folder: Path) -> list[Path]:
+    numbers = [int(_SHARD.fullmatch(p.name)[1]) for p in paths]  # type: ignore[index]
+    for expected, number in enumerate(numbers):
+        if number != expected:
+            missing, found = f"consolidated.{expected:02d}.pth", f"{len(paths)} shards up to {paths[-1].name}"
+            raise damaged_file("the weight file is missing", folder / missing, found)
+    if not paths:
+        raise CheckpointError("has no consolidated.*.pth", path=folder)
+    return paths

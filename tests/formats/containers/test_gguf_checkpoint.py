@@ -30,7 +30,7 @@ from quantkit.files.gguf_types import GgmlType, split_name
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.codecs import ggml
 from quantkit.formats.codecs.ggml import EXACT, NOT_READ
-from quantkit.formats.containers.gguf_checkpoint import GgufCheckpoint
+from quantkit.formats.containers.gguf import GgufCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import GGUF, HF
 from quantkit.quality.transcoded import require_exact
