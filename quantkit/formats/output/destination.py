@@ -69,11 +69,7 @@ def destination_error(error: OSError, path: Path) -> DestinationError:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a name is in use, even by a broken link.
-
-    Raises:
-        OSError: if the system cannot say.
-    """
+    """Whether a name is in use, even by a broken link; an `OSError` if the system cannot say."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -89,12 +85,9 @@ def rename_new(old: Path, new: Path) -> None:
         OSError: if the system refuses.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # some systems and file systems lack it
-    if rename is not None:
-        if rename(_HERE, os.fsencode(old), _HERE, os.fsencode(new), _NO_REPLACE) == 0:
-            return
-        if ctypes.get_errno() == errno.EEXIST:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
-    if is_there(new):
+    if rename is not None and rename(_HERE, os.fsencode(old), _HERE, os.fsencode(new), _NO_REPLACE) == 0:
+        return
+    if (rename is not None and ctypes.get_errno() == errno.EEXIST) or is_there(new):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
     old.rename(new)
 
@@ -116,10 +109,7 @@ def placed_as(old: Path, new: Path) -> None:
 
 
 def require_absent(dst: Path) -> None:
-    """
-    Raises:
-        DestinationError: if a destination exists.
-    """
+    """Raise a `DestinationError` if a destination exists."""
     with destination_errors(dst):
         exists = is_there(dst)
     if exists:

@@ -36,22 +36,16 @@ class ResumableLines:
     def __init__(
         self, dst: Path, fingerprint: Mapping[str, Any], sizes: Sequence[int], *, likely_bytes: int, resume: bool
     ) -> None:
-        """
+        """See `Staging`.
+
         Args:
-            dst: the file; it must not exist.
-            fingerprint: inputs and options, JSON; a resumed run must have the same.
             sizes: the number of lines of each group.
             likely_bytes: of the whole file, which must be free on the disk, up to the margin of all outputs.
-            resume: continue an interrupted run, if there is one.
-
-        Raises:
-            RequestError, DestinationError, ResumeError: see `Staging`.
         """
         self._dst, self._sizes = dst, sizes
         self._starts: dict[int, int] = {}
-        self._staging = Staging(
-            dst, fingerprint, 0, resume=resume, spare_bytes=min(max(likely_bytes, _MIN_SPACE), SPACE_MARGIN)
-        )
+        spare_bytes = min(max(likely_bytes, _MIN_SPACE), SPACE_MARGIN)
+        self._staging = Staging(dst, fingerprint, 0, resume=resume, spare_bytes=spare_bytes)
         with contextlib.ExitStack() as undo:
             undo.callback(self._staging.close)
             self._file = undo.enter_context(self._staging.folder.open(NAME))
@@ -82,14 +76,7 @@ class ResumableLines:
         self._staging.close()
 
     def add(self, number: int, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Add a group.
-
-        Args:
-            lines: each with the number as its ``index``.
-
-        Raises:
-            DestinationError: if the disk is full or a write failed.
-        """
+        """Add a group of lines, each with the number as its ``index``; a `DestinationError` if a write failed."""
         content = b"".join(_sealed(encoded(line)) for line in lines)
         with destination_errors(self._staging.path / NAME):
             start = self._file.tell()

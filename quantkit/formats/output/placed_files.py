@@ -8,14 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.formats.output.destination import (
-    OwnFolder,
-    destination_errors,
-    not_ours,
-    placed_as,
-    require_absent,
-    sync_folder,
-)
+from quantkit.formats.output import destination
+from quantkit.formats.output.destination import OwnFolder, destination_errors, not_ours, placed_as, sync_folder
 
 ENTRY = "placed"
 """The key of the journal's entry with the files that are about to be renamed."""
@@ -37,23 +31,15 @@ class PlacedFiles:
             folder: their final folder.
             names: of the files, in the order of the renames.
         """
-        self._folder = folder
-        self._names = names
-        self.complete = False
+        self._folder, self._names, self.complete = folder, names, False
 
     def require_absent(self) -> None:
-        """
-        Raises:
-            DestinationError: if one of the names is in use.
-        """
+        """Raise a `DestinationError` if one of the names is in use."""
         for name in self._names:
-            require_absent(self._folder / name)
+            destination.require_absent(self._folder / name)
 
     def place(self, partial: OwnFolder, record: Callable[[Mapping[str, Any]], None]) -> None:
-        """Rename all files of a partial folder, or none.
-
-        Args:
-            record: adds to the journal.
+        """Rename all files of a partial folder, or none; `record` adds to the journal.
 
         Raises:
             DestinationError: if a name is in use by now, or the system refuses.
@@ -77,10 +63,7 @@ class PlacedFiles:
             sync_folder(self._folder)
 
     def take_back(self, partial: OwnFolder, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Undo what an interrupted `place` has done.
-
-        Args:
-            entries: of the journal; other kinds are skipped.
+        """Undo what an interrupted `place` has done, by the journal's entries, of which other kinds are skipped.
 
         Raises:
             ResumeError: if an entry has another form.

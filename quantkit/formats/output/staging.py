@@ -103,18 +103,12 @@ class Staging:
         self._journal.append(entry)
 
     def require_in_place(self) -> None:
-        """
-        Raises:
-            DestinationError: if the folder is no longer at its path.
-        """
+        """Raise a `DestinationError` if the folder is no longer at its path."""
         if not self.folder.is_at(self.path):
             raise DestinationError("was moved or replaced while it was written", path=self.path)
 
     def commit(self, files: Collection[str]) -> None:
-        """Rename the finished output, or its files, to the final name.
-
-        Args:
-            files: all that it contains.
+        """Rename the finished output, which contains these files only, or its files, to the final name.
 
         Raises:
             DestinationError: if the name is in use by now, or the folder contains anything else.
@@ -231,23 +225,14 @@ def require_name(dst: Path) -> None:
 
 
 def require_new_names(source: Path, dst: Path) -> None:
-    """
-    Raises:
-        RequestError: if a destination, or its partial folder, is the source.
-    """
+    """Raise a `RequestError` if a destination, or its partial folder, is the source."""
     if os.path.realpath(source) in (os.path.realpath(dst), os.path.realpath(partial_folder(dst))):
         raise RequestError("source and destination are the same folder", found=dst)
 
 
 def require_output_absent(dst: Path, files: Sequence[str] | None, partial: Path) -> None:
-    """
-    Args:
-        files: of an output that is no folder; an interrupted run takes them back.
-        partial: the partial folder.
-
-    Raises:
-        DestinationError: if an output exists, or one of its files.
-    """
+    """Raise a `DestinationError` if an output exists, or one of its files; those of an interrupted run, which has a
+    partial folder, are taken back instead."""
     require_absent(dst)
     if files is not None and not partial.is_dir():
         PlacedFiles(dst.parent, files).require_absent()
@@ -281,13 +266,8 @@ def interrupted_fingerprint(dst: Path) -> dict[str, Any]:
 
 
 def require_finished(model: Path, manifest: str) -> None:
-    """
-    Args:
-        manifest: the name of the file that is written last.
-
-    Raises:
-        CheckpointError: if a folder, or the folder of a file, is an unfinished output.
-    """
+    """Raise a `CheckpointError` if a folder, or the folder of a file, is an unfinished output, which has no manifest
+    yet."""
     folder = model.parent if model.is_file() else model
     renamed = not folder.name.endswith(_SUFFIX) and os.path.isfile(folder / manifest)
     if renamed or not os.path.isfile(folder / JOURNAL):
@@ -318,13 +298,8 @@ def kept(error: BaseException | None) -> str | None:
 
 
 def require_space(folder: Path, needed_bytes: int, spare_bytes: int = SPACE_MARGIN) -> None:
-    """
-    Args:
-        folder: on the disk; it need not exist.
-
-    Raises:
-        NoSpaceError: if the disk has less free space than needed and spare bytes together.
-    """
+    """Raise a `NoSpaceError` if the disk of a folder, which need not exist, has less free space than needed and spare
+    bytes together."""
     with destination_errors(folder):
         existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
         disk = shutil.disk_usage(existing)
@@ -336,10 +311,6 @@ def require_space(folder: Path, needed_bytes: int, spare_bytes: int = SPACE_MARG
 
 
 def partial_folder(dst: Path) -> Path:
-    """The folder in which an output is built.
-
-    Raises:
-        RequestError: see `require_name`.
-    """
+    """The folder in which an output is built; a `RequestError` as from `require_name`."""
     require_name(dst)
     return dst.with_name(dst.name + _SUFFIX)
