@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.gguf_types import SPLIT_KEYS, GgmlType, GgufTensor, Split, Typed, ValueType
-from quantkit.files.source import SourceFile, damaged_file, open_weights
-from quantkit.files.tensor_file import require_adjacent
+from quantkit.files.source import SourceFile, damaged_file, open_weights, require_adjacent
 from quantkit.json_values import shown
 
 MAGIC = b"GGUF"

@@ -26,14 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quantkit.errors import CheckpointError, NoSpaceError, QuantkitError, RequestError, UnreachableError
-from quantkit.files.hub_answers import (
-    COMMIT,
-    HubFile,
-    announced_file,
-    checked_answers,
-    checked_commit,
-    siblings_by_name,
-)
+from quantkit.files.hub_answers import COMMIT, HubFile, announced_file, checked_answers, checked_commit, files_by_name
 from quantkit.files.hub_cache import CachedModel
 from quantkit.json_values import shown
 
@@ -129,7 +122,7 @@ def download(model: HubModel) -> Path:
             return found
         expected = model.revision if COMMIT.fullmatch(model.revision or "") else None
         commit = checked_commit(info.sha, str(model), expected)
-        siblings = siblings_by_name(info, str(model))
+        siblings = files_by_name(info, str(model))
         files = [announced_file(siblings[name], str(model)) for name in needed_files(siblings, model)]
         cached = CachedModel(model.name, model.file)
         missing = [file for file in files if not (cached.snapshot(commit) / file.name).is_file()]

@@ -75,7 +75,7 @@ def checked_commit(commit: object, path: str | None, expected: str | None = None
     return commit
 
 
-def siblings_by_name(info: Any, path: str) -> dict[str, Any]:
+def files_by_name(info: Any, path: str) -> dict[str, Any]:
     """The library's entries for the files of a repository, by name.
 
     Raises:

@@ -73,7 +73,7 @@ def _open_zip(source: SourceFile) -> TensorFile:
     if not complete:
         raise damaged_file("is truncated", path, f"{source.size} bytes", f"at least {_expected_size(source)} bytes")
     records = ZipRecords(source)
-    top = next(iter(records.names()), "").partition("/")[0]
+    top = next(iter(records.records), "").partition("/")[0]
     raw = records.read(f"{top}/data.pkl", MAX_BYTES)
     _check_notes(records, top, path)
     unpickler = Unpickler(io.BytesIO(raw), path)
@@ -94,7 +94,7 @@ def _open_zip(source: SourceFile) -> TensorFile:
 def _check_notes(records: ZipRecords, top: str, path: Path) -> None:
     """Check the small records besides the pickle and the storages, some of which say how the file was written."""
     found = {}
-    for name in records.names():
+    for name in records.records:
         folder, _, rest = name.partition("/")
         if folder != top or not rest:
             raise damaged_file(f"record '{name}' is not in the folder '{top}'", path)
@@ -208,16 +208,16 @@ class Record:
 class ZipRecords:
     """All records of a zip file, by name.
 
+    Raises:
+        CheckpointError: if the directory cannot be read, contradicts the records, or names one twice.
+        UnsupportedError: if a record is encrypted or a patch.
+
     Attributes:
+        records: in the order of the file.
         checksums: of all records that are stored as they are; None if torch wrote the file without checksums.
     """
 
     def __init__(self, file: SourceFile) -> None:
-        """
-        Raises:
-            CheckpointError: if the directory cannot be read, contradicts the records, or names one twice.
-            UnsupportedError: if a record is encrypted or a patch.
-        """
         self._file = file
         try:
             with zipfile.ZipFile(file.stream()) as archive:
@@ -225,17 +225,17 @@ class ZipRecords:
         except _DAMAGE as error:
             raise damaged(file.path, error) from error
         self._require_plain(listed, directory)
-        self._records: dict[str, Record] = {}
+        self.records: dict[str, Record] = {}
         position = 0
         for info in sorted(listed, key=lambda info: info.header_offset):
             record = self._located(info, position, directory)
-            if record.name in self._records:
+            if record.name in self.records:
                 raise self._contradiction(record.name, "is there twice")
-            self._records[record.name] = record
+            self.records[record.name] = record
             position = record.start + info.compress_size
         self.checksums: list[Checksum] | None = None
-        if any(record.crc for record in self._records.values()):
-            self.checksums = [Checksum(r.name, r.start, r.stop, r.crc) for r in self._records.values() if r.stored]
+        if any(record.crc for record in self.records.values()):
+            self.checksums = [Checksum(r.name, r.start, r.stop, r.crc) for r in self.records.values() if r.stored]
 
     def _require_plain(self, listed: list[zipfile.ZipInfo], directory: int) -> None:
         """Refuse a directory with comments, of several disks, or not at the end of the file: torch writes none, and
@@ -267,18 +267,9 @@ class ZipRecords:
                 return False
         return (here, in_all, start, start + length) == (count, count, directory, end)
 
-    def names(self) -> list[str]:
-        """In the order of the file."""
-        return list(self._records)
-
     def stored(self, name: str) -> Record:
-        """A record that is stored as it is.
-
-        Raises:
-            CheckpointError: if it is missing.
-            UnsupportedError: if it is compressed.
-        """
-        record = self._records.get(name)
+        """A record; a `CheckpointError` if it is missing, an `UnsupportedError` if it is compressed."""
+        record = self.records.get(name)
         if record is None:
             raise damaged_file(f"record '{name}' is missing", self._file.path)
         if not record.stored:
@@ -286,12 +277,7 @@ class ZipRecords:
         return record
 
     def read(self, name: str, limit: int) -> bytes:
-        """A record's bytes, compared with its checksum.
-
-        Raises:
-            CheckpointError: if it is missing, longer than the limit, or damaged.
-            UnsupportedError: see `stored`.
-        """
+        """A record's bytes, compared with its checksum; also a `CheckpointError` if it is longer than the limit."""
         record = self.stored(name)
         if record.size > limit:
             problem, found = f"record '{name}' is too long", f"{record.size} bytes"

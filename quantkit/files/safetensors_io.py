@@ -15,16 +15,8 @@ from typing import Any
 from safetensors import safe_open
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.files.source import damaged_file, open_weights
-from quantkit.files.tensor_file import (
-    StoredTensor,
-    TensorFile,
-    View,
-    contiguous_strides,
-    require_adjacent,
-    size_number,
-    sizes,
-)
+from quantkit.files.source import damaged_file, open_weights, require_adjacent
+from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides, size_number, sizes
 from quantkit.tensors.dtypes import DType
 
 DTYPES = {

@@ -158,6 +158,13 @@ def damaged_file(problem: str, path: Path, found: object = None, expected: objec
     return CheckpointError(problem, path=path, found=found, expected=expected, hint="download it again")
 
 
+def require_adjacent(name: str, offset: int, expected: int, path: Path) -> None:
+    """Raise a `CheckpointError` if a tensor does not begin where the one before it ends."""
+    if offset != expected:
+        what = "overlaps another" if offset < expected else "leaves a hole before it"
+        raise CheckpointError(f"tensor '{name}' {what}", path=path, found=f"offset {offset}", expected=expected)
+
+
 class _Stream(io.RawIOBase):
     """A source file with a position."""
 

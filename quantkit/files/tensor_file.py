@@ -204,16 +204,6 @@ def same_tensor(one: Home, name: str, other: Home, other_name: str) -> bool:
     return all(one.read_bytes(name, part) == other.read_bytes(other_name, part) for part in parts)
 
 
-def require_adjacent(name: str, offset: int, expected: int, path: Path) -> None:
-    """
-    Raises:
-        CheckpointError: if a tensor does not begin where the one before it ends.
-    """
-    if offset != expected:
-        what = "overlaps another" if offset < expected else "leaves a hole before it"
-        raise CheckpointError(f"tensor '{name}' {what}", path=path, found=f"offset {offset}", expected=expected)
-
-
 def sizes(value: object) -> tuple[int, ...]:
     """A shape or strides from a file; a `ValueError` if it is not a list of at most 64 sizes."""
     if not isinstance(value, (list, tuple)) or len(value) > _MAX_DIMS:

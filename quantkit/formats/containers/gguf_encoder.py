@@ -167,11 +167,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
 
 
 def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
-    """How a tensor is stored.
-
-    Raises:
-        UnsupportedError: if there is no type for its codes.
-    """
+    """How a tensor is stored; an `UnsupportedError` if there is no type for its codes."""
     if spec.scheme is None:
         return GgmlType.F32 if keeps_float32(tensor) else _TYPES[spec.dtype]
     kind = block_type(spec.scheme)

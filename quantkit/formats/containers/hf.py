@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import DiskTensor, disk_tensors, parameters_as_written
+from quantkit.architectures.disk import disk_tensors, parameters_as_written
 from quantkit.architectures.families import config_to_hf
 from quantkit.architectures.families.opaque import carried_modules, with_dtype
 from quantkit.architectures.topology import Parameter, parameters
@@ -59,12 +59,10 @@ class HuggingFace(Container):
         return HFCheckpoint(path, kind, self.methods, tensors_only=tensors_only, floats_as=floats_as)
 
     def schemes(self, raw: Mapping[str, Any], config: ModelConfig, path: Path) -> dict[str, QuantScheme]:
-        """The scheme of every module that a config.json quantizes; weights are not needed.
-
-        Raises:
-            CheckpointError, UnsupportedError: see `QuantMethod.read_settings`.
-        """
-        tensors = {tensor.module: tensor for tensor in _with_experts_apart(config) if tensor.quantizable}
+        """The scheme of every module that a config.json quantizes, without the weights; see `read_codecs` for errors."""
+        experts = {parameter.module for parameter in parameters(config) if parameter.expert is not None}
+        apart = disk_tensors(config, experts)  # each expert has its own modules
+        tensors = {tensor.module: tensor for tensor in apart if tensor.quantizable}
         _, codecs = read_codecs(raw, tensors, path, self.methods)
         return {
             part.removesuffix(".weight"): codec.scheme
@@ -120,22 +118,15 @@ def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     return dict(source.extra_config) if same else with_dtype(source.extra_config, config.dtype)
 
 
-def _with_experts_apart(config: ModelConfig) -> list[DiskTensor]:
-    """The tensors of a folder in which each expert has its own modules."""
-    return disk_tensors(config, {p.module for p in parameters(config) if p.expert is not None})
-
-
 def _on_disk(
     schemes: Mapping[str, QuantScheme], config: ModelConfig, method: QuantMethod
 ) -> tuple[dict[str, QuantScheme], dict[str, int]]:  # fmt: skip
     """The schemes by the names of modules on disk, and the inputs of all linears, with a tied head and routers; a
     module with another name for readers is listed by both."""
     untied = replace(config, tied_embeddings=False)
-    tensors = [
-        tensor
-        for tensor in disk_tensors(untied, schemes, joins_experts=method.joins_experts)
-        if tensor.linear is not None or tensor.parts[0].removesuffix(".weight") in schemes
-    ]
+    every = disk_tensors(untied, schemes, joins_experts=method.joins_experts)
+    named = [(tensor, tensor.parts[0].removesuffix(".weight")) for tensor in every]
+    tensors = [tensor for tensor, module in named if tensor.linear is not None or module in schemes]
     found = {tensor.module: schemes.get(tensor.parts[0].removesuffix(".weight")) for tensor in tensors}
     aliases = {tensor.module: tensor.alias for tensor in config.tensors or () if tensor.alias is not None}
     found |= {aliases[module]: scheme for module, scheme in found.items() if module in aliases}

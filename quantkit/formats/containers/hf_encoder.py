@@ -128,18 +128,12 @@ def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMe
     tensors = disk_tensors(config, quantized, joins_experts=bool(quantized) and method.joins_experts)
     found = []
     for tensor, first, spec in units_of(planned, [one for one in tensors if one.parts[0] in names]):
-        codec = _codec(spec, method)
+        embedding = is_embedding(spec.name.removesuffix(".weight"))
+        codec = None if spec.scheme is None else method.codec(spec.scheme, embedding=embedding)
+        if isinstance(codec, Reason):
+            raise codec.error(spec.name, method.name)
         stored = [StoredTensor(spec.name, spec.dtype, spec.shape)] if codec is None else codec.stored(spec)
         by_expert = tensor.stacked is not None and codec is None
         at_once = len(tensor.parts) // tensor.shape[0] if by_expert else len(tensor.parts)
         found.append(_Written(tensor, first, spec, at_once, codec, stored))
     return found
-
-
-def _codec(spec: TensorSpec, method: QuantMethod) -> Codec | None:
-    if spec.scheme is None:
-        return None
-    codec = method.codec(spec.scheme, embedding=is_embedding(spec.name.removesuffix(".weight")))
-    if isinstance(codec, Reason):
-        raise codec.error(spec.name, method.name)
-    return codec

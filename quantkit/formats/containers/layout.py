@@ -109,21 +109,17 @@ def units_of(planned: Sequence[TensorSpec], tensors: Iterable[DiskTensor]) -> li
         parts = planned[first : first + len(tensor.parts)]
         if tuple(part.name for part in parts) != tensor.parts:
             raise ValueError(f"{tensor.parts[0]} and what follows it are not planned in the order of '{tensor.name}'")
-        found.append((tensor, first, _joined_spec(tensor, parts)))
+        for part in parts:
+            if (part.dtype, part.scheme) != (parts[0].dtype, parts[0].scheme):
+                problem = f"'{parts[0].name}' and '{part.name}' are one tensor on disk, '{tensor.name}', but differ"
+                stated = " and ".join(str(one.scheme or one.dtype) for one in (parts[0], part))
+                raise UnsupportedError(problem, found=stated, hint="convert the source to one float type first")
+        spec = TensorSpec(tensor.name, tensor.shape, parts[0].dtype, parts[0].scheme)
+        found.append((tensor, first, spec))
         used.update(range(first, first + len(parts)))
     if len(used) != len(planned):
         raise ValueError(f"{next(s.name for i, s in enumerate(planned) if i not in used)} is in no tensor on disk")
     return sorted(found, key=lambda unit: unit[1])
-
-
-def _joined_spec(tensor: DiskTensor, parts: Sequence[TensorSpec]) -> TensorSpec:
-    first = parts[0]
-    for part in parts[1:]:
-        if (part.dtype, part.scheme) != (first.dtype, first.scheme):
-            problem = f"'{first.name}' and '{part.name}' are one tensor on disk, '{tensor.name}', but differ"
-            found = f"{first.scheme or first.dtype} and {part.scheme or part.dtype}"
-            raise UnsupportedError(problem, found=found, hint="convert the source to one float type first")
-    return TensorSpec(tensor.name, tensor.shape, first.dtype, first.scheme)
 
 
 def file_numbers(sizes: Iterable[int], max_bytes: int, *, first: int = 0, others: int = 0) -> list[int]:
