@@ -6,8 +6,6 @@ import math
 import re
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from glob import escape
-from pathlib import Path
 from typing import Any
 
 GGUF = ".gguf"
@@ -138,11 +136,6 @@ class Split:
 def split_name(stem: str, index: int, count: int) -> str:
     """The file of part number `index`, from 0, of a model that is split."""
     return f"{stem}-{index + 1:05d}-of-{count:05d}.gguf"
-
-
-def first_parts(whole: Path) -> str:
-    """The glob pattern of the first part of a model, from its name as one file."""
-    return f"{escape(whole.stem)}-00001-of-[0-9][0-9][0-9][0-9][0-9]{GGUF}"
 
 
 def split_stem(name: str) -> str | None:

@@ -150,7 +150,13 @@ def _install(file_download: Any) -> None:
             raise
         if (found.commit_hash, expected.commit) != (None, None):  # without one the library downloads nothing
             checked_commit(found.commit_hash, expected.path, expected.commit)
-        _require_matching(found, expected)
+        file, etag = expected.file, found.etag
+        if file is None and etag is not None and not _ETAG.fullmatch(etag):
+            raise _refused("has an ETag that is no name of a file", expected.path, etag)
+        if file is not None and etag != file.digest:
+            raise _refused(f"has the wrong ETag for {shown(file.name)}", expected.path, etag, file.digest)
+        if file is not None and found.size not in (None, file.size):
+            raise _refused(f"has the wrong size for {shown(file.name)}", expected.path, found.size, file.size)
         # Storage must be requested through the hub itself, as the library sends the user's token there.
         if (xet := getattr(found, "xet_file_data", None)) is not None:
             if not isinstance(xet.file_hash, str) or not _SHA256.fullmatch(xet.file_hash):
@@ -189,18 +195,6 @@ class _Limited:
             problem, limit = f"sends more of {shown(self._file.name)} than it announced", f"{self._file.size} bytes"
             raise _refused(problem, self._path, f"over {limit}", limit)
         return self._inner.write(chunk)
-
-
-def _require_matching(found: Any, expected: _Expected) -> None:
-    file, etag = expected.file, found.etag
-    if file is None:
-        if etag is not None and not _ETAG.fullmatch(etag):
-            raise _refused("has an ETag that is no name of a file", expected.path, etag)
-        return
-    if etag != file.digest:
-        raise _refused(f"has the wrong ETag for {shown(file.name)}", expected.path, etag, file.digest)
-    if found.size not in (None, file.size):
-        raise _refused(f"has the wrong size for {shown(file.name)}", expected.path, found.size, file.size)
 
 
 def _is_relative(name: str) -> bool:

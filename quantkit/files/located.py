@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import re
 from pathlib import Path
 
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.gguf_io import MAGIC, GgufHeader, read_header
-from quantkit.files.gguf_types import GGUF, first_parts, split_count, split_name, split_stem
+from quantkit.files.gguf_types import GGUF, split_count, split_name, split_stem
 from quantkit.files.hub import PREFIX, HubModel, download, hub_model
 from quantkit.files.source import damaged_file
 
@@ -28,7 +29,9 @@ def located(path: str | Path) -> Path:
     model = hub_model(str(path))
     if model is None:
         whole = Path(path)
-        parts = sorted(whole.parent.glob(first_parts(whole))) if whole.suffix == GGUF and not whole.exists() else []
+        if whole.suffix != GGUF or whole.exists():
+            return whole
+        parts = list(whole.parent.glob(f"{glob.escape(whole.stem)}-00001-of-{'[0-9]' * 5}{GGUF}"))
         return parts[0] if len(parts) == 1 else whole
     if model not in _downloaded or not _downloaded[model].exists():
         _downloaded[model] = download(model)

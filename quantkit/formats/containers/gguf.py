@@ -148,17 +148,19 @@ class GgufCheckpoint:
         self.path = self._headers[0].path
         self.notes: list[str] = []
         self._stored = {name: tensor for header in self._headers for name, tensor in header.tensors.items()}
-        self._home = {name: header for header in self._headers for name in header.tensors}
+        self._files: dict[str, TensorFile] = {}  # by tensor
+        for header in self._headers:
+            file = TensorFile(header.source, {name: view_of(tensor) for name, tensor in header.tensors.items()})
+            self._files.update(dict.fromkeys(header.tensors, file))
         metadata = self._headers[0].metadata
         self._require_types(metadata)
-        self._files = {
-            id(header): TensorFile(header.source, {name: view_of(tensor) for name, tensor in header.tensors.items()})
-            for header in self._headers
-        }
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         factors = {name: self._factors(name) for name in ROPE_TENSORS if name in self._stored}
         config = config_of(metadata, shapes, factors, self.path, tied=self._tied(), dtype=_DEFAULT.value)
-        self.extra_config: Mapping[str, Any] = {"pad_token_id": _padding_token(metadata, config.vocab_size, self.path)}
+        padding = Settings(metadata, self.path).ids("tokenizer.ggml.padding_token_id")
+        known = bool(padding) and padding[0] < config.vocab_size
+        # null if it is unknown: without the key, transformers uses its own default.
+        self.extra_config: Mapping[str, Any] = {"pad_token_id": padding[0] if known else None}
         self._disk = {tensor.name: tensor for tensor in gguf_tensors(config)}
         self.config = config.with_dtype(self._dtype().value)
         self._floats_as = floats_as or DType(self.config.dtype)
@@ -211,7 +213,7 @@ class GgufCheckpoint:
         """One tensor, or a part of it."""
         tensor, place = self._places[name]
         stored, spec = self._stored[tensor.name], self._spec(tensor)
-        file, view = self._file(tensor.name), self._view(tensor)
+        file, view = self._files[tensor.name], self._view(tensor)
         return read_place(file, view, stored.type, spec, tensor, place, stored_offset(self.config, tensor), part)
 
     def _spec(self, tensor: DiskTensor) -> TensorSpec:
@@ -230,12 +232,9 @@ class GgufCheckpoint:
         kind = self._stored[tensor.name].type
         return tensor.name in (_EMBEDDING, _HEAD) and kind in EXACT and kind not in BLOCK_TYPES
 
-    def _file(self, name: str) -> TensorFile:
-        return self._files[id(self._home[name])]
-
     def _view(self, tensor: DiskTensor) -> View:
         """The place of a tensor, in the expected shape; of blocks, their bytes."""
-        view = self._file(tensor.name).view(tensor.name)
+        view = self._files[tensor.name].view(tensor.name)
         shape = (*tensor.shape[:-1], view.shape[-1])
         return replace(view, shape=shape, stride=contiguous_strides(shape))
 
@@ -244,7 +243,7 @@ class GgufCheckpoint:
         for name, tensor in self._stored.items():
             if tensor.type in NOT_READ or (tensor.type not in FLOATS and len(tensor.shape) == 1):
                 problem = f"tensor '{name}' is of a type that is not read"
-                raise UnsupportedError(problem, path=self._home[name].path, found=tensor.type)
+                raise UnsupportedError(problem, path=self._files[name].path, found=tensor.type)
             if tensor.type not in FLOATS and version != _QUANTIZATION_VERSION:
                 problem, found = "is quantized by unknown rules", f"general.quantization_version {shown(version)}"
                 raise UnsupportedError(problem, path=self.path, found=found, expected=_QUANTIZATION_VERSION)
@@ -253,9 +252,8 @@ class GgufCheckpoint:
         tensor = self._stored[name]
         if tensor.type is not GgmlType.F32 or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS:
             problem, found = f"tensor '{name}' is not a list of factors", f"{tensor.type} {list(tensor.shape)}"
-            raise CheckpointError(problem, path=self._home[name].path, found=found)
-        raw = self._home[name].source.read(tensor.offset, tensor.nbytes)
-        return struct.unpack(f"<{tensor.shape[0]}f", raw)
+            raise CheckpointError(problem, path=self._files[name].path, found=found)
+        return struct.unpack(f"<{tensor.shape[0]}f", self._files[name].read_bytes(name))
 
     def _tied(self) -> bool:
         """Whether the head is absent or a copy of the embedding, as some architectures store it."""
@@ -263,7 +261,7 @@ class GgufCheckpoint:
             return True
         if self._stored[_HEAD].type != self._stored[_EMBEDDING].type:
             return False
-        return same_tensor(self._file(_HEAD), _HEAD, self._file(_EMBEDDING), _EMBEDDING)
+        return same_tensor(self._files[_HEAD], _HEAD, self._files[_EMBEDDING], _EMBEDDING)
 
     def _dtype(self) -> DType:
         sizes: Counter[DType] = Counter()
@@ -283,12 +281,6 @@ class GgufCheckpoint:
         if self.config.tied_embeddings and _HEAD not in found:
             expected.pop(_HEAD, None)
         require_tensors(found, expected, self.path)
-
-
-def _padding_token(metadata: Mapping[str, Any], rows: int, path: Path) -> int | None:
-    """The id of the padding token; without one in a config, transformers uses its own defaults."""
-    ids = Settings(metadata, path).ids("tokenizer.ggml.padding_token_id")
-    return ids[0] if ids and ids[0] < rows else None
 
 
 def read_place(

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -90,6 +89,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
         count = numbers[-1] + 1
         self._names = [stem + GGUF] if count == 1 else [split_name(stem, index, count) for index in range(count)]
         self._headers = [self._header(index, count) for index in range(count)]
+        self._headers_hash = sha256(b"".join(self._headers)).hexdigest()
 
     @property
     def joined_bytes(self) -> int:
@@ -124,20 +124,11 @@ class GgufEncoder(ShardedEncoder[_Written]):
     def state(self) -> Any:
         return self._headers_hash
 
-    @cached_property
-    def _headers_hash(self) -> str:
-        return sha256(b"".join(self._headers)).hexdigest()
-
     def restore(self, state: Any) -> None:
-        """
-        Raises:
-            ResumeError: if the headers of the files so far differ from those of this run.
-        """
+        """Raise a `ResumeError` if the headers of the files so far differ from those of this run."""
         if state is not None and state != self.state():
-            raise ResumeError(
-                "the interrupted run had another tokenizer, chat template or name of the model",
-                hint="repeat its command, or remove what it left and start anew",
-            )  # fmt: skip
+            problem = "the interrupted run had another tokenizer, chat template or name of the model"
+            raise ResumeError(problem, hint="repeat its command, or remove what it left and start anew")
 
     def _encoded(self, unit: _Written, part: int, value: Tensor | QuantTensor) -> Iterator[bytes | memoryview]:
         """The padding follows the last part."""

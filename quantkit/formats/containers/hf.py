@@ -59,7 +59,11 @@ class HuggingFace(Container):
         return HFCheckpoint(path, kind, self.methods, tensors_only=tensors_only, floats_as=floats_as)
 
     def schemes(self, raw: Mapping[str, Any], config: ModelConfig, path: Path) -> dict[str, QuantScheme]:
-        """The scheme of every module that a config.json quantizes, without the weights; see `read_codecs` for errors."""
+        """The scheme of every module that a config.json quantizes; weights are not needed.
+
+        Raises:
+            CheckpointError, UnsupportedError: see `read_codecs`.
+        """
         experts = {parameter.module for parameter in parameters(config) if parameter.expert is not None}
         apart = disk_tensors(config, experts)  # each expert has its own modules
         tensors = {tensor.module: tensor for tensor in apart if tensor.quantizable}

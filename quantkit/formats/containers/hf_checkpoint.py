@@ -21,12 +21,7 @@ from quantkit.files.source import SourceFile, damaged_file
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
 from quantkit.formats.codecs.codec import QuantMethod, RawModule, ReadAsFloats, ReadCodec
-from quantkit.formats.codecs.compressed_tensors import (
-    CompressedTensors,
-    Int8Activations,
-    packed_shapes,
-    read_here_alone,
-)
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors, packed_shapes, read_here_alone
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import by_small_floats, dequantized
 from quantkit.formats.codecs.small_floats import DequantizedTensor
@@ -104,7 +99,7 @@ class HFCheckpoint:
         self._method, codecs = read_codecs(raw, modules, self._config_path, methods, self._stored)
         if self.kv_cache is not None:
             as_stored = not any(isinstance(home, DequantizedTensor) for home in self._home.values())
-            own = self._method is not None and self._method.name in (CompressedTensors.name, Int8Activations.name)
+            own = isinstance(self._method, CompressedTensors)
             self.kv_cache = replace(self.kv_cache, rewritable=own and as_stored)
         self._codecs: dict[str, ReadCodec] = {}
         for module, codec in codecs.items():

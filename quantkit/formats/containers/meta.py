@@ -132,8 +132,7 @@ class MetaCheckpoint:
         self._paths = _contiguous(shard_paths(path), path)
         self._shards = [pth_io.open_file(p) for p in self._paths]
         self.notes += [note for shard in self._shards for note in shard.notes]
-        self._shapes = {name: tensor.shape for name, tensor in self._shards[0].tensors.items()}
-        self._dtypes = {name: tensor.dtype for name, tensor in self._shards[0].tensors.items()}
+        self._stored = self._shards[0].tensors
         self._weights = self._same_tensors([shard.tensors for shard in self._shards])
         self.embedding_axis = 1
         self.config = self._read_config(params, params_path)
@@ -159,7 +158,7 @@ class MetaCheckpoint:
 
     def info(self, name: str) -> TensorSpec:
         parameter = self._parameters[name]
-        return TensorSpec(name, parameter.shape, self._dtypes[meta_name(parameter)])
+        return TensorSpec(name, parameter.shape, self._stored[meta_name(parameter)].dtype)
 
     def files(self) -> list[SourceFile]:
         return [*(shard.source for shard in self._shards), self._params]
@@ -175,12 +174,12 @@ class MetaCheckpoint:
         stored, axis, copies = meta_name(parameter), self._axis(parameter), self._copies(parameter)
         pieces = [(self._shards[i : i + copies], part) for i in range(0, len(self._shards), copies)]
         if part is not None and part.axis == axis:
-            pieces = _overlaps([holders for holders, _ in pieces], self._shapes[stored][axis], part)
-        sizes = [self._shapes[stored][axis] if p is None or p.axis != axis else p.size for _, p in pieces]
+            pieces = _overlaps([holders for holders, _ in pieces], self._stored[stored].shape[axis], part)
+        sizes = [self._stored[stored].shape[axis] if p is None or p.axis != axis else p.size for _, p in pieces]
         shape = list(parameter.shape)
         if part is not None:
             shape[part.axis] = part.size
-        joined = self._dtypes[stored].empty(shape)
+        joined = self._stored[stored].dtype.empty(shape)
         start = 0
         for size, (holders, wanted) in zip(sizes, pieces, strict=True):
             target = joined.narrow(axis, start, size)
@@ -218,10 +217,10 @@ class MetaCheckpoint:
                 if strangers:
                     raise_unexpected(strangers, self._paths[0])
                 raise CheckpointError(f"tensor '{needed}' is missing", path=self._paths[0])
-        rows, width = self._shape(_EMBEDDING, 2)
-        query_rows, dim = self._shape(_QUERY, 2)
-        feed_forward, _ = self._shape(_GATE, 2)
-        dtype = self._dtypes[_QUERY]
+        rows, width = self._matrix_shape(_EMBEDDING)
+        query_rows, dim = self._matrix_shape(_QUERY)
+        feed_forward, _ = self._matrix_shape(_GATE)
+        dtype = self._stored[_QUERY].dtype
         if dtype not in FLOATS:
             raise UnsupportedError("weights are not stored as floats", path=self._paths[0], found=dtype)
         settings, stated = Settings(params, params_path), dim
@@ -251,9 +250,9 @@ class MetaCheckpoint:
         hint = "a shard is missing or stray"
         raise CheckpointError(f"{problem} of the tensors", path=self.path, found=found, expected=expected, hint=hint)
 
-    def _shape(self, name: str, dims: int) -> tuple[int, ...]:
-        shape = self._shapes[name]
-        if len(shape) != dims or 0 in shape:
+    def _matrix_shape(self, name: str) -> tuple[int, ...]:
+        shape = self._stored[name].shape
+        if len(shape) != 2 or 0 in shape:
             raise CheckpointError(f"tensor '{name}' has the wrong shape", path=self._paths[0], found=list(shape))
         return shape
 
@@ -263,8 +262,8 @@ class MetaCheckpoint:
             return True
         if self.embedding_axis == 0:
             return all(same_tensor(shard, _HEAD, shard, _EMBEDDING) for shard in self._shards)
-        shape, (rows, width), count = self._shapes[_HEAD], self._shapes[_EMBEDDING], len(self._shards)
-        if self._dtypes[_HEAD] != self._dtypes[_EMBEDDING] or len(shape) != 2:
+        shape, (rows, width), count = self._stored[_HEAD].shape, self._stored[_EMBEDDING].shape, len(self._shards)
+        if self._stored[_HEAD].dtype != self._stored[_EMBEDDING].dtype or len(shape) != 2:
             return False
         if (shape[0] * count, shape[1]) != (rows, width * count):
             return False
@@ -284,14 +283,14 @@ class MetaCheckpoint:
         if strangers:
             raise_unexpected(strangers, self._paths[0])
         found = {
-            parameter.name: TensorSpec(parameter.name, self._joined_shape(parameter, name), self._dtypes[name])
+            parameter.name: TensorSpec(parameter.name, self._joined_shape(parameter, name), self._stored[name].dtype)
             for name, parameter in known.items()
             if name in self._weights
         }
         require_complete(found, self.config, self.path)
 
     def _joined_shape(self, parameter: Parameter, name: str) -> tuple[int, ...]:
-        joined = list(self._shapes[name])
+        joined = list(self._stored[name].shape)
         if parameter.split_axis is not None and len(joined) == 2:
             axis = self._axis(parameter)
             joined[axis] = joined[axis] * len(self._paths) // self._replicas(parameter)
@@ -309,7 +308,7 @@ class MetaCheckpoint:
         if parameter.dims[0] != "kv":
             return 1
         shards, heads = len(self._shards), self.config.num_kv_heads
-        one_each = self._shapes[meta_name(parameter)][0] == self.config.head_dim
+        one_each = self._stored[meta_name(parameter)].shape[0] == self.config.head_dim
         return shards // heads if one_each and shards > heads and shards % heads == 0 else 1
 
     def _require_equal(self, name: str, one: TensorFile, other: TensorFile, part: TensorSlice | None) -> None:
