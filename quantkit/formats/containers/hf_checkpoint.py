@@ -89,8 +89,9 @@ class HFCheckpoint:
             self.extra_config = {k: v for k, v in raw.items() if k not in owned}
             self._read_headers(kind)
             self._take_kv_cache(raw)
-            if raw.get("dtype") is None and raw.get("torch_dtype") is None:
-                self._take_dtype()
+            dtypes = {tensor.dtype for tensor in self._stored.values()}
+            if raw.get("dtype") is None and raw.get("torch_dtype") is None and len(dtypes) == 1 and dtypes <= {*FLOATS}:
+                self.config = self.config.with_dtype(dtypes.pop().value)
             self._dequantize(raw)
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         tensors = {tensor.name: tensor for tensor in found_tensors(self.config, shapes, path)}
@@ -191,12 +192,6 @@ class HFCheckpoint:
         if found is None:
             return tensor.stacked is not None or (len(tensor.shape) == 2 and tensor.module in self._modules)
         return found.dtype not in FLOATS
-
-    def _take_dtype(self) -> None:
-        """If the config has no float type, use that of the tensors if all have the same."""
-        found = {str(tensor.dtype) for tensor in self._stored.values()}
-        if len(found) == 1 and (dtype := found.pop()) in FLOATS:
-            self.config = self.config.with_dtype(dtype)
 
     def _take_tensors(self, raw: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
         """Accept all tensors as the model's: floats, those that codecs may decode, and others; `stated` is the
@@ -317,12 +312,12 @@ class HFCheckpoint:
             self.notes.append(f"{self.path}: {len(unused)} biases that are all zero are left out: {unused[0]}")
         for name in unused:
             del stored[name]
-        return {name: self._float_spec(tensor) for name, tensor in stored.items()} | joined
-
-    def _float_spec(self, tensor: StoredTensor) -> TensorSpec:
-        home = self._home[tensor.name]
-        stored_as = home.stored_as if isinstance(home, DequantizedTensor) else None
-        return TensorSpec(tensor.name, tensor.shape, tensor.dtype, None, stored_as)
+        found = {}
+        for name, tensor in stored.items():
+            home = self._home[name]
+            stored_as = home.stored_as if isinstance(home, DequantizedTensor) else None
+            found[name] = TensorSpec(name, tensor.shape, tensor.dtype, None, stored_as)
+        return found | joined
 
 
 def index_path(folder: Path, kind: str) -> Path:

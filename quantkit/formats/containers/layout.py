@@ -53,8 +53,12 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
             sizes, numbers: the bytes of each, and the number of its file.
         """
         self.planned = planned
-        self._units, self._shard_of, self._offsets = units, numbers, offsets(sizes, numbers)
+        self._units, self._shard_of = units, numbers
         self._names: list[str] = []
+        self._offsets: list[int] = []  # after the header of the file
+        for index, number in enumerate(numbers):
+            same_file = index > 0 and numbers[index - 1] == number
+            self._offsets.append(self._offsets[-1] + sizes[index - 1] if same_file else 0)
         self._of_part: list[list[int]] = [[] for _ in planned]
         for number, unit in enumerate(units):
             for part in range(len(unit.tensor.places)):
@@ -136,12 +140,3 @@ def file_numbers(sizes: Iterable[int], max_bytes: int, *, first: int = 0, others
         numbers.append(number)
         filled += size
     return numbers
-
-
-def offsets(sizes: Sequence[int], numbers: Sequence[int]) -> list[int]:
-    """Where each tensor begins after the header of its file."""
-    found: list[int] = []
-    for index, number in enumerate(numbers):
-        same_file = index > 0 and numbers[index - 1] == number
-        found.append(found[-1] + sizes[index - 1] if same_file else 0)
-    return found

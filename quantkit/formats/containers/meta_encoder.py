@@ -90,11 +90,8 @@ class MetaEncoder(Encoder):
 
 
 def _require_divisible(config: ModelConfig, shards: int, embedding_axis: int) -> None:
-    sizes = {
-        "attention heads": config.num_heads,
-        "feed-forward width": config.intermediate_size,
-        "vocabulary": config.vocab_size,
-    }
+    sizes = {"attention heads": config.num_heads, "feed-forward width": config.intermediate_size}
+    sizes["vocabulary"] = config.vocab_size
     if embedding_axis == 1:
         sizes["hidden size"] = config.hidden_size
     for name, size in sizes.items():
