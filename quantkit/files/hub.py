@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quantkit.errors import CheckpointError, NoSpaceError, QuantkitError, RequestError, UnreachableError
+from quantkit.files.gguf_types import split_stem
 from quantkit.files.hub_answers import COMMIT, HubFile, announced_file, checked_answers, checked_commit, files_by_name
 from quantkit.files.hub_cache import CachedModel
 from quantkit.json_values import shown
@@ -55,7 +56,6 @@ _WEIGHTS = (  # the first kind that a folder has is read
     re.compile(r"pytorch_model[^/]*\.bin(\.index\.json)?"),
     re.compile(r"consolidated\.\d+\.pth"),
 )
-_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,11 @@ def needed_files(names: Collection[str], model: HubModel) -> list[str]:
     models: dict[str, list[str]] = {}  # files of GGUF models; the parts of a split model together
     for name in sorted(names):
         if name.lower().endswith(".gguf"):
-            models.setdefault(_SPLIT.sub("", name), []).append(name)
+            models.setdefault(split_stem(name) or name, []).append(name)
     if model.file is not None:
         if model.file not in names:
             raise RequestError("the repository has no such file", path=str(model), found=shown(model.file))
-        return models[_SPLIT.sub("", model.file)]
+        return models[split_stem(model.file) or model.file]
     for kind in _WEIGHTS:
         found = [name for name in names if kind.fullmatch(name)]
         if not all(name.endswith(_INDEX) for name in found):

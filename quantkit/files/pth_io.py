@@ -200,10 +200,6 @@ class Record:
     crc: int
     stored: bool
 
-    @property
-    def stop(self) -> int:
-        return self.start + self.size
-
 
 class ZipRecords:
     """All records of a zip file, by name.
@@ -235,7 +231,8 @@ class ZipRecords:
             position = record.start + info.compress_size
         self.checksums: list[Checksum] | None = None
         if any(record.crc for record in self.records.values()):
-            self.checksums = [Checksum(r.name, r.start, r.stop, r.crc) for r in self.records.values() if r.stored]
+            stored = [record for record in self.records.values() if record.stored]
+            self.checksums = [Checksum(one.name, one.start, one.start + one.size, one.crc) for one in stored]
 
     def _require_plain(self, listed: list[zipfile.ZipInfo], directory: int) -> None:
         """Refuse a directory with comments, of several disks, or not at the end of the file: torch writes none, and

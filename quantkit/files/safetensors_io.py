@@ -45,8 +45,11 @@ def open_file(path: Path) -> TensorFile:
         found = f"a header of {length} bytes in a file of {source.size}"
         raise damaged_file("is not a safetensors file, or is truncated", path, found, f"at most {_MAX_HEADER}")
     try:
-        entries, metadata = _entries(source.read(8, length))
-        listed = sorted((_listed(name, entry) for name, entry in entries.items()), key=lambda item: item[:2])
+        header = json.loads(source.read(8, length).decode(), object_pairs_hook=_distinct)
+        metadata = header.pop("__metadata__", None)
+        if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("__metadata__ holds other values than strings")
+        listed = sorted((_listed(name, entry) for name, entry in header.items()), key=lambda item: item[:2])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"has an invalid safetensors header: {error!r:.200}", path=path) from error
     views, position, available = {}, 0, source.size - 8 - length
@@ -62,7 +65,7 @@ def open_file(path: Path) -> TensorFile:
     if position != available:
         what = "is truncated" if position > available else "has bytes after its last tensor"
         raise damaged_file(what, path, f"{available} bytes of data", position)
-    return TensorFile(source, views, metadata=metadata)
+    return TensorFile(source, views, metadata=metadata or {})
 
 
 def require_readable(path: Path) -> None:
@@ -83,14 +86,6 @@ def _listed(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]
     name.encode()  # half of a surrogate pair would not print
     begin, end = map(size_number, entry["data_offsets"])
     return begin, end, name, str(entry["dtype"]), sizes(entry["shape"])
-
-
-def _entries(raw: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    header = json.loads(raw.decode(), object_pairs_hook=_distinct)
-    metadata = header.pop("__metadata__", None)
-    if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("__metadata__ holds other values than strings")
-    return header, metadata or {}
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

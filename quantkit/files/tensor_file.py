@@ -48,11 +48,6 @@ class View:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def span(self) -> int:
-        """The number of elements from the first to the last in the file."""
-        return extent(self.shape, self.stride)
-
     def narrow(self, axis: int, start: int, length: int) -> View:
         """Part of an axis."""
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
@@ -179,7 +174,7 @@ class TensorFile:
     def _fill(self, target: Tensor, view: View) -> None:
         if target.numel() == 0:
             return
-        span = view.span
+        span = extent(view.shape, view.stride)
         if target.is_contiguous() and view.stride == target.stride():
             self.source.read_into(view.start, _bytes(target))
         elif span * view.dtype.itemsize <= BUFFER_BYTES:

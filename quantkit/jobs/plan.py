@@ -31,9 +31,9 @@ from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.container import Encoder
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
-from quantkit.formats.output.destination import output_files
+from quantkit.formats.output.destination import output_files, require_space
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
-from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build, require_space
+from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build
 from quantkit.jobs.convert import Conversion, plan_conversion
 from quantkit.jobs.convert_options import ConvertOptions
 from quantkit.jobs.option_fields import called_with

@@ -39,13 +39,8 @@ class HuggingFace(Container):
     native: QuantMethod
 
     def __init__(self, methods: Mapping[str, QuantMethod], native: QuantMethod) -> None:
-        """
-        Args:
-            methods: by ``quant_method``.
-            native: the one that is written by default.
-        """
-        self.methods = methods
-        self.native = native
+        """`methods` are those that are read, by ``quant_method``; `native` is written by default."""
+        self.methods, self.native = methods, native
 
     def present(self, path: Path) -> list[str]:
         return weight_kinds(path) if path.is_dir() else []

@@ -85,7 +85,11 @@ class Meta(Container):
         original = folder / _TOKENIZER
         names = (_TOKENIZER,) if original.is_file() else ("tokenizer.json", "tokenizer_config.json")
         if original.is_file() and (folder / "tokenizer.json").is_file():
-            _require_same_tokens(folder, original)
+            used, stated = load_tokenizer(folder), original_tokenizer(original)
+            if (difference := first_difference(stated, used, gate_texts().values())) is not None:
+                problem, hint = "tokenizer.model is another tokenizer than tokenizer.json", "remove the one that is not"
+                found = f"a difference in {difference}"
+                raise CheckpointError(problem, path=original, found=found, hint=f"{hint} the model's")
         files.update(present(folder, names + OTHER_FILES[1:]))
         return with_templates(files, output.templates, in_settings=not original.is_file())
 
@@ -94,14 +98,6 @@ class Meta(Container):
         if output.tokenizer is None or (folder / _TOKENIZER).is_file():
             return []
         return [f"{folder}: has no tokenizer.model; tokenizer.json is written in its place"]
-
-
-def _require_same_tokens(folder: Path, path: Path) -> None:
-    used, original = load_tokenizer(folder), original_tokenizer(path)
-    difference = first_difference(original, used, gate_texts().values())
-    if difference is not None:
-        problem, found = "tokenizer.model is another tokenizer than tokenizer.json", f"a difference in {difference}"
-        raise CheckpointError(problem, path=path, found=found, hint="remove the one that is not the model's")
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -189,7 +185,9 @@ class MetaCheckpoint:
             else:
                 target.copy_(to_rotate_half(holders[0].read(stored, wanted), self.config.head_dim))
             for other in holders[1:]:
-                self._require_equal(stored, holders[0], other, wanted)
+                if not holders[0].read(stored, wanted).equal(other.read(stored, wanted)):
+                    problem = f"tensor '{stored}' must be the same in every shard that holds it and is not"
+                    raise CheckpointError(problem, path=self.path, hint=_OTHER_MODEL)
         return joined
 
     def _same_tensors(self, shards: Sequence[Mapping[str, StoredTensor]]) -> set[str]:
@@ -310,11 +308,6 @@ class MetaCheckpoint:
         shards, heads = len(self._shards), self.config.num_kv_heads
         one_each = self._stored[meta_name(parameter)].shape[0] == self.config.head_dim
         return shards // heads if one_each and shards > heads and shards % heads == 0 else 1
-
-    def _require_equal(self, name: str, one: TensorFile, other: TensorFile, part: TensorSlice | None) -> None:
-        if not one.read(name, part).equal(other.read(name, part)):
-            problem = f"tensor '{name}' must be the same in every shard that holds it and is not"
-            raise CheckpointError(problem, path=self.path, hint=_OTHER_MODEL)
 
 
 def meta_name(parameter: Parameter) -> str:

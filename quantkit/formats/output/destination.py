@@ -15,8 +15,11 @@ from typing import BinaryIO
 
 from quantkit.errors import DestinationError, NoSpaceError, ResumeError
 from quantkit.files.gguf_types import GGUF, STEM, split_stem
+from quantkit.memory import size_text
 
 MANIFEST = "quantkit.json"
+SPACE_MARGIN = 16 << 20
+"""Bytes of the disk that an output leaves free."""
 _HERE = -100  # AT_FDCWD
 _NO_REPLACE = 1
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -115,6 +118,19 @@ def require_absent(dst: Path) -> None:
     if exists:
         hint = "choose another name or remove it"
         raise DestinationError("exists already; nothing is overwritten", path=dst, hint=hint)
+
+
+def require_space(folder: Path, needed_bytes: int, spare_bytes: int = SPACE_MARGIN) -> None:
+    """Raise a `NoSpaceError` if the disk of a folder, which need not exist, has less free space than needed and spare
+    bytes together."""
+    with destination_errors(folder):
+        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+        disk = shutil.disk_usage(existing)
+    if disk.total == 0:  # such as /proc
+        raise DestinationError("cannot be written: it is on no disk", path=folder.parent)
+    if disk.free < needed_bytes + spare_bytes:
+        found, expected = f"{size_text(disk.free)} free", size_text(needed_bytes + spare_bytes)
+        raise NoSpaceError("too little space on the disk", path=folder.parent, found=found, expected=expected)
 
 
 def sync_folder(path: Path) -> None:

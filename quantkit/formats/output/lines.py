@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from quantkit.formats.output.destination import destination_errors, not_ours, placed_as
-from quantkit.formats.output.staging import SPACE_MARGIN, Staging, mark_kept
+from quantkit.formats.output.destination import SPACE_MARGIN, destination_errors, not_ours, placed_as
+from quantkit.formats.output.staging import Staging, mark_kept
 from quantkit.json_values import finite
 
 NAME = "lines.jsonl"

@@ -13,18 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import (
-    CheckpointError,
-    DestinationError,
-    InterruptedRunError,
-    NoSpaceError,
-    QuantkitError,
-    RequestError,
-    ResumeError,
-)
+from quantkit.errors import CheckpointError, DestinationError, InterruptedRunError, RequestError, ResumeError
 from quantkit.files.gguf_types import GGUF, split_stem
 from quantkit.files.hub import PREFIX as HUB_PREFIX
 from quantkit.formats.output.destination import (
+    SPACE_MARGIN,
     OwnFolder,
     destination_errors,
     in_the_way,
@@ -32,20 +25,18 @@ from quantkit.formats.output.destination import (
     not_ours,
     placed_as,
     require_absent,
+    require_space,
     sync_folder,
 )
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import WRITER, Journal, being_written, fingerprint_in, in_use
 from quantkit.formats.output.placed_files import ENTRY, PlacedFiles
-from quantkit.memory import size_text
 
 SCRATCH = ".activations"
 """The first part of the names of folders that only the run that made them uses."""
 _SUFFIX = ".partial"
 _KEPT = "is kept: add `resume=True`"
 _JOBS = ("convert", "quantize")
-SPACE_MARGIN = 16 << 20
-"""Bytes of the disk that an output leaves free."""
 
 
 class Staging:
@@ -272,11 +263,12 @@ def require_finished(model: Path, manifest: str) -> None:
     renamed = not folder.name.endswith(_SUFFIX) and os.path.isfile(folder / manifest)
     if renamed or not os.path.isfile(folder / JOURNAL):
         return
-    problem = None
-    with contextlib.suppress(QuantkitError), contextlib.closing(OwnFolder(folder)) as held:  # it may be another user's
-        problem = being_written(held)
-    if problem:
-        raise CheckpointError(problem, hint="it is no model yet; wait until it is done")
+    writer = None
+    refused = contextlib.suppress(DestinationError, ResumeError)  # it may be another user's folder
+    with refused, contextlib.closing(OwnFolder(folder)) as held:
+        writer = being_written(held)
+    if writer:
+        raise CheckpointError(writer, hint="it is no model yet; wait until it is done")
     job = fingerprint_in(folder).get("job")
     problem = f"is no model yet but what an interrupted run{f' of {job}' if job in _JOBS else ''} left"
     raise CheckpointError(problem, path=folder, hint="add `resume=True` to the command that began it")
@@ -295,19 +287,6 @@ def kept(error: BaseException | None) -> str | None:
                 return str(note)
         error = error.__cause__ or error.__context__
     return None
-
-
-def require_space(folder: Path, needed_bytes: int, spare_bytes: int = SPACE_MARGIN) -> None:
-    """Raise a `NoSpaceError` if the disk of a folder, which need not exist, has less free space than needed and spare
-    bytes together."""
-    with destination_errors(folder):
-        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
-        disk = shutil.disk_usage(existing)
-    if disk.total == 0:  # such as /proc
-        raise DestinationError("cannot be written: it is on no disk", path=folder.parent)
-    if disk.free < needed_bytes + spare_bytes:
-        found, expected = f"{size_text(disk.free)} free", size_text(needed_bytes + spare_bytes)
-        raise NoSpaceError("too little space on the disk", path=folder.parent, found=found, expected=expected)
 
 
 def partial_folder(dst: Path) -> Path:
