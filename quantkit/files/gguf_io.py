@@ -53,7 +53,6 @@ class GgufHeader:
     """
 
     source: SourceFile
-    version: int
     alignment: int
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
@@ -76,7 +75,7 @@ def read_header(path: Path) -> GgufHeader:
     if source.read(0, min(source.size, 4)) != MAGIC:
         raise damaged_file("is not a GGUF file", path)
     cursor = _Cursor(source)
-    version = _version(cursor)
+    _require_known_version(cursor)
     tensor_count, key_count = cursor.word(_LENGTH), cursor.word(_LENGTH)
     metadata: dict[str, Any] = {}
     cursor.require(key_count, 13, f"{key_count} metadata keys")
@@ -94,7 +93,7 @@ def read_header(path: Path) -> GgufHeader:
     cursor.require(tensor_count, 24, f"{tensor_count} tensors")
     listed = [_listed(cursor) for _ in range(tensor_count)]
     tensors = _placed(listed, _padded(cursor.position, alignment), alignment, cursor)
-    return GgufHeader(source, version, alignment, metadata, tensors, _split(metadata, path))
+    return GgufHeader(source, alignment, metadata, tensors, _split(metadata, path))
 
 
 def build_header(metadata: Mapping[str, Any], tensors: Sequence[GgufTensor], alignment: int = ALIGNMENT) -> bytes:
@@ -214,7 +213,7 @@ class _Cursor:
         return list(map(bool, values))
 
 
-def _version(cursor: _Cursor) -> int:
+def _require_known_version(cursor: _Cursor) -> None:
     version = cursor.word(_WORD, "the version")
     path = cursor.source.path
     if version & 0xFFFF == 0 and version:
@@ -223,7 +222,6 @@ def _version(cursor: _Cursor) -> int:
     if version not in _VERSIONS:
         problem, hint = "is of a version of GGUF that is not read", "download a newer file of the model"
         raise UnsupportedError(problem, path=path, found=version, expected=" or ".join(map(str, _VERSIONS)), hint=hint)
-    return version
 
 
 def _listed(cursor: _Cursor) -> GgufTensor:

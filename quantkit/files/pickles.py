@@ -28,7 +28,6 @@ _STORAGES = {
     "UntypedStorage": DType.UINT8, "QInt8Storage": DType.QINT8, "QUInt8Storage": DType.QUINT8,
     "QInt32Storage": DType.QINT32, "QUInt4x2Storage": DType.QUINT4X2, "QUInt2x4Storage": DType.QUINT2X4,
 }  # fmt: skip
-_DTYPES = {dtype.value: dtype for dtype in DType}
 _STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
 # What torch builds without running code of the file, other than plain tensors.
 _OTHERS = {
@@ -85,8 +84,7 @@ class Unpickler:
     """
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
-        self._file = file
-        self._path = path
+        self._file, self._path = file, path
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
@@ -148,23 +146,17 @@ class Unpickler:
         self._push(values)
 
     def _global(self, argument: str) -> None:
-        module, name = argument.split(" ", 1)
-        full = f"{module}.{name}"
-        found: Any = _FUNCTIONS.get(full)
-        if module in _STORAGE_MODULES and name in _STORAGES:
-            found = _STORAGES[name]
-        elif module == "torch" and name in _DTYPES:
-            found = _DTYPES[name]
-        if found is None:
+        name = argument.replace(" ", ".", 1)
+        if name not in _GLOBALS:
             raise CheckpointError(
                 "holds objects other than tensors; loading it could run code, so it is refused", path=self._path,
-                found=f"{full[:80]!r}", expected="a dictionary of tensors", hint="use a safetensors file",
+                found=f"{name[:80]!r}", expected="a dictionary of tensors", hint="use a safetensors file",
             )  # fmt: skip
-        self._push(found)
+        self._push(_GLOBALS[name])
 
     def _reduce(self) -> None:
         arguments, function = self._pop(tuple), self._stack.pop()
-        self._push(function(*arguments))  # a pickle gets no other callables than `_FUNCTIONS`
+        self._push(function(*arguments))  # a pickle gets no other callables than `_GLOBALS`
 
     def _build(self) -> None:
         self._stack.pop()  # attributes, such as the versions of modules
@@ -234,6 +226,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {name: lambda *arguments, _name=name
     "torch._utils._rebuild_parameter_with_state": lambda data, *rest: data,
     "torch._tensor._rebuild_from_type_v2": _with_attributes,
 }
+_GLOBALS: dict[str, Any] = _FUNCTIONS | {f"torch.{dtype}": dtype for dtype in DType}
+_GLOBALS |= {f"{module}.{name}": _STORAGES[name] for module in _STORAGE_MODULES for name in _STORAGES}
 _OPCODES: dict[str, Callable[[Unpickler, Any], object]] = {
     "PROTO": lambda u, _: None,
     "NONE": Unpickler._push,

@@ -82,9 +82,8 @@ def _open_zip(source: SourceFile) -> TensorFile:
     for key, storage in unpickler.storages.items():
         record = records.stored(f"{top}/data/{key}")
         if record.size != storage.nbytes:
-            raise damaged_file(
-                f"record '{record.name}' has the wrong size", path, f"{record.size} bytes", storage.nbytes
-            )
+            problem = f"record '{record.name}' has the wrong size"
+            raise damaged_file(problem, path, f"{record.size} bytes", storage.nbytes)
         starts[key] = record.start
     source.checksums = records.checksums or ()
     unchecked = f"{path}: was written without checksums, so damage to its weights cannot be detected"

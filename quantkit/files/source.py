@@ -44,10 +44,7 @@ class SourceFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            CheckpointError: if it is missing, is not a regular file, or cannot be opened.
-        """
+        """Raise a `CheckpointError` if it is missing, is not a regular file, or cannot be opened."""
         self.path = path
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a FIFO must not block
@@ -71,10 +68,7 @@ class SourceFile:
         return self.path.name, self.size, self._modified, digest.hexdigest()
 
     def require_unchanged(self) -> None:
-        """
-        Raises:
-            CheckpointError: if the path now leads to another file, or to none.
-        """
+        """Raise a `CheckpointError` if the path now leads to another file, or to none."""
         try:
             found = self.path.stat()
         except OSError as error:

@@ -106,13 +106,8 @@ class TensorFile:
         self, source: SourceFile, views: Mapping[str, View], notes: Sequence[str] = (),
         metadata: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """
-        Args:
-            views: of all tensors, within the file.
-
-        Raises:
-            CheckpointError: if a tensor, by repeating elements, is larger than the file.
-        """
+        """The views are of all tensors, and within the file; a `CheckpointError` if a tensor, by repeating elements, is
+        larger than the file."""
         self.source = source
         self.notes = notes
         self.metadata = metadata

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ class Writer:
             raise RuntimeError(f"a checkpoint among the parts of one tensor on disk, after {self._next} tensors")
         sizes = self._sink.sync()
         point = SafePoint(self._next, sizes, self._sink.hashes(), self._encoder.state(), self._unsaved_records)
-        self._staging.record(point.to_json())
+        self._staging.record(asdict(point))
         self.records.update(self._unsaved_records)
         self._unsaved_records = {}
         self._unsaved_bytes = 0

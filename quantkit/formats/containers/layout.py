@@ -47,11 +47,7 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
     def __init__(
         self, planned: Sequence[TensorSpec], units: Sequence[_Unit], sizes: Sequence[int], numbers: Sequence[int]
     ) -> None:
-        """
-        Args:
-            units: in the order of the files.
-            sizes, numbers: the bytes of each, and the number of its file.
-        """
+        """The units are in the order of the files, with the bytes of each, and the number of its file."""
         self.planned = planned
         self._units, self._shard_of = units, numbers
         self._names: list[str] = []

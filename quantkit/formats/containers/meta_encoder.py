@@ -25,10 +25,7 @@ class MetaEncoder(Encoder):
     rearranges = True
 
     def __init__(self, planned: Sequence[TensorSpec], config: ModelConfig, shards: int, *, embedding_axis: int) -> None:
-        """
-        Raises:
-            RequestError: if the shards do not divide the heads, the feed-forward width or the vocabulary.
-        """
+        """Raise a `RequestError` if the shards do not divide the heads, the feed-forward width or the vocabulary."""
         self.planned = planned
         self._config, self._shards, self._axis = config, shards, embedding_axis
         # With the head even if it is tied: readers of Meta's format expect it.

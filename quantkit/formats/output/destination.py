@@ -102,13 +102,12 @@ def placed_as(old: Path, new: Path) -> None:
         DestinationError: if the name is in use by now, or the system refuses.
     """
     try:
-        with destination_errors(new):
-            rename_new(old, new)
-    except DestinationError as error:
-        if not isinstance(error.__cause__, FileExistsError):
-            raise
+        rename_new(old, new)
+    except FileExistsError as error:
         hint = "move it away and repeat it with `resume=True`"
         raise DestinationError("appeared while writing; nothing is overwritten", path=new, hint=hint) from error
+    except OSError as error:
+        raise destination_error(error, new) from error
 
 
 def require_absent(dst: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -171,12 +171,9 @@ class SafePoint:
     state: Any
     records: dict[str, dict[str, Any]]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any], planned: Collection[str], files: Collection[str]) -> SafePoint:
-        """Read what `to_json` returned.
+        """Read what `asdict` returned.
 
         Args:
             planned, files: the names of the tensors of the output, and of its files of weights.

@@ -26,11 +26,7 @@ class PlacedFiles:
     """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        """
-        Args:
-            folder: their final folder.
-            names: of the files, in the order of the renames.
-        """
+        """The final folder, and the names of the files in the order of the renames."""
         self._folder, self._names, self.complete = folder, names, False
 
     def require_absent(self) -> None:

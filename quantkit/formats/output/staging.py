@@ -156,11 +156,8 @@ class Staging:
         for name in names:
             self.folder.size(name)
         if strange := sorted({*names} - {*files, JOURNAL}):
-            problem, hint = (
-                "is no part of the output, which is complete",
-                "move it away and repeat it with `resume=True`",
-            )
-            raise DestinationError(problem, path=self.path / strange[0], hint=hint)
+            problem, again = "is no part of the output, which is complete", "repeat it with `resume=True`"
+            raise DestinationError(problem, path=self.path / strange[0], hint=f"move it away and {again}")
         if gone := sorted({*files} - {*names}):
             raise DestinationError("has gone since it was written", path=self.path / gone[0])
         self.require_in_place()
