@@ -176,7 +176,7 @@ class _Cursor:
         try:
             return self._piece[place : place + length].decode()
         except UnicodeDecodeError as error:
-            self.fail(f"{what} is no UTF-8: {error.reason}")
+            self.fail(f"{what} is not UTF-8: {error.reason}")
 
     def value(self, key: str) -> Any:
         what = f"the value of '{key:.80}'"

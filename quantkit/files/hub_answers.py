@@ -152,7 +152,7 @@ def _install(file_download: Any) -> None:
             checked_commit(found.commit_hash, expected.path, expected.commit)
         file, etag = expected.file, found.etag
         if file is None and etag is not None and not _ETAG.fullmatch(etag):
-            raise _refused("has an ETag that is no name of a file", expected.path, etag)
+            raise _refused("has an ETag that is not the name of a file", expected.path, etag)
         if file is not None and etag != file.digest:
             raise _refused(f"has the wrong ETag for {shown(file.name)}", expected.path, etag, file.digest)
         if file is not None and found.size not in (None, file.size):

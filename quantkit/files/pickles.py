@@ -166,7 +166,7 @@ class Unpickler:
     def _storage(self) -> None:
         kind, dtype, key, _, count, *view = self._pop(tuple)
         if kind != "storage" or not isinstance(dtype, DType) or type(key) not in (str, int):
-            raise TypeError("a persistent id that is no storage")
+            raise TypeError("a persistent id that is not a storage")
         if any(part is not None for part in view):
             raise ValueError("a storage is part of another, as torch wrote them before version 0.4")
         storage = Storage(str(key), dtype, size_number(count))

@@ -154,9 +154,9 @@ def _named_tensors(value: Any, path: Path) -> dict[str, Reference]:
         raise CheckpointError("does not hold a dictionary of tensors", path=path, found=type(value).__name__)
     for name, tensor in value.items():
         if isinstance(name, str) and isinstance(tensor, Other):
-            raise UnsupportedError(f"entry {name!r:.80} is no plain tensor", path=path, found=tensor.name)
+            raise UnsupportedError(f"entry {name!r:.80} is not a plain tensor", path=path, found=tensor.name)
         if not isinstance(name, str) or not isinstance(tensor, Reference):
-            raise CheckpointError(f"entry {name!r:.80} is no tensor", path=path, found=type(tensor).__name__)
+            raise CheckpointError(f"entry {name!r:.80} is not a tensor", path=path, found=type(tensor).__name__)
     return value
 
 

@@ -197,7 +197,7 @@ def same_tensor(one: Home, name: str, other: Home, other_name: str) -> bool:
 def sizes(value: object) -> tuple[int, ...]:
     """A shape or strides from a file; a `ValueError` if it is not a list of at most 64 sizes."""
     if not isinstance(value, (list, tuple)) or len(value) > _MAX_DIMS:
-        raise ValueError("a shape is no short list")
+        raise ValueError("a shape is not a short list")
     return tuple(size_number(size) for size in value)
 
 

@@ -411,8 +411,8 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
     [
         ([torch.zeros(2)], ("does not hold a dictionary of tensors", "found list")),
         ({}, ("does not hold a dictionary of tensors",)),
-        ({"epoch": 3, "norm.weight": torch.zeros(2)}, ("entry 'epoch' is no tensor", "found int")),
-        ({0: torch.zeros(2)}, ("entry 0 is no tensor",)),
+        ({"epoch": 3, "norm.weight": torch.zeros(2)}, ("entry 'epoch' is not a tensor", "found int")),
+        ({0: torch.zeros(2)}, ("entry 0 is not a tensor",)),
     ],
     ids=["list", "empty", "number", "key"],
 )

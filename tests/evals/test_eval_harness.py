@@ -247,7 +247,7 @@ def test_a_hub_that_writes_outside_its_cache_is_refused(tmp_path: Path, monkeypa
 
         monkeypatch.setattr(tasks, "_manager", lambda: SimpleNamespace(task_index={"some": None}, load=load))
         monkeypatch.setattr(tasks, "_hub_answers", lambda: True)
-        with pytest.raises(CheckpointError, match="an ETag that is no name"), open_tasks(["some"], None):
+        with pytest.raises(CheckpointError, match="an ETag that is not the name"), open_tasks(["some"], None):
             pass
     assert list(tmp_path.rglob("*evil*")) == []
     assert dict(vars(file_download)) == before

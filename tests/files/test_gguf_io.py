@@ -106,7 +106,7 @@ def _named(name: bytes) -> bytes:
         (_patched(8, struct.pack("<Q", 4)), CheckpointError, "a tensor is named ''"),
         (_patched(16, struct.pack("<Q", 2**60)), CheckpointError, "1152921504606846976 metadata keys"),
         (_patched(24, struct.pack("<Q", 2**63)), CheckpointError, "a metadata key of 9223372036854775808 bytes"),
-        (_patched(32, b"\xff"), CheckpointError, "no UTF-8"),
+        (_patched(32, b"\xff"), CheckpointError, "not UTF-8"),
         (_patched(32, b"\n"), CheckpointError, "a metadata key is"),
         (_after(b"general.architecture", b"\x0d"), CheckpointError, "unknown type 13"),
         (_after(b"tokens", b"\x09", 4), CheckpointError, "array of arrays"),

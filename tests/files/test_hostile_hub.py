@@ -433,8 +433,8 @@ DATASETS: dict[str, tuple[Hostile, str]] = {
     "sha_number": (_info(sha=7), _COMMIT),
     "second_sha_climbs": (_second_sha("../../../../EVIL"), "leads to an address that is none of a file"),
     "second_sha_absolute": (_second_sha("ROOT/EVIL"), "leads to an address that is none of a file"),
-    "etag_climbs": (_headers(ETag='"../../../../EVIL"'), "an ETag that is no name"),
-    "etag_absolute": (_headers(ETag='"ROOT/EVIL"'), "an ETag that is no name"),
+    "etag_climbs": (_headers(ETag='"../../../../EVIL"'), "an ETag that is not the name"),
+    "etag_absolute": (_headers(ETag='"ROOT/EVIL"'), "an ETag that is not the name"),
     "commit_climbs": (_headers(X_Repo_Commit="../../../../EVIL"), _COMMIT),
     "commit_of_missing": (
         Hostile(headers=lambda path, headers: {**headers, "X-Repo-Commit": COMMIT if path in DATA else "../../EVIL"}),

@@ -94,7 +94,7 @@ def test_other_kinds_of_tensors_are_refused_by_name(kind: str, tmp_path: Path) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.save({"odd": ODD[kind]()}, tmp_path / "a.pth")
-    with pytest.raises(UnsupportedError, match="entry 'odd' is no plain tensor"):
+    with pytest.raises(UnsupportedError, match="entry 'odd' is not a plain tensor"):
         pth_io.open_file(tmp_path / "a.pth")
 
 

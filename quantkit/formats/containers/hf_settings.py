@@ -41,7 +41,7 @@ def read_codecs(
     if raw.get(SETTINGS) is None:
         return None, {}
     if not isinstance(raw[SETTINGS], dict):
-        raise CheckpointError(f"{SETTINGS} is no object", path=path, found=shown(raw[SETTINGS]))
+        raise CheckpointError(f"{SETTINGS} is not an object", path=path, found=shown(raw[SETTINGS]))
     settings = Settings(raw[SETTINGS], path, SETTINGS)
     name = method_in(settings)
     if name is not None and name in methods:

@@ -156,7 +156,7 @@ class Staging:
         for name in names:
             self.folder.size(name)
         if strange := sorted({*names} - {*files, JOURNAL}):
-            problem, again = "is no part of the output, which is complete", "repeat it with `resume=True`"
+            problem, again = "is not part of the output, which is complete", "repeat it with `resume=True`"
             raise DestinationError(problem, path=self.path / strange[0], hint=f"move it away and {again}")
         if gone := sorted({*files} - {*names}):
             raise DestinationError("has gone since it was written", path=self.path / gone[0])
@@ -198,7 +198,7 @@ def require_name(dst: Path) -> None:
             name of an unfinished output or of a part of a model, or ends in ``.GGUF``.
     """
     if dst.name in ("", "..") or "\0" in dst.name:
-        problem, hint = "the destination is no name for a new folder", "name a folder that is not there"
+        problem, hint = "the destination is not a name for a new folder", "name a folder that is not there"
         raise RequestError(problem, found=repr(str(dst)), hint=hint)
     if str(dst).startswith(HUB_PREFIX):
         raise RequestError("the destination is a name on a hub", found=dst, expected="a folder to make")

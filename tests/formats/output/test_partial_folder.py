@@ -253,7 +253,7 @@ def test_only_what_is_listed_is_shipped(demo_model: Path, tmp_path: Path) -> Non
     def progress(phase: str, done: int, total: int, unit: str) -> None:
         (partial(dst) / "notes.txt").write_text("mine")
 
-    with pytest.raises(DestinationError, match=r"notes\.txt: is no part of the output.*`resume=True`"):
+    with pytest.raises(DestinationError, match=r"notes\.txt: is not part of the output.*`resume=True`"):
         quantkit.convert(demo_model, dst, source_check=False, progress=progress)
     assert not dst.exists()
     (partial(dst) / "notes.txt").rename(tmp_path / "notes.txt")
