@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,7 @@ from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
-from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.checkpoint import Checkpoint, CheckpointView, schemes
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -197,7 +196,7 @@ def require_same_checkpoint(checkpoint: Checkpoint, group: ProcessGroup) -> None
     group.require_same(facts)
 
 
-class CheckpointShard:
+class CheckpointShard(CheckpointView):
     """A view of a checkpoint with one process's slices; of the file it reads only these.
 
     The bias of a row-parallel linear is the first process's; the others see zeros, so that it is added once.
@@ -205,16 +204,9 @@ class CheckpointShard:
     """
 
     def __init__(self, source: Checkpoint, split: Split) -> None:
-        self._source = source
+        super().__init__(source, split.config)
         self._split = split
         self._parameters = {parameter.name: parameter for parameter in parameters(source.config)}
-        self.config = split.config
-        self.path, self.format = source.path, source.format
-        self.extra_config: Mapping[str, Any] = source.extra_config
-        self.notes = source.notes
-
-    def names(self) -> list[str]:
-        return self._source.names()
 
     def info(self, name: str) -> TensorSpec:
         info, part = self._source.info(name), self._slice(name)
@@ -239,9 +231,6 @@ class CheckpointShard:
             return part.of_weight(self._own(name))
         rows = self._source.load(name, own.rows(start, there))
         return rows if there == stop else _filled(rows, stop - there)
-
-    def files(self) -> list[SourceFile]:
-        return self._source.files()
 
     def _own(self, name: str) -> Tensor | QuantTensor:
         value = self._source.load(name, self._slice(name))

@@ -21,8 +21,7 @@ from quantkit.data.files import excerpt
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import Folder
 from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError
-from quantkit.files.source import SourceFile
-from quantkit.formats.checkpoint import Checkpoint, parameter_count, schemes
+from quantkit.formats.checkpoint import Checkpoint, CheckpointView, parameter_count, schemes
 from quantkit.formats.containers.meta import to_interleaved, to_rotate_half
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
@@ -32,7 +31,6 @@ from quantkit.quality.figures import mean_estimate
 from quantkit.quality.measures import token_losses
 from quantkit.quality.source_check import SourceCheck, check_source
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.tokenizer import Tokenizer
 
@@ -163,7 +161,7 @@ def _frequency_loss(tokenizer: Tokenizer, windows: Tensor) -> float:
     return -sum(math.log((rest[one] + unseen) / (count + distinct)) for one in targets) / len(targets)
 
 
-class _Reading:
+class _Reading(CheckpointView):
     """A checkpoint, read with other settings than its config has, which `what` names.
 
     `reorder` brings rows [heads * head_dim, ...] of queries and keys into another order; its second argument is the
@@ -174,17 +172,9 @@ class _Reading:
         self, what: str, source: Checkpoint, config: ModelConfig | None = None,
         reorder: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.what, self._source, self._reorder = what, source, reorder
-        self.config = source.config if config is None else config
+        super().__init__(source, config)
+        self.what, self._reorder = what, reorder
         self._rotary = {one.name for one in parameters(self.config) if one.rotary} if reorder else set()
-        self.path, self.format = source.path, source.format
-        self.extra_config, self.notes = source.extra_config, source.notes
-
-    def names(self) -> list[str]:
-        return self._source.names()
-
-    def info(self, name: str) -> TensorSpec:
-        return self._source.info(name)
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         if self._reorder is None or name not in self._rotary:
@@ -193,9 +183,6 @@ class _Reading:
         rows = value.dequantize() if isinstance(value, QuantTensor) else value
         rows = self._reorder(rows, self.config.head_dim)
         return rows if part is None else part.of(rows)
-
-    def files(self) -> list[SourceFile]:
-        return self._source.files()
 
 
 def _readings(source: Checkpoint) -> Iterator[_Reading]:

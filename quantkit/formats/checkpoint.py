@@ -55,6 +55,27 @@ class Checkpoint(Protocol):
         ...
 
 
+class CheckpointView:
+    """A checkpoint that is read through another one, its source, until a subclass changes something."""
+
+    def __init__(self, source: Checkpoint, config: ModelConfig | None = None) -> None:
+        self._source = source
+        self.path, self.format, self.config = source.path, source.format, config or source.config
+        self.extra_config, self.notes = source.extra_config, source.notes
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def info(self, name: str) -> TensorSpec:
+        return self._source.info(name)
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+        return self._source.load(name, part)
+
+    def files(self) -> list[SourceFile]:
+        return self._source.files()
+
+
 def require_runnable(checkpoint: Checkpoint) -> None:
     """Raise `UnsupportedError` for a model that is known by its tensors only."""
     if not checkpoint.config.runnable:

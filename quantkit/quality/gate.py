@@ -13,8 +13,7 @@ from torch import Tensor
 
 from quantkit.architectures.names import EMBEDDING
 from quantkit.errors import QualityError
-from quantkit.files.source import SourceFile
-from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.checkpoint import Checkpoint, CheckpointView, schemes
 from quantkit.progress import Progress, silent
 from quantkit.quality.bounds import MAX_ERROR, WINDOW, coarsest, measured_windows, scheme_bound, weight_bound, worst_row
 from quantkit.quality.figures import Estimate, read_record, rounded
@@ -259,20 +258,14 @@ def rtn_baseline(
     return RtnCheckpoint(source, schemes, scale_dtype)
 
 
-class RtnCheckpoint:
+class RtnCheckpoint(CheckpointView):
     """A float checkpoint with some layers rounded to nearest when they are loaded; arguments as for `rtn_baseline`."""
 
     def __init__(
         self, source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None
     ) -> None:
-        self._source = source
-        self._assigned = assigned
-        self._scale_dtype = scale_dtype or DType(source.config.dtype)
-        self.path, self.format, self.config = source.path, source.format, source.config
-        self.extra_config, self.notes = source.extra_config, source.notes
-
-    def names(self) -> list[str]:
-        return self._source.names()
+        super().__init__(source)
+        self._assigned, self._scale_dtype = assigned, scale_dtype or DType(source.config.dtype)
 
     def info(self, name: str) -> TensorSpec:
         info, scheme = self._source.info(name), self._assigned.get(name.removesuffix(".weight"))
@@ -287,9 +280,6 @@ class RtnCheckpoint:
         if isinstance(value, Tensor):
             value = quantize_rtn(value, scheme, self._scale_dtype.torch)
         return value if part is None or by_rows else part.of_weight(value)
-
-    def files(self) -> list[SourceFile]:
-        return self._source.files()
 
 
 def is_baseline(result: Checkpoint, baseline: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -> bool:
