@@ -15,9 +15,8 @@ from quantkit.arguments import as_integer, as_path, as_paths, as_strings, requir
 from quantkit.data.files import EXCERPT, excerpt
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
-from quantkit.evals.cache import StateCache
 from quantkit.evals.harness import as_lm
-from quantkit.evals.models import FIXED_WINDOW, Model, open_models, streams
+from quantkit.evals.models import FIXED_WINDOW, Model, StateCache, open_models, streams
 from quantkit.evals.results import Evaluation, Row, TextFacts, TextMeasures
 from quantkit.evals.samples import Predictions, TextDetails, text_details
 from quantkit.evals.table import short_names

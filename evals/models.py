@@ -1,24 +1,37 @@
-"""The models of an evaluation, and the windows they are run on."""
+"""The models of an evaluation, the windows they are run on, and a cache of what the reference computes there."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.shard import require_shareable
-from quantkit.errors import RequestError
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.evals.table import named, short_names
 from quantkit.evals.texts import Text, measuring_tokenizer, token_ids
+from quantkit.files.safetensors_io import build_header, open_file
+from quantkit.files.tensor_file import StoredTensor
+from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.output.destination import destination_error
 from quantkit.model.decoder import Decoder
+from quantkit.model.layerwise import Batch, layerwise_hidden
 from quantkit.model.linear import QuantLinear
+from quantkit.progress import Progress, silent
 from quantkit.quality.measures import text_windows
+from quantkit.tensors.dtypes import DType
 from quantkit.text.tokenizer import Tokenizer
+from quantkit.version import __version__
 
 FIXED_WINDOW = 2048
 """Longest window of token perplexity and divergence by default, as papers on GPTQ have it."""
@@ -90,3 +103,62 @@ def streams(models: Sequence[Model], text: Text, length: int, *, same: bool) -> 
     if min(len(one) for one in ids) < 2:
         raise RequestError(f"the text '{text.name}' is too short to measure on")
     return [(len(one), text_windows(one, None, length)) for one in ids]
+
+
+class StateCache:
+    """`layerwise_hidden` with a cache on disk: one file for each checkpoint and tokens. Logits, which the head computes
+    from these states, are larger by the ratio of vocabulary to width.
+
+    The key of a file consists of everything its states depend on: the checkpoint's files (path, name, size, time), the
+    tokens and their positions, and the versions of quantkit and torch.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            DestinationError: if the folder cannot be made.
+        """
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise destination_error(error, folder) from error
+
+    def __call__(
+        self, checkpoint: Checkpoint, batches: Sequence[Batch], *, group: ProcessGroup = SINGLE,
+        progress: Progress = silent,
+    ) -> list[Tensor]:  # fmt: skip
+        """Final hidden states [B, T, D] of every batch, float32, from the cache if it has them.
+
+        Raises:
+            DestinationError: if they cannot be written.
+        """
+        key = _key(checkpoint, batches)
+        path = self._folder / f"{key}.safetensors"
+        shapes = [(*batch.tokens.shape, checkpoint.config.hidden_size) for batch in batches]
+        tensors = [StoredTensor(f"{key}.{index}", DType.FLOAT32, shape) for index, shape in enumerate(shapes)]
+        with contextlib.suppress(CheckpointError):  # it is not complete
+            if path.is_file() and list((file := open_file(path)).tensors.values()) == tensors:
+                return [file.read(tensor.name) for tensor in tensors]
+        states = layerwise_hidden(checkpoint, batches, group=group, progress=progress)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as target:
+                target.write(build_header(tensors))
+                for state in states:
+                    target.write(state.contiguous().numpy().data)
+                target.flush()
+                os.fsync(target.fileno())
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise destination_error(error, path) from error
+        return states
+
+
+def _key(checkpoint: Checkpoint, batches: Sequence[Batch]) -> str:
+    facts = [str(checkpoint.path.resolve()), manifest.identity(checkpoint.files()), __version__, torch.__version__]
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for batch in batches:
+        digest.update(json.dumps([list(batch.tokens.shape), batch.tokens.tolist(), batch.positions.tolist()]).encode())
+    return digest.hexdigest()

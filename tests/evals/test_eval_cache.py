@@ -11,7 +11,7 @@ import torch
 
 from quantkit.errors import DestinationError
 from quantkit.evals import cache
-from quantkit.evals.cache import StateCache
+from quantkit.evals.models import StateCache
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch, layerwise_hidden
 
