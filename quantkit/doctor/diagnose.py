@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.arguments import as_integer, as_path, as_string, require_flags
-from quantkit.doctor import files, gguf, quantization, readers, text, weights, zero_points
+from quantkit.doctor import gguf, quantization, readers, text, weights
 from quantkit.doctor.findings import RUNTIMES, SEVERITIES, Diagnosis, Finding, LayerError, Runtime, finding
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.view import View
@@ -106,13 +106,13 @@ class _Checks:
 
     def headers(self) -> Iterator[Finding]:
         folder, view = self.folder, self.view
-        yield from files.check(folder)
+        yield from weights.check_files(folder)
         if self.runtime is not None:
             yield from readers.check_container(folder, self.runtime)
         if view is not None:
             yield from weights.check(view)
             yield from quantization.check(view, self.tp)
-            yield from zero_points.check(view, deep=self.deep)
+            yield from quantization.check_zero_points(view, deep=self.deep)
             yield from quantization.check_cache(view)
             if self.runtime is not None:
                 yield from readers.check(view, self.runtime)
@@ -124,7 +124,7 @@ class _Checks:
     def refused(self) -> Iterator[Finding]:
         """What quantkit's own reader refuses."""
         if self.folder.kind in ("meta", "gguf"):
-            yield from files.check_opened(self.folder)
+            yield from weights.check_opened(self.folder)
         elif self.view is not None and self.view.is_read:
             yield from weights.check_read(self.view, deep=self.deep)
 
