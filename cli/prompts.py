@@ -163,21 +163,14 @@ def _ids(args: GenerateArgs, prompt: str, config: ModelConfig, tokenizer: Tokeni
 def _print(
     args: GenerateArgs, pieces: Iterator[str], pace: Pace, prompt_tokens: int, model: Decoder | None, *, show: bool
 ) -> None:
-    """Print the text and the speed, with `show`; otherwise only generate, as another process prints."""
+    """Print the text, and the speed on stderr: a line on a terminal, more with --stats. Without `show` only generate,
+    as another process prints. `model` is given if each token reads all of its weights."""
     for piece in pieces:
         raise_if_interrupted()
         if show:
             click.echo(piece, nl=False)
-    if show:
-        _report_speed(args, pace, prompt_tokens, model)
-
-
-def _report_speed(args: GenerateArgs, pace: Pace, prompt_tokens: int, model: Decoder | None) -> None:
-    """Print the speed on stderr: a line on a terminal, more with --stats.
-
-    Args:
-        model: if each token reads all of its weights.
-    """
+    if not show:
+        return
     if not args.stats:
         if sys.stderr.isatty():
             mention(pace.line(), err=True)
