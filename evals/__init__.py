@@ -9,11 +9,7 @@ from quantkit.errors import RequestError
 
 
 def optional(module: str) -> Any:
-    """A module of the extra ``quantkit[evals]``.
-
-    Raises:
-        RequestError: if it is not installed.
-    """
+    """A module of the extra ``quantkit[evals]``. Raises `RequestError` if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -100,10 +100,7 @@ class BenchModel:
     name: str | None = None
 
     def checkpoint(self) -> Checkpoint:
-        """
-        Raises:
-            QuantkitError: if it cannot be opened.
-        """
+        """Open or generate it. Raises `QuantkitError` if it cannot be opened."""
         if self.path is not None:
             return open_checkpoint(self.path)
         assert self.shape is not None

@@ -198,10 +198,7 @@ def picture(found: Sequence[Bench], kind: str = "png") -> bytes:
     """Bars of decoding by batch and of prefill by length; below them, for each model measured with long contexts,
     decoding by batch with a line for each context.
 
-    `kind` is ``png``, ``pdf`` or ``svg``.
-
-    Raises:
-        RequestError: if matplotlib is not installed.
+    `kind` is ``png``, ``pdf`` or ``svg``. Raises `RequestError` if matplotlib is not installed.
     """
     decoding = "decoding", "sequences at once", [one.decode for one in found]
     prefill = "prefill", "tokens of the prompt", [one.prefill for one in found]

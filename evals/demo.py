@@ -186,12 +186,8 @@ def _one_thread() -> Iterator[None]:
 def compare(
     source: Path, checkpoints: Sequence[Path], text: str, *, window: int = 256, progress: Progress = silent
 ) -> list[Row]:
-    """Measure checkpoints against their source on one text, in float32, source first.
-
-    Raises:
-        CheckpointError: if the text is too short for one prediction.
-        NonFiniteError: if a model's logits are NaN or Inf.
-    """
+    """Measure checkpoints against their source on one text, in float32, source first. Raises `CheckpointError` if the
+    text is too short for one prediction, and `NonFiniteError` if a model's logits are NaN or Inf."""
     reference = open_checkpoint(source)
     tokenizer = checked_tokenizer(reference)[0] or load_tokenizer(source)
     windows = measures.text_windows(tokenizer.encode(text), tokenizer.bos_id, window)

@@ -33,10 +33,7 @@ def as_lm(
     group: ProcessGroup = SINGLE, progress: Progress = silent,
 ) -> Any:  # fmt: skip
     """An ``lm_eval.api.model.LM`` that answers with this checkpoint, in float32, and sees `max_length` tokens at once.
-
-    Raises:
-        RequestError: if lm-evaluation-harness is not installed.
-    """
+    Raises `RequestError` if lm-evaluation-harness is not installed."""
     base = optional("lm_eval.api.model").TemplateLM
     quiet = {"loglikelihood": partialmethod(base.loglikelihood, disable_tqdm=True)}
     return type("QuantkitLM", (Scorer, base), quiet)(checkpoint, tokenizer, max_length, device, group, progress)

@@ -53,12 +53,8 @@ def open_models(
     paths: Sequence[str | Path], against: str | Path | None, window: int | None, group: ProcessGroup = SINGLE
 ) -> list[Model]:
     """All models, the reference first and once, by their given names or the shortest distinct ends of their paths;
-    folders may be given as ``NAME=PATH``.
-
-    Raises:
-        RequestError: if there is none but the reference, two have one name, or the window exceeds a context.
-        QuantkitError: if one cannot be opened.
-    """
+    folders may be given as ``NAME=PATH``. Raises `RequestError` if there is none but the reference, two have one name,
+    or the window exceeds a context, and `QuantkitError` if one cannot be opened."""
     requested = named(paths)
     if against is not None:
         name, path = named([against])[0]
@@ -92,11 +88,8 @@ def backend_names(model: Decoder) -> list[str]:
 
 def streams(models: Sequence[Model], text: Text, length: int, *, same: bool) -> list[tuple[int, Tensor]]:
     """A text as each model reads it: the number of its tokens, and the text as one stream, cut into windows
-    [W, length], with BOS where the tokenizer puts it.
-
-    Raises:
-        RequestError: if `same` is set and they do not all read the same tokens, or if there are less than two tokens.
-    """
+    [W, length], with BOS where the tokenizer puts it. Raises `RequestError` if `same` is set and they do not all read
+    the same tokens, or if there are less than two tokens."""
     ids = [token_ids(model.tokenizer, text.raw) for model in models]
     if same and (odd := [model.name for model, one in zip(models, ids, strict=True) if one != ids[0]]):
         raise RequestError(f"{odd[0]} and {models[0].name} do not read the text '{text.name}' as the same tokens")
@@ -114,10 +107,7 @@ class StateCache:
     """
 
     def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            DestinationError: if the folder cannot be made.
-        """
+        """Raises `DestinationError` if the folder cannot be made."""
         self._folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -128,11 +118,8 @@ class StateCache:
         self, checkpoint: Checkpoint, batches: Sequence[Batch], *, group: ProcessGroup = SINGLE,
         progress: Progress = silent,
     ) -> list[Tensor]:  # fmt: skip
-        """Final hidden states [B, T, D] of every batch, float32, from the cache if it has them.
-
-        Raises:
-            DestinationError: if they cannot be written.
-        """
+        """Final hidden states [B, T, D] of every batch, float32, from the cache if it has them. Raises
+        `DestinationError` if they cannot be written."""
         key = _key(checkpoint, batches)
         path = self._folder / f"{key}.safetensors"
         shapes = [(*batch.tokens.shape, checkpoint.config.hidden_size) for batch in batches]

@@ -41,11 +41,8 @@ def picture(found: Evaluation, kind: str = "png") -> bytes:
     """KL from the reference, or without one word perplexity, by bits per weight; below it the worst layers of up to
     three models that quantkit quantized by one method.
 
-    `kind` is ``png``, ``pdf`` or ``svg``.
-
-    Raises:
-        RequestError: if matplotlib is not installed, or if there are neither models to compare on a text nor manifests
-            with comparable errors of layers.
+    `kind` is ``png``, ``pdf`` or ``svg``. Raises `RequestError` if matplotlib is not installed, or if there are neither
+    models to compare on a text nor manifests with comparable errors of layers.
     """
     points, rows = _points(found), [row for row in found.rows if row.layer_errors]
     # GPTQ moves weights further than rounding does, to keep the outputs: next to errors of rounding, the errors of its
@@ -173,11 +170,7 @@ def _layers(part: Any, rows: Sequence[Row], layer_error: str) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure, sizes in inches.
-
-    Raises:
-        RequestError: if matplotlib is not installed.
-    """
+    """An empty figure, sizes in inches. Raises `RequestError` if matplotlib is not installed."""
     return optional("matplotlib.figure").Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 

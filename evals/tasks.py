@@ -68,11 +68,8 @@ class TaskScore:
 
 
 def require_tasks(names: Sequence[str]) -> None:
-    """Check that the harness is installed, and knows all tasks.
-
-    Raises:
-        RequestError: if not; the message suggests similar names.
-    """
+    """Check that the harness is installed, and knows all tasks. Raises `RequestError` if not; the message suggests
+    similar names."""
     optional("lm_eval")
     index = _manager().task_index
     if unknown := [name for name in names if name not in index]:
@@ -113,12 +110,9 @@ def open_tasks(names: Sequence[str], data: Path | None, *, progress: Progress = 
 
 
 def run_tasks(tasks: Sequence[Any], lm: Any) -> dict[str, TaskScore]:
-    """Let a model (`harness.as_lm`) answer all questions of the tasks; scores by task name.
-
-    Raises:
-        RequestError: if the harness fails, as with fewer documents than it needs examples.
-        NonFiniteError: if the model's logits are NaN or Inf.
-    """
+    """Let a model (`harness.as_lm`) answer all questions of the tasks; scores by task name. Raises `RequestError` if
+    the harness fails, as with fewer documents than it needs examples, and `NonFiniteError` if the model's logits are
+    NaN or Inf."""
     evaluator, seeds = optional("lm_eval.evaluator"), optional("lm_eval.defaults")
     loaded = _manager().load(list(tasks))
     for task in loaded["tasks"].values():

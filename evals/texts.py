@@ -71,11 +71,7 @@ class Text:
 
 
 def read_text(path: Path) -> Text:
-    """A text from a file.
-
-    Raises:
-        RequestError: if it cannot be read, is not UTF-8, or holds nothing but white space.
-    """
+    """A text from a file. Raises `RequestError` if it cannot be read, is not UTF-8, or is empty but for white space."""
     text, digest = text_of(path)
     return Text(path.stem, digest, text)
 
@@ -133,11 +129,8 @@ def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def prefix_token(tokenizer: Tokenizer, checkpoint: Checkpoint) -> int:
-    """The token that the first token of a text is predicted from: BOS, or EOS in a model without BOS.
-
-    Raises:
-        CheckpointError: if the tokenizer has neither.
-    """
+    """The token that the first token of a text is predicted from: BOS, or EOS in a model without BOS. Raises
+    `CheckpointError` if the tokenizer has neither."""
     found = [token for token in (tokenizer.bos_id, *tokenizer.eos_ids) if token is not None]
     if not found:
         raise CheckpointError("the tokenizer has neither BOS nor EOS", path=checkpoint.path)
@@ -157,12 +150,9 @@ def score_documents(
     checkpoint: Checkpoint, tokenizer: Tokenizer, text: Text, window: int, *, group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> DocumentScore:  # fmt: skip
-    """The log probability of a text's documents, in rolling windows, per word and byte of the raw text.
-
-    Raises:
-        CheckpointError: if the tokenizer has neither BOS nor EOS to begin with.
-        NonFiniteError: if the model's logits are NaN or Inf.
-    """
+    """The log probability of a text's documents, in rolling windows, per word and byte of the raw text. Raises
+    `CheckpointError` if the tokenizer has neither BOS nor EOS to begin with, and `NonFiniteError` if the model's logits
+    are NaN or Inf."""
     prefix = prefix_token(tokenizer, checkpoint)
     pairs = (pair for one in text.readings for pair in rolling(token_ids(tokenizer, one), prefix, window))
     by_length: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)  # each length is a batch

@@ -105,11 +105,7 @@ def _random(model: Decoder, batch: int, length: int) -> torch.Tensor:
 
 
 def prefill_once(model: Decoder, length: int, compiled: bool | None, cache_dtype: torch.dtype | None = None) -> None:
-    """A random prompt, up to its first new token.
-
-    Raises:
-        NonFiniteError: if the model's logits are NaN or Inf.
-    """
+    """A random prompt, up to its first new token. Raises `NonFiniteError` if the model's logits are NaN or Inf."""
     engine = Engine(model, length, cache_dtype=cache_dtype, compiled=compiled)
     finite_logits(_read(engine, 0, _random(model, 1, length)[0])).argmax().item()
 
@@ -148,11 +144,8 @@ class Decoding:
         self._first: torch.Tensor | None = None
 
     def fill(self) -> float:
-        """Read all prompts into their slots; returns the seconds of the first one.
-
-        Raises:
-            NonFiniteError: if the model's logits are NaN or Inf.
-        """
+        """Read all prompts into their slots; returns the seconds of the first one. Raises `NonFiniteError` if the
+        model's logits are NaN or Inf."""
         whole, chunk = self._prompts[0], self.engine.chunk
         warm_up = 2 * chunk + (len(whole) % chunk or chunk)  # each kind of step once
         _read(self.engine, 0, whole[:warm_up]).argmax().item()
@@ -233,12 +226,8 @@ class Speed:
 
 
 def decoding_speed(checkpoint: Checkpoint, device: torch.device, group: ProcessGroup) -> Speed:
-    """Measure a model as `bench` does, with one sequence.
-
-    Raises:
-        RequestError: if the model's context is too short.
-        NonFiniteError: if its logits are NaN or Inf.
-    """
+    """Measure a model as `bench` does, with one sequence. Raises `RequestError` if the model's context is too short,
+    and `NonFiniteError` if its logits are NaN or Inf."""
     model = load_model(checkpoint, device=device, group=group)
     with torch.inference_mode():
         found = rate(NEW_TOKENS, Decoding(model, 1, NEW_TOKENS, None).run, RUNS)

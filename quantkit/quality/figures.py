@@ -103,10 +103,7 @@ def _with_error(value: float, error: float) -> str:
 
 def read_record(kind: type[T], value: Any, path: Path, what: str) -> T:
     """A dataclass from the manifest at a path, for the error with what it states; keys that it lacks are ignored.
-
-    Raises:
-        CheckpointError: if the value has another form, or `kind` raises ValueError for it.
-    """
+    Raises `CheckpointError` if the value has another form, or `kind` raises ValueError for it."""
     try:
         return cast(T, _decoded(kind, value))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):

@@ -187,11 +187,8 @@ def run_gate(
 
 
 def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path, remedy: str | None = None) -> None:
-    """Check that a model passed; `remedy` is the next step if it did not, and None is that of a quantization.
-
-    Raises:
-        QualityError: if it did not pass, naming the layers whose weights changed the most.
-    """
+    """Check that a model passed; `remedy` is the next step if it did not, and None is that of a quantization. Raises
+    `QualityError` if it did not pass, naming the layers whose weights changed the most."""
     problem = gate.problem()
     if problem is None:
         return

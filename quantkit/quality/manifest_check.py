@@ -160,12 +160,8 @@ def placed_manifest(model: Path) -> tuple[Path, Path]:
 
 def require_as_written(model: Path, *, progress: Progress = silent) -> tuple[dict[str, Any], dict[str, str]]:
     """Compare the sha256 of a model's files with its manifest, and return that with the change of each file that users
-    may edit, by its name.
-
-    Raises:
-        CheckpointError: if there is no manifest, a file is missing or changed, or a file of weights,
-            of the config or of the tokenizer was added.
-    """
+    may edit, by its name. Raises `CheckpointError` if there is no manifest, a file is missing or changed, or a file of
+    weights, of the config or of the tokenizer was added."""
     made = manifest.read(model)
     listed: Mapping[str, str] = made["files"]
     for path in sorted({*model.iterdir(), *template_paths(model)} if model.is_dir() else ()):
@@ -229,11 +225,8 @@ def recheck(model: Path, made: Mapping[str, Any], *, progress: Progress = silent
 
 
 def failed_certificate(model: Path) -> str | None:
-    """How a model failed its certificate for long contexts; None if it passed, or has none.
-
-    Raises:
-        CheckpointError: if its manifest has a certificate of another form.
-    """
+    """How a model failed its certificate for long contexts; None if it passed, or has none. Raises `CheckpointError` if
+    its manifest has a certificate of another form."""
     error = _certificate_failure(manifest_or_empty(model), model)
     return None if error is None else str(error)
 

@@ -191,11 +191,8 @@ def tallies(
 def log_loss(
     checkpoint: Checkpoint, windows: Sequence[Windows], *, group: ProcessGroup = SINGLE, progress: Progress = silent
 ) -> float:
-    """Minus the log probability, in nats, of all scored targets together.
-
-    Raises:
-        NonFiniteError: if the model's logits are NaN or Inf.
-    """
+    """Minus the log probability, in nats, of all scored targets together. Raises `NonFiniteError` if the model's logits
+    are NaN or Inf."""
     return sum(some.sum().item() for _, some in _losses(checkpoint, windows, group, progress))
 
 
@@ -203,12 +200,9 @@ def log_loss(
 def perplexity_estimates(
     checkpoint: Checkpoint, texts: Sequence[Tensor], *, group: ProcessGroup = SINGLE, progress: Progress = silent
 ) -> list[Estimate]:
-    """Perplexity per token over each text, as windows [W, T]: each token but a window's first is predicted
-    from the earlier ones of the window. The error is defined as in `Quality`.
-
-    Raises:
-        NonFiniteError: if the model's logits are NaN or Inf.
-    """
+    """Perplexity per token over each text, as windows [W, T]: each token but a window's first is predicted from the
+    earlier ones of the window. The error is defined as in `Quality`. Raises `NonFiniteError` if the model's logits are
+    NaN or Inf."""
     losses = token_losses(checkpoint, texts, group=group, progress=progress)
     return [mean_estimate(of_text.flatten()).exp() for of_text in losses]
 
@@ -217,11 +211,8 @@ def perplexity_estimates(
 def token_losses(
     checkpoint: Checkpoint, texts: Sequence[Tensor], *, group: ProcessGroup = SINGLE, progress: Progress = silent
 ) -> list[Tensor]:
-    """Minus the log probability, in nats, of each token but the first of each text's windows [W, T]: [W, T - 1].
-
-    Raises:
-        NonFiniteError: if the model's logits are NaN or Inf.
-    """
+    """Minus the log probability, in nats, of each token but the first of each text's windows [W, T]: [W, T - 1]. Raises
+    `NonFiniteError` if the model's logits are NaN or Inf."""
     scored = [Windows.of(windows) for windows in texts]
     losses: list[list[Tensor]] = [[] for _ in scored]
     for text, some in _losses(checkpoint, scored, group, progress):

@@ -145,10 +145,7 @@ class PositionCertificate:
         return problem, found, f"at most {self.kl_bound:.3g}"
 
     def require_within(self, dst: Path) -> None:
-        """
-        Raises:
-            QualityError: if a bucket exceeds the bound.
-        """
+        """Raise a `QualityError` if a bucket exceeds the bound."""
         if (problem := self.problem()) is not None:
             hint = (
                 f"the last KL is {rise_text(self.caches[FLOAT])}; choose a finer scheme, or keep it with"
@@ -171,9 +168,5 @@ class PositionCertificate:
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> PositionCertificate:
-        """The result of `to_json`, read from the manifest at a path.
-
-        Raises:
-            CheckpointError: if it has another form.
-        """
+        """The result of `to_json`, from the manifest at a path. Raises `CheckpointError` if it has another form."""
         return read_record(cls, value, path, "the divergence by position")

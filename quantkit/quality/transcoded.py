@@ -106,11 +106,8 @@ def require_exact(
 
 
 def require_same_kv_cache(source: KvCache, result: StoredCheckpoint) -> None:
-    """Compare the written scales of a quantized key/value cache with its source, byte by byte.
-
-    Raises:
-        QuantkitError: if it differs: quantkit, or the disk, has changed it.
-    """
+    """Compare the written scales of a quantized key/value cache with its source, byte by byte. Raises `QuantkitError`
+    if it differs: quantkit, or the disk, has changed it."""
     found = result.kv_cache
     if found is None or (found.scheme, found.stored()) != (source.scheme, source.stored()):
         raise QuantkitError("the scales of the KV cache are not what the source holds", path=result.path, hint=_BUG)

@@ -56,11 +56,7 @@ class WeightsOnly:
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> WeightsOnly:
-        """The result of `to_json`, read from the manifest at a path.
-
-        Raises:
-            CheckpointError: if it has another form.
-        """
+        """The result of `to_json`, from the manifest at a path. Raises `CheckpointError` if it has another form."""
         compared = isinstance(value, dict) and value.get("compared") == COMPARED
         return read_record(cls, value if compared else None, path, "the errors of the tensors")
 
@@ -117,11 +113,8 @@ def error_problem(name: str, error: float, recorded: float | None) -> str | None
 
 
 def summary_problems(checkpoint: Checkpoint) -> list[str]:
-    """Where the manifest of a model that cannot be run contradicts its own entries on tensors, or the tensors.
-
-    Raises:
-        CheckpointError: if it has a summary of another form.
-    """
+    """Where the manifest of a model that cannot be run contradicts its own entries on tensors, or the tensors. Raises
+    `CheckpointError` if it has a summary of another form."""
     made = manifest_or_empty(checkpoint.path)
     if made.get("tensors_only") is not True:
         return []
@@ -146,11 +139,8 @@ def summary_problems(checkpoint: Checkpoint) -> list[str]:
 
 
 def require_as_recorded(checkpoint: Checkpoint, made: Mapping[str, Any], path: Path) -> None:
-    """Compare the schemes of a model with its manifest `made`, which is at `path`.
-
-    Raises:
-        CheckpointError: if they differ.
-    """
+    """Compare the schemes of a model with its manifest `made`, which is at `path`. Raises `CheckpointError` if they
+    differ."""
     recorded = {name: one["scheme"] for name, one in module_records(made).items() if one.get("scheme")}
     found = {module: str(scheme) for module, scheme in schemes(checkpoint).items()}
     if recorded != found:
