@@ -23,19 +23,12 @@ _MAX_SHIFT = 16  # tokens by which a part may begin earlier, at a word
 @dataclass(frozen=True)
 class Guess:
     """A model's prediction at one position of a text, the likeliest tokens first; `right` is the probability of the
-    token in the text."""
+    token in the text, and `kl` is KL(reference || model) there, in nats."""
 
     tokens: tuple[int, ...]
     probabilities: tuple[float, ...]
     right: float
-
-
-@dataclass(frozen=True)
-class TokenDivergence:
-    """A model's prediction of one token, and KL(reference || model) there, in nats."""
-
     kl: float
-    guess: Guess
 
 
 @dataclass(frozen=True)
@@ -47,14 +40,14 @@ class TextSample:
         tokens: their ids.
         pieces: the bytes of each token that occurs here; special tokens by their names.
         reference: the reference's prediction of each token; None where nothing precedes it.
-        models: by name, each model's divergence from it.
+        models: by name, each model's prediction.
     """
 
     start: int
     tokens: tuple[int, ...]
     pieces: dict[int, bytes | str]
     reference: tuple[Guess | None, ...]
-    models: dict[str, tuple[TokenDivergence | None, ...]]
+    models: dict[str, tuple[Guess | None, ...]]
 
 
 @dataclass(frozen=True)
@@ -123,22 +116,18 @@ def _sample(found: dict[str, tuple[Tensor, ...]], windows: Tensor, places: range
     length, ids = windows.shape[1], windows.flatten()
     rows = [place - 1 if place % length else None for place in places]
 
-    def guess(tensors: Sequence[Tensor], row: int) -> Guess:
-        tokens, probabilities, right = (tensor[row] for tensor in tensors)
-        return Guess(tuple(tokens.tolist()), tuple(probabilities.tolist()), right.item())
+    def guess(kls: Tensor, of_model: Sequence[Tensor], row: int | None) -> Guess | None:
+        if row is None:
+            return None
+        tokens, probabilities, right = (tensor[row] for tensor in of_model)
+        return Guess(tuple(tokens.tolist()), tuple(probabilities.tolist()), right.item(), max(kls[row].item(), 0.0))
 
-    first = next(iter(found.values()))
-    reference = tuple(None if row is None else guess(first[1:4], row) for row in rows)
-    models = {
-        name: tuple(
-            None if row is None else TokenDivergence(max(tensors[0][row].item(), 0.0), guess(tensors[4:7], row))
-            for row in rows
-        )
-        for name, tensors in found.items()
-    }
+    kl, *first = next(iter(found.values()))[:4]
+    reference = tuple(guess(torch.zeros_like(kl), first, row) for row in rows)
+    models = {name: tuple(guess(tensors[0], tensors[4:7], row) for row in rows) for name, tensors in found.items()}
     tokens = tuple(ids[places.start : places.stop].tolist())
-    guesses = [*(one for one in reference if one), *(one.guess for some in models.values() for one in some if one)]
-    named = [*tokens, *(token for one in guesses for token in one.tokens)]
+    every = [one for some in (reference, *models.values()) for one in some if one is not None]
+    named = [*tokens, *(token for one in every for token in one.tokens)]
     return TextSample(places.start, tokens, _pieces(tokenizer, named), reference, models)
 
 

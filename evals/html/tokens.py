@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from typing import Any
 
 from markupsafe import Markup, escape
 
 from quantkit.evals.html.heatmap import ColorScale, log_scale
 from quantkit.evals.results import Evaluation
-from quantkit.evals.samples import Guess, TextSample, TokenDivergence
+from quantkit.evals.samples import Guess, TextSample
 from quantkit.evals.table import Table
 from quantkit.quality.figures import significant
 
@@ -46,26 +47,23 @@ def script_data(evaluation: Evaluation) -> str:
         flat = [value for token, share in pairs for value in (number(sample, token), round(1000 * share))]
         return [*flat, round(1000 * one.right)]
 
-    def divergence(sample: TextSample, one: TokenDivergence | None) -> list[str | int]:
-        return [] if one is None else [significant(one.kl, 2), *guess(sample, one.guess)]
+    def divergence(sample: TextSample, one: Guess | None) -> list[str | int]:
+        return [] if one is None else [significant(one.kl, 2), *guess(sample, one)]
 
-    texts = [
-        [
-            {
-                "tokens": [number(sample, token) for token in sample.tokens],
-                "reference": [guess(sample, one) for one in sample.reference],
-                "models": [[divergence(sample, one) for one in tokens] for tokens in sample.models.values()],
-            }
-            for sample in details.samples
-        ]
-        for details in evaluation.details.values()
-    ]
+    def plain(sample: TextSample) -> dict[str, list[Any]]:
+        return {
+            "tokens": [number(sample, token) for token in sample.tokens],
+            "reference": [guess(sample, one) for one in sample.reference],
+            "models": [[divergence(sample, one) for one in tokens] for tokens in sample.models.values()],
+        }
+
+    texts = [[plain(sample) for sample in details.samples] for details in evaluation.details.values()]
     models = [row.name for row in evaluation.rows[1:]]
     value = {"reference": evaluation.reference, "models": models, "pieces": pieces, "texts": texts}
-    plain = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    encoded = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":  # which could end the script or one of its lines
-        plain = plain.replace(character, f"\\u{ord(character):04x}")
-    return plain
+        encoded = encoded.replace(character, f"\\u{ord(character):04x}")
+    return encoded
 
 
 def worst_tokens(evaluation: Evaluation, text: str, model: str) -> Table:
@@ -81,8 +79,7 @@ def worst_tokens(evaluation: Evaluation, text: str, model: str) -> Table:
         before = "".join(in_list(sample.pieces[token]) for token in sample.tokens[max(0, place - _CONTEXT) : place])
         rows.append((
             in_list(sample.pieces[sample.tokens[place]]), f"…{before}".replace("·", " "), significant(one.kl, 2),
-            _likeliest(sample, expected), _likeliest(sample, one.guess), _percent(expected.right),
-            _percent(one.guess.right),
+            _likeliest(sample, expected), _likeliest(sample, one), _percent(expected.right), _percent(one.right),
         ))  # fmt: skip
     reference = evaluation.reference
     head = ("token", "after", "KL, nats", f"likeliest in {reference}", f"likeliest in {model}",

@@ -512,7 +512,7 @@ def test_pointing_at_a_token_shows_what_both_models_expected(
     def expected(place: int, model: str) -> list[str]:
         one = sample.models[model][place]
         assert one is not None
-        return [in_list(sample.pieces[token]) for token in one.guess.tokens]
+        return [in_list(sample.pieces[token]) for token in one.tokens]
 
     browser.hover(".m1 .stretch i:nth-child(9)")
     assert [name for name in expected(8, "int4-g64") if name not in browser.value(said)] == []
