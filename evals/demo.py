@@ -16,10 +16,9 @@ import torch
 from jinja2 import Environment, StrictUndefined
 
 from quantkit.data.files import DEMO_MODEL, excerpt
-from quantkit.errors import CheckpointError, DestinationError, QuantkitError
+from quantkit.errors import DestinationError, QuantkitError
 from quantkit.evals.table import WIDTH, Table, render
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.destination import destination_errors, is_there, rename_new
 from quantkit.jobs.convert import convert
 from quantkit.jobs.inspect import inspect
@@ -37,6 +36,7 @@ QUICK_SCHEMES = ("int4-g64",)
 PROMPT = "My fellow citizens, the state of the Union"
 _SAMPLES, _LENGTH = 32, 128  # few, since so small a model gains little from more
 _NEW_TOKENS, _QUICK_NEW_TOKENS = 40, 20
+_WINDOW = 256  # tokens
 _SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
 _VERDICTS = {Verdict.SAME: "the same, bit by bit", Verdict.WITHIN_BOUND: "within its bound"}
 
@@ -49,7 +49,7 @@ class Row:
         megabytes: of its tensors on disk, 10**6 bytes.
         bits_per_weight: of the tensors, over all parameters.
         float_share: of the parameters, those that are not quantized.
-        perplexity: per token, over windows of `compare`'s length.
+        perplexity: per token, over windows of 256 tokens.
         kl: mean per token of KL(source || this), in nats.
         largest_logit_difference: to the source.
     """
@@ -159,7 +159,7 @@ def _run(folder: Path, quick: bool, progress: Progress) -> DemoReport:
             raise QuantkitError(
                 f"the demo's {path.name} is {verdicts[path.name].name.lower()}", expected=expected.name.lower()
             )
-    rows = compare(paths[0], paths[1:], excerpt(), progress=in_phase(progress, "compare"))
+    rows = compare(paths[0], paths[1:], progress=in_phase(progress, "compare"))
     samples = {}
     for path in paths:
         step(f"generate with {path.name}")
@@ -183,17 +183,11 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def compare(
-    source: Path, checkpoints: Sequence[Path], text: str, *, window: int = 256, progress: Progress = silent
-) -> list[Row]:
-    """Measure checkpoints against their source on one text, in float32, source first. Raises `CheckpointError` if the
-    text is too short for one prediction, and `NonFiniteError` if a model's logits are NaN or Inf."""
-    reference = open_checkpoint(source)
-    tokenizer = checked_tokenizer(reference)[0] or load_tokenizer(source)
-    windows = measures.text_windows(tokenizer.encode(text), tokenizer.bos_id, window)
-    if windows.shape[0] == 0 or windows.shape[1] < 2:
-        raise CheckpointError("the text is too short to measure on", path=source)
-    others = [open_checkpoint(path) for path in checkpoints]
+def compare(source: Path, checkpoints: Sequence[Path], *, progress: Progress) -> list[Row]:
+    """Measure checkpoints against their source on the excerpt that ships with quantkit, in float32, source first."""
+    reference, *others = (open_checkpoint(path) for path in (source, *checkpoints))
+    tokenizer = load_tokenizer(source)
+    windows = measures.text_windows(tokenizer.encode(excerpt()), tokenizer.bos_id, _WINDOW)
     found = measures.compare(reference, others, windows, progress=progress)
     figures = [(found[0].reference_perplexity, 0.0, 0.0)]
     figures += [(one.perplexity, one.divergence.kl, one.divergence.largest_logit_difference) for one in found]
