@@ -30,7 +30,7 @@ from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.figures import Estimate, manifest_or_empty
 from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
-from quantkit.quality.positions import PositionDivergence, cut_short
+from quantkit.quality.positions import PositionDivergence
 
 
 def evaluate(
@@ -258,10 +258,9 @@ def _by_position(
     tokenizer, (length, count) = models[0].tokenizer, requested
     context = min(model.checkpoint.config.max_positions for model in models)
     ids = token_ids(tokenizer, text.raw)
-    windows = position_windows(ids, tokenizer.bos_id, length, context, count)
+    windows, notes = position_windows(text.name, ids, tokenizer.bos_id, length, context, count)
     report = in_phase(progress, f"{text.name}: divergence by position")
     found = divergence_by_position(reference, others, windows, reference_hidden=hidden, group=group, progress=report)
-    notes = [] if windows.shape[1] == length else [cut_short(text.name, windows.shape[1], length, context)]
     if count is not None and len(windows) < count:
         notes.append(f"'{text.name}' has {len(windows)} of the {count} windows that were requested by position")
     return [{}, *found], notes

@@ -20,7 +20,7 @@ from quantkit.progress import Progress
 from quantkit.quality.bounds import scheme_bound
 from quantkit.quality.measures import LOGITS_BYTES
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
-from quantkit.quality.positions import CACHES, TOKENS, PositionCertificate, cut_short
+from quantkit.quality.positions import CACHES, TOKENS, PositionCertificate
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer
 
@@ -100,8 +100,7 @@ def certified_text(
     name, digest, raw = _text(None if text is None else as_path("certify_text", text))
     ids = tokenizer.encode(raw[: _LETTERS_OF_TOKEN * max(length, TOKENS)])
     context = source.config.max_positions
-    windows = position_windows(ids, tokenizer.bos_id, length, context)
-    notes = [] if windows.shape[1] == length else [cut_short(name, windows.shape[1], length, context)]
+    windows, notes = position_windows(name, ids, tokenizer.bos_id, length, context)
     if notes and text is None and windows.shape[1] < context:
         notes[0] += "; `certify_text` names a longer one"
     return CertifiedText(name, digest, length, windows, notes)

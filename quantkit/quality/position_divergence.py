@@ -22,12 +22,14 @@ _MIN_TOKENS = 2  # the first predicts the second
 
 
 def position_windows(
-    ids: Sequence[int], bos_id: int | None, length: int, context: int, count: int | None = None
-) -> Tensor:
-    """The first windows [W, T] of a text, each with BOS in front if there is one.
+    text: str, ids: Sequence[int], bos_id: int | None, length: int, context: int, count: int | None = None
+) -> tuple[Tensor, list[str]]:
+    """The first windows [W, T] of a text, each with BOS in front if there is one; and a note if they are shorter than
+    was requested.
 
     Args:
-        length: the most tokens of a window; windows are shorter if the text or the context is.
+        text: its name.
+        length: the most tokens of a window; windows are shorter if the text or the model's context is.
         count: maximal number of windows; None is as many as hold `TOKENS`, but at least one.
 
     Raises:
@@ -36,7 +38,11 @@ def position_windows(
     windows = text_windows(ids, bos_id, min(length, context))
     if windows.shape[-1] < _MIN_TOKENS:
         raise RequestError("the text is too short to measure on", found=f"{len(ids)} tokens")
-    return windows[: max(1, TOKENS // windows.shape[1]) if count is None else count]
+    notes = []
+    if (found := windows.shape[1]) < length:
+        shorter = "the model's context" if found == context else f"the text '{text}'"
+        notes = [f"KL by position goes to {found} tokens, not {length}: {shorter} has no more"]
+    return windows[: max(1, TOKENS // found) if count is None else count], notes
 
 
 def divergence_by_position(

@@ -102,12 +102,6 @@ def rise_text(buckets: Sequence[PositionDivergence]) -> str:
     return f"{ratio}: it {'rises' if found.value > 1 else 'falls'}"
 
 
-def cut_short(text: str, length: int, requested: int, context: int) -> str:
-    """The note on windows of a text that have fewer tokens than were requested; `context` is the model's."""
-    shorter = "the model's context" if length == context else f"the text '{text}'"
-    return f"KL by position goes to {length} tokens, not {requested}: {shorter} has no more"
-
-
 @dataclass(frozen=True)
 class PositionCertificate:
     """The divergence of a quantized model by position, as its manifest has it.
