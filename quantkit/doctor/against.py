@@ -15,7 +15,7 @@ from quantkit.doctor.findings import Finding, LayerError, finding
 from quantkit.doctor.folder import Folder
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.checkpoint import read_as_floats, schemes
+from quantkit.formats.checkpoint import read_as_floats, schemes, stored_name
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_pair
 from quantkit.progress import Progress
@@ -70,7 +70,7 @@ class _Comparison:
                 yield finding("out-of-line", name, f"relative error {error:.3g}, {usual:.3g} is usual")
 
     def _tensor(self, name: str) -> Iterator[Finding]:
-        before, after = _load(self.reference, name), _load(self.patient, name)
+        before, after = (one.load(stored_name(one, name)) for one in (self.reference, self.patient))
         if isinstance(before, QuantTensor):
             before = before.dequantize()
         if isinstance(after, Tensor):
@@ -85,22 +85,12 @@ class _Comparison:
             if not error <= bound:
                 yield finding("out-of-line", module, f"relative error {error:.3g}; rounding explains {bound:.3g}")
             return
-        stored = _stored_name(self.patient, name)
+        stored = stored_name(self.patient, name)
         spec = self.patient.info(stored)
         if self.patient.stored_bytes(stored) != StoredTensor(stored, spec.dtype, spec.shape).nbytes:
             self._encoded[module] = error
         else:
             yield finding("changed", name, f"relative difference {error:.3g}")
-
-
-def _stored_name(checkpoint: StoredCheckpoint, name: str) -> str:
-    """The name of the tensor; that of the embedding for a tied head."""
-    tied = name == "lm_head.weight" and checkpoint.config.tied_embeddings
-    return "model.embed_tokens.weight" if tied else name
-
-
-def _load(checkpoint: StoredCheckpoint, name: str) -> Tensor | QuantTensor:
-    return checkpoint.load(_stored_name(checkpoint, name))
 
 
 def _relative_error(before: Tensor, after: Tensor | QuantTensor) -> float:

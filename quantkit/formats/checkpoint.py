@@ -76,6 +76,12 @@ class CheckpointView:
         return self._source.files()
 
 
+def stored_name(checkpoint: Checkpoint, name: str) -> str:
+    """The name of the tensor that holds a parameter's values; that of the embedding for a tied head."""
+    tied = name == "lm_head.weight" and checkpoint.config.tied_embeddings
+    return "model.embed_tokens.weight" if tied else name
+
+
 def require_runnable(checkpoint: Checkpoint) -> None:
     """Raise `UnsupportedError` for a model that is known by its tensors only."""
     if not checkpoint.config.runnable:

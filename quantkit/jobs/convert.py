@@ -16,7 +16,7 @@ from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import linear_columns
 from quantkit.arguments import as_path
 from quantkit.errors import NotRepresentableError, RequestError, UnsupportedError
-from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
+from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes, stored_name
 from quantkit.formats.container import Output, StoredCheckpoint, weight_size
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
@@ -97,7 +97,7 @@ def _value(plan: Conversion, spec: TensorSpec) -> tuple[Tensor | QuantTensor, Ma
     """A tensor of the output, and its record for the manifest."""
     changes, allow_nonfinite, dtype = plan.changes, plan.options.allow_nonfinite, spec.dtype.torch
     source = plan.precise if spec.name in changes.rounded else plan.work.source
-    value = source.load(_source_name(source, spec.name))
+    value = source.load(stored_name(source, spec.name))
     if isinstance(value, QuantTensor) and spec.scheme is not None:
         checked_codes(value, spec.name, source.path, allow_nonfinite)
     if spec.scheme is not None and spec.name in changes.rounded:
@@ -338,7 +338,7 @@ def _specs(
     quantized = {name.removesuffix(".weight") for name in assigned}
     for parameter in target.container.parameters(config, quantized, target.method):
         name, scheme = parameter.name, assigned.get(parameter.name)
-        info = source.info(_source_name(source, name))
+        info = source.info(stored_name(source, name))
         if changes is not None and target.codes is not None and widened(source, parameter.module, target.codes):
             dtype, scheme = DType.FLOAT32, None
         elif changes is not None and scheme is not None:
@@ -359,9 +359,3 @@ def _widened(source: Checkpoint, info: TensorSpec, model: DType) -> bool:
         return False
     value = source.load(info.name)
     return isinstance(value, Tensor) and torch.equal(value.to(model.torch).float(), value)
-
-
-def _source_name(source: Checkpoint, name: str) -> str:
-    """The source's tensor for one of the output: a tied head is the embedding."""
-    tied = name == "lm_head.weight" and source.config.tied_embeddings
-    return f"{EMBEDDING}.weight" if tied else name

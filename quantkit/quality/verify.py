@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
-from torch import Tensor
 
 from quantkit.architectures.topology import parameters
 from quantkit.arguments import as_path, wrong_type
 from quantkit.data.files import gate_texts
 from quantkit.errors import QualityError
-from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
+from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes, stored_name
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_pair
 from quantkit.formats.folder import checked_tokenizer
@@ -32,7 +31,7 @@ from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.transcoded import TensorDifference, tensor_difference
 from quantkit.quality.weights_only import COMPARED, error_problem, recorded_errors, summary_problems
 from quantkit.runtime.generation_config import end_tokens
-from quantkit.tensors.qtensor import ROUNDING, QuantTensor
+from quantkit.tensors.qtensor import ROUNDING
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.compare import first_difference
@@ -243,8 +242,8 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     on_codes = len(schemes(reference).keys() & schemes(other).keys()) if comparable else 0
     for index, name in enumerate(names):
         progress("tensors", index, len(names), "tensors")
-        pair = _load(reference, name), _load(other, name)
-        difference, allowed = tensor_difference(name, *pair, compensated.get(name.removesuffix(".weight")))
+        first, second = (one.load(stored_name(one, name)) for one in (reference, other))
+        difference, allowed = tensor_difference(name, first, second, compensated.get(name.removesuffix(".weight")))
         if difference is not None:
             differing.append(difference)
             bound = coarser((bound, allowed))
@@ -307,11 +306,6 @@ def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:
     names = sorted({*templates[0], *templates[1]})
     differing = [name for name in names if templates[0].get(name) != templates[1].get(name)]
     return [*problems, f"the chat templates differ: {', '.join(differing)}"] if differing else problems
-
-
-def _load(checkpoint: Checkpoint, name: str) -> Tensor | QuantTensor:
-    tied = name == "lm_head.weight" and checkpoint.config.tied_embeddings
-    return checkpoint.load("model.embed_tokens.weight" if tied else name)
 
 
 def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
