@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
-        message = _with_kept(f"{type(error).__name__}: {_one_line(error)}", error)
+        message = _with_kept(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", error)
         click.echo(f"quantkit: internal error: {message}; --debug shows more", err=True)
         code = INTERNAL_ERROR
     sys.exit(code if isinstance(code, int) else 0)
@@ -117,7 +117,3 @@ def _with_kept(message: str, error: Exception) -> str:
 
     work = kept(error)
     return f"{message}; {as_options(work)}" if work else message
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]

@@ -26,14 +26,9 @@ _TITLES = {
 
 
 def diagnose(
-    path: str | Path,
-    *,
-    runtime: Runtime | None = None,
-    tp: int = 1,
-    deep: bool = False,
-    against: str | Path | None = None,
-    progress: Progress = silent,
-) -> Diagnosis:
+    path: str | Path, *, runtime: Runtime | None = None, tp: int = 1, deep: bool = False,
+    against: str | Path | None = None, progress: Progress = silent,
+) -> Diagnosis:  # fmt: skip
     """Find what is wrong with a model's folder or file, whoever made it; only headers are read by default.
 
     Args:

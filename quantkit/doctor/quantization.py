@@ -33,7 +33,6 @@ from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 
 _STATE_BITS = 8
-_BY_ROWS = ("gptq", "awq")
 _NUMBER = re.compile(r"\d+")
 _MAX_READ_BYTES = 1 << 20
 _READ_EMBEDDINGS = (Mlx.name,)  # methods whose own readers expect quantized embeddings

@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import CONFIG, Folder
 from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.json_values import read_json, shown
+from quantkit.json_values import shown
 from quantkit.runtime.generation_config import NAME as GENERATION
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.text.chat_template import ChatTemplate, ChatTemplates
@@ -158,7 +158,7 @@ def _templates(folder: Folder) -> Iterator[Finding]:
         for source in templates.sources.values():
             ChatTemplate(source, path=folder.root)
     except (QuantkitError, OSError) as error:
-        if "tokenizer_config" not in _place(error) or _is_json(folder.root / "tokenizer_config.json"):
+        if "tokenizer_config" not in _place(error) or _lenient(folder, "tokenizer_config.json"):
             yield finding("damaged-template", _place(error), str(getattr(error, "problem", error)))
         return  # damaged JSON is reported by the tokenizer's rule
     has_tokenizer = any(name in folder.names for name in _FILES)
@@ -180,14 +180,6 @@ def _lenient(folder: Folder, name: str) -> dict[str, Any]:
         return folder.side_json(name) or {}
     except (CheckpointError, OSError):
         return {}
-
-
-def _is_json(path: Path) -> bool:
-    try:
-        read_json(path)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _place(error: Exception) -> str:
