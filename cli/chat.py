@@ -16,7 +16,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.entry import raise_if_interrupted
-from quantkit.cli.help import RUN, Command, section
+from quantkit.cli.options import RUN, Command, section
 from quantkit.cli.output import ProgressDisplay, as_options, is_rank0_process, mention, note, require_stdout
 from quantkit.cli.processes import require_models, together
 from quantkit.errors import RequestError

@@ -11,7 +11,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
-from quantkit.cli.help import BROKEN, Command, exit_codes, section
+from quantkit.cli.options import BROKEN, Command, exit_codes, section
 from quantkit.cli.output import ProgressDisplay, columns, mention, note
 from quantkit.cli.processes import require_models, together
 from quantkit.doctor.findings import RUNTIMES, Runtime

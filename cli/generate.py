@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import options, prompts
-from quantkit.cli.help import RUN, Command
+from quantkit.cli.options import RUN, Command
 from quantkit.cli.output import is_rank0_process, require_stdout
 from quantkit.cli.processes import require_models, together
 from quantkit.errors import RequestError

@@ -9,13 +9,14 @@ import traceback
 from typing import TextIO
 
 import click
+from click.shell_completion import shell_complete
 
 from quantkit.cli.chat import chat
 from quantkit.cli.commands import convert, demo, doctor, inspect, plan, quantize, verify
 from quantkit.cli.entry import interrupted_code, interruptible, report_interrupted
 from quantkit.cli.generate import generate
-from quantkit.cli.help import COMPLETION, complete, completion, exit_codes
 from quantkit.cli.measure import bench, evaluate
+from quantkit.cli.options import COMPLETION, completion, exit_codes
 from quantkit.cli.output import as_options, drop_output, open_missing_streams, room_to_print
 from quantkit.cli.processes import INTERNAL_ERROR
 from quantkit.errors import DestinationError, QuantkitError
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     open_missing_streams()
     if instruction := os.environ.get(COMPLETION):
-        sys.exit(complete(quantkit, instruction))
+        sys.exit(shell_complete(quantkit, {}, "quantkit", COMPLETION, instruction))
     logging.getLogger("torch").setLevel(logging.ERROR)
     _show_log()
     arguments = sys.argv[1:] if arguments is None else arguments

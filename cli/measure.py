@@ -11,7 +11,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
-from quantkit.cli.help import RUN, Command, section
+from quantkit.cli.options import RUN, Command, section
 from quantkit.cli.output import ProgressDisplay, columns, note, warn
 from quantkit.cli.processes import require_models, together
 from quantkit.errors import RequestError

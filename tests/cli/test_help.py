@@ -13,8 +13,8 @@ import pytest
 from command import Capture, run
 
 from quantkit.cli.entry import INTERRUPTED, TERMINATED
-from quantkit.cli.help import EXIT_CODES, SHELLS
 from quantkit.cli.main import quantkit
+from quantkit.cli.options import EXIT_CODES, SHELLS
 from quantkit.errors import QuantkitError
 from quantkit.quality.verify import Verdict
 
