@@ -237,11 +237,8 @@ def _checked_positions(positions: object, windows: object, *, against: bool) -> 
         if windows is not None:
             raise RequestError("`position_windows` goes with `positions`")
         return None
-    length = as_integer("positions", positions)
-    count = None if windows is None else as_integer("position_windows", windows)
-    for name, value, minimum in (("positions", length, 2), ("position_windows", count, 1)):
-        if value is not None and value < minimum:
-            raise RequestError(f"`{name}` must be at least {minimum}", found=value)
+    length = as_integer("positions", positions, 2)
+    count = None if windows is None else as_integer("position_windows", windows, 1)
     if not against:
         raise RequestError("divergence by position is from a reference, and none is given")
     return length, count

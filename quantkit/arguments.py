@@ -10,6 +10,7 @@ import numbers
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeGuard
 
@@ -41,14 +42,17 @@ def require_tokenizer(tokenizer: object) -> None:
         raise wrong_type("tokenizer", tokenizer, "the one that quantkit.load(path) returns")
 
 
-def as_integer(name: str, value: object) -> int:
+def as_integer(name: str, value: object, minimum: int | None = None) -> int:
     """An integer, also numpy's, but not a boolean."""
+    found = None
     if hasattr(value, "__index__") and not _is_boolean(value):
-        try:
-            return operator.index(value)
-        except TypeError:  # arrays have the method whatever they hold
-            pass
-    raise wrong_type(name, value, "an integer")
+        with suppress(TypeError):  # arrays have the method whatever they hold
+            found = operator.index(value)
+    if found is None:
+        raise wrong_type(name, value, "an integer")
+    if minimum is not None and found < minimum:
+        raise RequestError(f"`{name}` must be at least {minimum}", found=shown(found))
+    return found
 
 
 def as_number(name: str, value: object) -> float:

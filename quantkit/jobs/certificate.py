@@ -88,9 +88,7 @@ def certified_text(
         if text is not None:
             raise RequestError("`certify_text` goes with `certify_positions`")
         return None
-    length = as_integer("certify_positions", positions)
-    if length < _MIN_TOKENS:
-        raise RequestError(f"`certify_positions` must be at least {_MIN_TOKENS}", found=length)
+    length = as_integer("certify_positions", positions, _MIN_TOKENS)
     if not source.config.runnable:
         raise RequestError("`certify_positions` does not go with `tensors_only=True`: the model is not run")
     if tokenizer is None:

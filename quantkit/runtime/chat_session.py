@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import as_string, require_tokenizer, wrong_type
+from quantkit.arguments import as_integer, as_string, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine, checked_decoder
 from quantkit.runtime.generation import Generation
-from quantkit.runtime.request import MIN_ROOM, FinishReason, as_positive, checked_count, checked_request, checked_stop
+from quantkit.runtime.request import MIN_ROOM, FinishReason, checked_count, checked_request, checked_stop
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.runtime.scheduler import Scheduler
 from quantkit.text.chat import Chat
@@ -35,7 +35,7 @@ def conversation_length(config: ModelConfig, context: int | None) -> int:
     """Tokens that a conversation can have: `context`, if any is requested; raises `RequestError` if out of range."""
     if context is None:
         return min(config.max_context, CONTEXT)
-    length = as_positive("context", context)
+    length = as_integer("context", context, 1)
     if length > config.max_positions:
         raise RequestError("`context` exceeds the model's", found=length, expected=f"at most {config.max_positions}")
     return length

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from quantkit.arguments import require_flags
+from quantkit.arguments import as_integer, require_flags
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 from quantkit.kernels.build import cache_folder
@@ -28,7 +28,7 @@ from quantkit.runtime.captured import (
     greedy_step,
     only_finite,
 )
-from quantkit.runtime.request import as_positive, require_model
+from quantkit.runtime.request import require_model
 from quantkit.runtime.slots import SlotTable
 from quantkit.tensors.dtypes import FloatName
 
@@ -70,7 +70,7 @@ class Engine:
                 cache that does not fit in memory.
         """
         require_model("model", model, Decoder)
-        length, slots = as_positive("length", length), as_positive("slots", slots)
+        length, slots = as_integer("length", length, 1), as_integer("slots", slots, 1)
         if compiled is not None:
             require_flags(compiled=compiled)
         context = model.config.max_positions

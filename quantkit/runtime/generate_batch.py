@@ -10,7 +10,7 @@ from typing import Any, Protocol, Unpack, runtime_checkable
 import torch
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.arguments import is_several, require_flags, require_tokenizer, wrong_type
+from quantkit.arguments import as_integer, is_several, require_flags, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
@@ -25,7 +25,6 @@ from quantkit.runtime.request import (
     Completion,
     Request,
     TokenIds,
-    as_positive,
     checked_request,
     checked_stop,
     prompt_ids,
@@ -98,7 +97,8 @@ def generate_batch(
     if tokenizer is not None:
         require_tokenizer(tokenizer)
         require_rows(tokenizer, config.vocab_size)
-    stops, report, slots = checked_stop(stop, tokenizer), deduplicated(progress), as_positive("batch_size", batch_size)
+    stops, report = checked_stop(stop, tokenizer), deduplicated(progress)
+    slots = as_integer("batch_size", batch_size, 1)
     shared = checked_request(config, [0], max_new_tokens, sampling, samples=n, logprobs=logprobs, echo=echo)
     if isinstance(prompts, str) or not is_several(prompts):
         raise wrong_type("prompts", prompts, "several prompts in a list")
@@ -133,7 +133,7 @@ def engine_for(
     Raises:
         RequestError: as `Engine`, or if `batch_size` is below 1.
     """
-    slots = min(as_positive("batch_size", batch_size), sum(one.samples for one in requests))
+    slots = min(as_integer("batch_size", batch_size, 1), sum(one.samples for one in requests))
     if isinstance(model, Decoder):
         longest = max(one.length for one in requests)
         return Engine(model, longest, slots=slots, cache_dtype=cache_dtype, compiled=compiled)

@@ -155,14 +155,6 @@ def prompt_ids(prompt: str | TokenIds, tokenizer: Tokenizer | None = None, *, sp
     return rows[0]
 
 
-def as_positive(name: str, value: object) -> int:
-    """An integer of at least 1."""
-    found = as_integer(name, value)
-    if found < 1:
-        raise RequestError(f"`{name}` must be at least 1", found=shown(found))
-    return found
-
-
 def checked_count(max_new_tokens: object) -> int:
     """The maximum number of new tokens, at least 1."""
     count = as_integer("max_new_tokens", max_new_tokens)
@@ -229,7 +221,7 @@ def checked_options(
     if unknown:
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
     params = SamplingParams(**sampling)
-    count, top = as_positive("n", samples), None if logprobs is None else as_integer("logprobs", logprobs)
+    count, top = as_integer("n", samples, 1), None if logprobs is None else as_integer("logprobs", logprobs)
     if count > MAX_SAMPLES:
         raise RequestError("n is out of range", found=shown(count), expected=f"1 to {MAX_SAMPLES}")
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
