@@ -249,14 +249,8 @@ def _question(line: str) -> str:
 
 
 def _run_command(session: ChatSession, name: str, text: str) -> str:
-    """Run a command.
-
-    Returns:
-        The reply; ``leave`` for a command that ends the conversation.
-
-    Raises:
-        RequestError: if there is no such command, or it takes no argument.
-    """
+    """Run a command, and return the reply; ``leave`` ends the conversation. Raises `RequestError` if there is no such
+    command, or it takes no argument."""
     if name == "/system":
         session.system = text or None
         return "The system prompt is set." if session.system else "There is no system prompt."

@@ -124,12 +124,8 @@ class GenerateArgs:
         }  # fmt: skip
 
     def validate(self) -> None:
-        """
-        Raises:
-            RequestError: unless there is one prompt, or one file of them; for options that do not go together, or
-                numbers out of range.
-            CheckpointError: if there is no model.
-        """
+        """Raise a `RequestError` unless there is one prompt, or one file of them, and for options that do not go
+        together or numbers out of range; a `CheckpointError` if there is no model."""
         sources = {
             "PROMPT": self.text, "--prompt": self.prompt, "--prompt-file": self.prompt_file, "--prompts": self.prompts,
         }  # fmt: skip

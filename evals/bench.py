@@ -69,11 +69,7 @@ class BenchOptions:
     device: str | None = None
 
     def validate(self) -> None:
-        """Check what does not depend on the model.
-
-        Raises:
-            RequestError: for values out of range.
-        """
+        """Check what does not depend on the model. Raises `RequestError` for values out of range."""
         smallest = min((*self.prompt_lengths, *self.batches, self.runs))
         if smallest < 1 or not (self.prompt_lengths or self.batches):
             raise RequestError("prompt lengths, batches and runs must be at least 1", found=shown(smallest))
@@ -220,12 +216,8 @@ def bench(
 
 
 def require_room(model: BenchModel, options: BenchOptions) -> None:
-    """Check that the tokens fit the model's context and the memory, before anything is loaded.
-
-    Raises:
-        RequestError: if they do not; only the shortest context counts.
-        QuantkitError: if the model cannot be opened.
-    """
+    """Check that the tokens, those of the shortest context, fit the model's context and the memory, before anything is
+    loaded. Raises `RequestError` if they do not, and `QuantkitError` if the model cannot be opened."""
     checkpoint = model.checkpoint()
     max_context, shortest = checkpoint.config.max_context, min(options.contexts, default=MIN_CONTEXT)
     needed = max((*options.prompt_lengths, PROMPT + NEW, shortest))

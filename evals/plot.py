@@ -219,13 +219,8 @@ class Box:
 def place_label(
     point: tuple[float, float], size: tuple[float, float], distances: Iterable[float], within: Box, taken: list[Box]
 ) -> Box:
-    """The box next to a point that overlaps `taken` the least, the nearest if several do; it is added to `taken`.
-
-    Args:
-        size: width and height of the label.
-        distances: from the point to the label, to try.
-        within: area that the label should not leave.
-    """
+    """The box for a label of this width and height, at one of the distances from a point, that overlaps `taken` the
+    least and stays within an area if it can. If several do, the nearest is used. It is added to `taken`."""
 
     def cost(box: Box) -> float:
         outside = size[0] * size[1] - box.overlap(within)

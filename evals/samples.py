@@ -78,12 +78,8 @@ class Predictions:
 
 
 def text_details(predictions: dict[str, Predictions], windows: Tensor, tokenizer: Tokenizer) -> TextDetails:
-    """Samples and divergence by position from the predictions of the models on one text.
-
-    Args:
-        predictions: by model.
-        windows: token ids [W, T], one after the other in the text.
-    """
+    """Samples and divergence by position from the predictions of the models, by name, on one text, whose token ids are
+    in `windows` [W, T] one after the other."""
     found = {name: one.gathered() for name, one in predictions.items()}
     kls = {name: tensors[0].clamp(min=0) for name, tensors in found.items()}
     samples = [_sample(found, windows, some, tokenizer) for some in _parts(kls, windows.flatten().tolist(), tokenizer)]

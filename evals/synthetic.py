@@ -96,15 +96,8 @@ class SyntheticCheckpoint:
 
 
 def synthetic(shape: str, scheme: str | None, head: str | None = None) -> SyntheticCheckpoint:
-    """A checkpoint of a named shape.
-
-    Args:
-        scheme: of the decoder's linears; None leaves floats.
-        head: the scheme of the head where the linears have one, int8 by default.
-
-    Raises:
-        RequestError: for an unknown shape or scheme.
-    """
+    """A checkpoint of a named shape. `scheme` is that of the decoder's linears, None for floats; `head` is that of the
+    head where the linears have one, int8 by default. Raises `RequestError` for an unknown shape or scheme."""
     if shape not in _SHAPES:
         raise RequestError("unknown shape", found=shape, expected=", ".join(_SHAPES))
     sizes = dict(zip(_SIZES, _SHAPES[shape], strict=False))

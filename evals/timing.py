@@ -130,14 +130,8 @@ class Decoding:
         self, model: Decoder, batch: int, new: int, compiled: bool | None, *, prompt: int = PROMPT,
         cache_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            new: tokens of each, in a run.
-            prompt: tokens of each before them, `PROMPT` at least.
-
-        Raises:
-            RequestError: if that exceeds the model's context, or the cache does not fit in memory.
-        """
+        """In a run, `new` tokens of each sequence are decoded after `prompt` ones, `PROMPT` at least. Raises
+        `RequestError` if these exceed the model's context, or the cache does not fit in memory."""
         self.engine = Engine(model, prompt + new, slots=batch, cache_dtype=cache_dtype, compiled=compiled)
         self._new, self._prompts = new, _random(model, batch, prompt)
         self._prompts[:, :-PROMPT] = self._prompts[0, :-PROMPT].clone()
