@@ -200,7 +200,7 @@ def _answers(
     """A model's scores in the tasks, and the backends of its quantized layers there; frees the model."""
     report = in_phase(progress, f"{model.name}: tasks")
     report("tasks", 0, len(questions), "tasks")
-    lm = as_lm(model.checkpoint, model.tokenizer, model.rolling_window, device=device, group=group, progress=report)
+    lm = as_lm(model, device=device, group=group, progress=report)
     return run_tasks(questions, lm), lm.backends
 
 

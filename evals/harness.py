@@ -12,15 +12,13 @@ from torch import Tensor
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals import optional
-from quantkit.evals.models import backend_names
+from quantkit.evals.models import Model, backend_names
 from quantkit.evals.texts import prefix_token, rolling, token_ids
-from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent
 from quantkit.quality.measures import NOT_SCORED
 from quantkit.runtime.generate import generate
 from quantkit.tensors.finite import finite_logits
-from quantkit.text.tokenizer import Tokenizer
 
 _TOKENS_AT_ONCE = 2048
 _POSITIONS_AT_ONCE = 128
@@ -29,30 +27,24 @@ _NEW_TOKENS = 256
 
 
 def as_lm(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, *, device: str | torch.device = "cpu",
-    group: ProcessGroup = SINGLE, progress: Progress = silent,
-) -> Any:  # fmt: skip
-    """An ``lm_eval.api.model.LM`` that answers with this checkpoint, in float32, and sees `max_length` tokens at once.
-    Raises `RequestError` if lm-evaluation-harness is not installed."""
+    model: Model, *, device: str | torch.device = "cpu", group: ProcessGroup = SINGLE, progress: Progress = silent
+) -> Any:
+    """An ``lm_eval.api.model.LM`` that answers with this model, in float32, and sees a rolling window at once. Raises
+    `RequestError` if lm-evaluation-harness is not installed."""
     base = optional("lm_eval.api.model").TemplateLM
     quiet = {"loglikelihood": partialmethod(base.loglikelihood, disable_tqdm=True)}
-    return type("QuantkitLM", (Scorer, base), quiet)(checkpoint, tokenizer, max_length, device, group, progress)
+    return type("QuantkitLM", (Scorer, base), quiet)(model, device, group, progress)
 
 
 class Scorer:
     """Implements the abstract methods of the harness's ``TemplateLM``; a request's arguments are in its ``args``."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, tokenizer: Tokenizer, max_length: int, device: str | torch.device,
-        group: ProcessGroup, progress: Progress,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: Model, device: str | torch.device, group: ProcessGroup, progress: Progress) -> None:
         super().__init__()
-        self.max_length = max_length
-        self._prefix = prefix_token(tokenizer, checkpoint)
-        self._path = checkpoint.path
-        self._model = load_model(checkpoint, device=device, dtype=torch.float32, group=group)
+        self.max_length, self._tokenizer, self._path = model.rolling_window, model.tokenizer, model.checkpoint.path
+        self._prefix = prefix_token(model.tokenizer, model.checkpoint)
+        self._model = load_model(model.checkpoint, device=device, dtype=torch.float32, group=group)
         self.backends = backend_names(self._model)
-        self._tokenizer = tokenizer
         self._progress = progress
 
     @property

@@ -21,6 +21,7 @@ from quantkit.data.files import excerpt
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError
 from quantkit.evals import tasks
 from quantkit.evals.harness import as_lm
+from quantkit.evals.models import open_models
 from quantkit.evals.tasks import open_tasks, run_tasks
 from quantkit.evals.texts import measuring_tokenizer, read_text, score_documents
 from quantkit.formats.detect import open_checkpoint
@@ -46,8 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def ours(folder: Path) -> Any:
-    checkpoint = open_checkpoint(folder)
-    return as_lm(checkpoint, measuring_tokenizer(checkpoint), CONTEXT)
+    return as_lm(*open_models([folder], None, CONTEXT))
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +149,7 @@ def test_generated_texts_are_the_same(ours: Any, theirs: Any) -> None:
 
 def test_progress_moves_within_a_batch(folder: Path) -> None:
     reported: list[tuple[str, int, int, str]] = []
-    checkpoint = open_checkpoint(folder)
-    lm = as_lm(checkpoint, measuring_tokenizer(checkpoint), CONTEXT, progress=lambda *now: reported.append(now))
+    lm = as_lm(*open_models([folder], None, CONTEXT), progress=lambda *now: reported.append(now))
     lm.loglikelihood([SimpleNamespace(args=("The peace of", f" the {ending}")) for ending in ENDINGS])
     assert list(dict.fromkeys(reported)) == [("tasks", done, len(ENDINGS), "requests") for done in range(len(ENDINGS))]
 
@@ -162,8 +161,7 @@ def test_an_answer_without_tokens_or_with_too_many_is_refused(ours: Any, pair: t
 
 
 def test_logits_that_are_not_finite_are_an_error(folder: Path, data: Path) -> None:
-    checkpoint = open_checkpoint(folder)
-    lm = as_lm(checkpoint, measuring_tokenizer(checkpoint), CONTEXT)
+    lm = as_lm(*open_models([folder], None, CONTEXT))
     with torch.no_grad():
         lm._model.model.norm.weight[0] = float("nan")
     with open_tasks(["winogrande"], data) as loaded, pytest.raises(NonFiniteError, match="mini: the model's logits"):
