@@ -116,12 +116,9 @@ def open_missing_streams() -> None:
         except OSError:
             _missing.add(number)
             os.open(os.devnull, os.O_RDWR)  # it takes the lowest number that is free
-    if sys.stdin is None:
-        sys.stdin = os.fdopen(0, closefd=False)
-    if sys.stdout is None:
-        sys.stdout = os.fdopen(_STDOUT, "w", closefd=False)
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w", closefd=False)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def require_stdout() -> None:

@@ -52,7 +52,10 @@ def together(
             if check is not None:
                 check()
             yield group
-            _leave(group)
+            if group.is_rank0:
+                group.announce_exit(0)
+            elif code := group.wait_for_end():
+                raise click.exceptions.Exit(code)
     except BaseException as error:
         ignore_signals()
         if isinstance(error, KeyboardInterrupt) and not group.is_rank0:  # rank 0 reports what is kept
@@ -84,13 +87,6 @@ def require_models(*paths: Path | None, makes: Path | None = None) -> None:
 
 def _alone() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) == 1
-
-
-def _leave(group: ProcessGroup) -> None:
-    if group.is_rank0:
-        group.announce_exit(0)
-    elif code := group.wait_for_end():
-        raise click.exceptions.Exit(code)
 
 
 def exit_code(error: BaseException) -> int:

@@ -23,7 +23,7 @@ from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.output.destination import destination_error
+from quantkit.formats.output.destination import destination_errors
 from quantkit.model.decoder import Decoder
 from quantkit.model.layerwise import Batch, layerwise_hidden
 from quantkit.model.linear import QuantLinear
@@ -109,10 +109,8 @@ class StateCache:
     def __init__(self, folder: Path) -> None:
         """Raises `DestinationError` if the folder cannot be made."""
         self._folder = folder
-        try:
+        with destination_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise destination_error(error, folder) from error
 
     def __call__(
         self, checkpoint: Checkpoint, batches: Sequence[Batch], *, group: ProcessGroup = SINGLE,
@@ -130,16 +128,16 @@ class StateCache:
         states = layerwise_hidden(checkpoint, batches, group=group, progress=progress)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
-            with partial.open("wb") as target:
-                target.write(build_header(tensors))
-                for state in states:
-                    target.write(state.contiguous().numpy().data)
-                target.flush()
-                os.fsync(target.fileno())
-            partial.replace(path)
-        except OSError as error:
+            with destination_errors(path):
+                with partial.open("wb") as target:
+                    target.write(build_header(tensors))
+                    for state in states:
+                        target.write(state.contiguous().numpy().data)
+                    target.flush()
+                    os.fsync(target.fileno())
+                partial.replace(path)
+        finally:
             partial.unlink(missing_ok=True)
-            raise destination_error(error, path) from error
         return states
 
 

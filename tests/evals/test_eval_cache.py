@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quantkit.errors import DestinationError
-from quantkit.evals import cache
+from quantkit.evals import models
 from quantkit.evals.models import StateCache
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch, layerwise_hidden
@@ -30,7 +30,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counted.append(1)
         return layerwise_hidden(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cache, "layerwise_hidden", run)
+    monkeypatch.setattr(models, "layerwise_hidden", run)
     return counted
 
 
@@ -83,7 +83,7 @@ def test_a_write_that_fails_leaves_nothing(source: Path, tmp_path: Path, monkeyp
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache.os, "fsync", full)
+    monkeypatch.setattr(models.os, "fsync", full)
     with pytest.raises(DestinationError, match="disk is full"):
         StateCache(tmp_path / "cache")(open_checkpoint(source), BATCHES)
     assert list((tmp_path / "cache").iterdir()) == []
