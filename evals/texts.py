@@ -107,13 +107,11 @@ def detokenize(text: str) -> str:
 
 
 def measuring_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """A checkpoint's tokenizer; for sentencepiece, the one that `convert` would write.
+    """A checkpoint's tokenizer; for sentencepiece, the one that `convert` would write. Raises `CheckpointError` if
+    there is none, it is damaged, or it knows more tokens than the embedding.
 
-    A text may spell special tokens, as WikiText does with ``<unk>``. transformers takes
-    them for the tokens, and so must what is compared with it; sentencepiece cannot.
-
-    Raises:
-        CheckpointError: if there is none, it is damaged, or it knows more tokens than the embedding.
+    A text may spell special tokens, as WikiText does with ``<unk>``. transformers encodes them as these tokens, and so
+    must what is compared with it; sentencepiece cannot.
     """
     tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(checkpoint.path)
     if tokenizer.kind != "sentencepiece":

@@ -191,15 +191,9 @@ def require_as_written(model: Path, *, progress: Progress = silent) -> tuple[dic
 
 
 def recheck(model: Path, made: Mapping[str, Any], *, progress: Progress = silent) -> list[TextCheck]:
-    """Compare a quantized model with the figures in its manifest.
-
-    The source is not needed: the model's own perplexities are measured again.
-
-    Raises:
-        CheckpointError: if the manifest states no gate.
-        QualityError: if a perplexity is not the manifest's, or the model did not
-            pass its gate, or a certificate for long contexts, when it was made.
-    """
+    """Compare a quantized model with the figures in its manifest. The source is not needed: the model's perplexities
+    are measured again. Raises `CheckpointError` if the manifest states no gate, and `QualityError` if a perplexity is
+    not the manifest's, or if the model did not pass its gate or its certificate for long contexts when it was made."""
     quality: Any = made.get("quality")
     recorded = Gate.from_json(quality, manifest_path(model))
     checkpoint = open_checkpoint(model)
