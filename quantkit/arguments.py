@@ -43,7 +43,7 @@ def require_tokenizer(tokenizer: object) -> None:
 
 
 def as_integer(name: str, value: object, minimum: int | None = None) -> int:
-    """An integer, also numpy's, but not a boolean."""
+    """An integer, also numpy's, but not a boolean; of at least `minimum`, if there is one."""
     found = None
     if hasattr(value, "__index__") and not _is_boolean(value):
         with suppress(TypeError):  # arrays have the method whatever they hold
