@@ -12,8 +12,7 @@ from quantkit.errors import CheckpointError
 
 class Limits:
     """Upper bounds of a config, and the range of a norm's epsilon, far beyond what is published: objects are made for
-    each layer before the tensors are compared with the config, and `plan DIR --target` reads configs without tensors.
-    """
+    each layer before the tensors are compared with the config, and `plan.generate` reads configs without tensors."""
 
     layers = 1024
     heads = 2**16
