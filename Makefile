@@ -25,7 +25,7 @@ test-kernels: .venv/installed-test
 lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf .venv/wheel
+	rm -rf .venv/wheel build
 	$(BIN)/pip install --quiet --no-deps --target .venv/wheel .
 	cd .venv/wheel && MYPYPATH=. ../bin/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p quantkit
 
