@@ -20,8 +20,8 @@ import torch
 from synthetic_checkpoint import shard
 
 import quantkit
-from quantkit.calibration.column_kernels import column_kernels, gpu_kernels
 from quantkit.data.files import DEMO_MODEL
+from quantkit.model.column_kernels import column_kernels, gpu_kernels
 from quantkit.solver.columns import TORCH
 from quantkit.solver.gptq import gptq
 from quantkit.tensors.scheme import QuantScheme

@@ -26,7 +26,6 @@ from quantkit.memory import malloc_trim
 from quantkit.model.decoder import Block
 from quantkit.model.feed_forward import MLP
 from quantkit.tensors.products import times
-from quantkit.tensors.qtensor import ROUNDING
 
 MIN_TOKENS_PER_INPUT = 2
 """Tokens sent to an expert per input of a linear; with fewer it is calibrated on all tokens."""
@@ -135,7 +134,7 @@ class _Expert:
             if not reasons:
                 break
         for name, reason in reasons.items():
-            rounded = {"solver": ROUNDING, **record, "tokens_reason": reason}
+            rounded = {**record, "tokens_reason": reason}
             results[name] = self.pair.solver.round(name, linears[name].weight, rounded)
         return results
 

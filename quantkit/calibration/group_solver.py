@@ -17,9 +17,10 @@ from quantkit.quality.bounds import REPEATABLE, coarsest, weight_bound
 from quantkit.solver.columns import TORCH, ColumnKernels
 from quantkit.solver.gptq import DAMPING, Damped, GptqReport, SingularError, solve
 from quantkit.solver.grid import max_divided_elements
+from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import times
-from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn, relative_error, row_chunks
+from quantkit.tensors.qtensor import QuantTensor, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
 
 _NOISE = 3.0  # damping, in mean diagonals, for one token per input
@@ -65,7 +66,7 @@ class GroupSolver:
         try:
             solved = self._solve_rows(weights, statistics, outputs=outputs)
         except SingularError as error:
-            fallback = {"solver": ROUNDING, "fallback": str(error)}
+            fallback = {"fallback": str(error)}
             return {name: self.round(name, linear.weight, fallback) for name, linear in linears.items()}
         except NonFiniteError as error:
             raise NonFiniteError(
@@ -89,7 +90,8 @@ class GroupSolver:
 
     def round(self, name: str, weight: Tensor, record: Mapping[str, object]) -> Result:
         """A linear's weight [O, I] rounded to nearest."""
-        return Result.of(quantize_rtn(weight, self.schemes[name], self.scale_dtype).to("cpu"), weight, record)
+        quantized, solver = round_to_nearest(weight, self.schemes[name], self.scale_dtype, lambda _: self.kernels)
+        return Result.of(quantized.to("cpu"), weight, {"solver": solver, **record})
 
     def error_bound(self, quantized: QuantTensor, weight: Tensor) -> float:
         """The largest relative error of a weight [O, I] that `verify` accepts on every machine."""

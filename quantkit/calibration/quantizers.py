@@ -14,7 +14,6 @@ from quantkit.architectures.topology import input_groups
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_pair import BlockPair
 from quantkit.calibration.block_quantizer import quantize_block
-from quantkit.calibration.column_kernels import column_kernels
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import Effort
 from quantkit.calibration.estimate import gpu_activation_bytes
@@ -26,11 +25,13 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Written
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.memory import malloc_trim, set_mmap_threshold
+from quantkit.model.column_kernels import column_kernels
 from quantkit.progress import Progress, silent
+from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.products import exact_float32
-from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn
+from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
@@ -92,8 +93,8 @@ class RtnQuantizer:
             keep = "leave the scheme of the embedding out, and `allow_nonfinite=True` leaves it as it is"
         hint = f"it cannot be quantized; repair the source, or {keep}"
         checked_cast(weight, weight.dtype, spec.name, path, allow_nonfinite=False, hint=hint)
-        quantized = quantize_rtn(weight, spec.scheme, spec.dtype.torch)
-        return self._checked(spec, Result.of(quantized, weight, {"solver": ROUNDING}))
+        quantized, solver = round_to_nearest(weight, spec.scheme, spec.dtype.torch, column_kernels)
+        return self._checked(spec, Result.of(quantized, weight, {"solver": solver}))
 
     def _checked(self, spec: TensorSpec, result: Result) -> Solved:
         """A quantized tensor of the output; a scale that overflows is a `NonFiniteError`."""

@@ -18,9 +18,11 @@ from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes
 from quantkit.formats.codecs.codec import NO_EMBEDDING, CodeFormat, Reason, exact_scale
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.container import StoredCheckpoint
+from quantkit.model.column_kernels import column_kernels
+from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, checked_cast
-from quantkit.tensors.qtensor import ROUNDING, SCALES_CAST, QuantTensor, cast_scales, quantize_rtn, relative_error
+from quantkit.tensors.qtensor import SCALES_CAST, QuantTensor, cast_scales, relative_error
 from quantkit.tensors.scheme import QuantScheme
 
 _MAX_BITS_OF_INT4 = 5.2  # a weight, scales included, up to which integers that are not carried are rounded to int4
@@ -151,10 +153,10 @@ def rounded(
     `NonFiniteError` if it holds NaN or Inf, or its scales overflow their type."""
     floats = value.dequantize() if isinstance(value, QuantTensor) else value
     checked_cast(floats, floats.dtype, name, path, False, "repair the source; such numbers cannot be rounded")
-    found = quantize_rtn(floats, scheme, scale_dtype)
+    found, solver = round_to_nearest(floats, scheme, scale_dtype, column_kernels)
     if not all_finite(found.scale):
         raise NonFiniteError(f"tensor '{name}' holds values too large for scales in {scale_dtype}", path=path)
-    return found, {"solver": ROUNDING, "relative_error": float(f"{relative_error(found, floats):.4g}")}
+    return found, {"solver": solver, "relative_error": float(f"{relative_error(found, floats):.4g}")}
 
 
 def cast(value: QuantTensor, dtypes: tuple[DType, ...]) -> tuple[QuantTensor, Mapping[str, object]]:

@@ -26,12 +26,13 @@ from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.target import NATIVE
 from quantkit.jobs.weights_only import within_bounds
+from quantkit.model.column_kernels import kernels_name
 from quantkit.progress import Progress, deduplicated, in_phase, without_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly, carried_tensors, weights_only
 from quantkit.tensors.products import compute_dtype
-from quantkit.tensors.qtensor import ROUNDING
+from quantkit.tensors.qtensor import ROUNDED
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ def _starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelC
         return []
     never = sum(any(record["routed_tokens"] == 0 for record in own) for own in found.values())
     none = f", {never} of them none" if never else ""
-    rounded = sum(record["solver"] == ROUNDING for own in found.values() for record in own)
+    rounded = sum(record["solver"] in ROUNDED for own in found.values() for record in own)
     last = f", and {rounded} of their layers {'was' if rounded == 1 else 'were'} rounded to nearest" if rounded else ""
     return [
         f"{len(found)} of {len(experts)} experts were sent too few calibration tokens{none}: "

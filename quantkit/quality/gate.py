@@ -14,13 +14,15 @@ from torch import Tensor
 from quantkit.architectures.names import EMBEDDING
 from quantkit.errors import QualityError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView, schemes
+from quantkit.model.column_kernels import column_kernels
 from quantkit.progress import Progress, silent
 from quantkit.quality.bounds import MAX_ERROR, WINDOW, coarsest, measured_windows, scheme_bound, weight_bound, worst_row
 from quantkit.quality.figures import Estimate, read_record, rounded
 from quantkit.quality.measures import Windows, tallies
 from quantkit.quality.transcoded import equal_as_numbers, row_pieces
+from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.qtensor import CARRIED, ROUNDING, SCALES_CAST, QuantTensor, quantize_rtn, relative_error
+from quantkit.tensors.qtensor import CARRIED, ROUNDED, SCALES_CAST, SEARCHED, QuantTensor, quantize_rtn, relative_error
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -167,8 +169,9 @@ def run_gate(
     others = [result]
     if not schemes(source):
         scale_dtype = result.info(f"{next(iter(assigned))}.weight").dtype
-        baseline = rtn_baseline(source, assigned, scale_dtype)
-        others += [] if is_baseline(result, baseline, records) else [baseline]
+        rounded_again = rtn_baseline(source, assigned, scale_dtype, searched=SEARCHED in _solvers(records))
+        if not is_baseline(result, rounded_again, records):
+            others.append(rtn_baseline(source, assigned, scale_dtype))
     bound = scheme_bound(assigned.values())
     measured = measured_windows(source)
     lost = tallies(source, others, [Windows.of(windows) for _, windows in measured.values()], progress=progress)
@@ -221,7 +224,7 @@ def _distorted(
             continue  # it has no error
         else:
             error = float(record.get("relative_error", math.nan))
-            is_rounded = record.get("solver") in (ROUNDING, SCALES_CAST)  # its error is that of rounding, or less
+            is_rounded = record.get("solver") in (*ROUNDED, SCALES_CAST)  # its error is that of rounding, or less
             bound = MAX_ERROR if is_rounded else weight_bound(*_pair(source, result, module), worst)
         if not error <= bound:
             found[module] = (rounded(error), rounded(bound))
@@ -242,27 +245,34 @@ def _distinct_digits(value: float, bound: float) -> int:
 
 
 def rtn_baseline(
-    source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None
-) -> RtnCheckpoint:
-    """The RTN baseline: the source rounded in the schemes by module, but int4 never in groups longer than 128. Its
-    scales have the type `scale_dtype`; None is the source's."""
+    source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None, *,
+    searched: bool = False,
+) -> RtnCheckpoint:  # fmt: skip
+    """The RTN baseline: the source rounded in the schemes by module, but int4 never in groups longer than 128.
+
+    Args:
+        scale_dtype: of its scales; None is the source's.
+        searched: round int4 on searched scales, as `method="rtn"` does, and not on those that span the groups.
+    """
     schemes = {}
     for module, scheme in assigned.items():
         if scheme.bits == 4 and (scheme.group_size is None or scheme.group_size > _COARSEST):
             columns = source.info(module + ".weight").shape[1]
             scheme = QuantScheme(4, _COARSEST, scheme.symmetric).fitted(columns)
         schemes[module] = scheme
-    return RtnCheckpoint(source, schemes, scale_dtype)
+    return RtnCheckpoint(source, schemes, scale_dtype, searched=searched)
 
 
 class RtnCheckpoint(CheckpointView):
     """A float checkpoint with some layers rounded to nearest when they are loaded; arguments as for `rtn_baseline`."""
 
     def __init__(
-        self, source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None
-    ) -> None:
+        self, source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None, *,
+        searched: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(source)
         self._assigned, self._scale_dtype = assigned, scale_dtype or DType(source.config.dtype)
+        self._searched = searched
 
     def info(self, name: str) -> TensorSpec:
         info, scheme = self._source.info(name), self._assigned.get(name.removesuffix(".weight"))
@@ -275,7 +285,10 @@ class RtnCheckpoint(CheckpointView):
         by_rows = part is None or part.axis == 0  # which have the same groups
         value = self._source.load(name, part if by_rows else None)
         if isinstance(value, Tensor):
-            value = quantize_rtn(value, scheme, self._scale_dtype.torch)
+            if self._searched:
+                value, _ = round_to_nearest(value, scheme, self._scale_dtype.torch, column_kernels)
+            else:
+                value = quantize_rtn(value, scheme, self._scale_dtype.torch)
         return value if part is None or by_rows else part.of_weight(value)
 
 
@@ -292,13 +305,17 @@ def is_baseline(result: Checkpoint, baseline: Checkpoint, records: Mapping[str, 
         if own.shape != expected.shape or (own.scheme is None) != (expected.scheme is None):
             return False
         record = records.get(name) or {}
-        if own.scheme is not None and (record.get("solver") != ROUNDING or "fallback" in record):
+        if own.scheme is not None and (record.get("solver") not in ROUNDED or "fallback" in record):
             return False
     return all(
         _same_numbers(result.load(name, rows), baseline.load(name, rows))
         for name in result.names()
         for rows in row_pieces(result.info(name).shape, result.config.head_dim)
     )
+
+
+def _solvers(records: Mapping[str, Mapping[str, Any]]) -> set[object]:
+    return {record.get("solver") for record in records.values() if record}
 
 
 def _same_numbers(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> bool:

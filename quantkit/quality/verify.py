@@ -31,7 +31,7 @@ from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.transcoded import TensorDifference, tensor_difference
 from quantkit.quality.weights_only import COMPARED, error_problem, recorded_errors, summary_problems
 from quantkit.runtime.generation_config import end_tokens
-from quantkit.tensors.qtensor import ROUNDING
+from quantkit.tensors.qtensor import ROUNDED
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.compare import first_difference
@@ -315,7 +315,7 @@ def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
     if not assigned:
         return {}
     records = module_records(manifest_or_empty(checkpoint.path))
-    rounded = {module for module, record in records.items() if record.get("solver") == ROUNDING}
+    rounded = {module for module, record in records.items() if record.get("solver") in ROUNDED}
     worst = coarsest(assigned.values())
     return {module: scheme if module in rounded else worst for module, scheme in assigned.items()}
 

@@ -12,12 +12,15 @@ from torch import Tensor
 from quantkit.tensors.scheme import QuantScheme
 
 # What manifests call the solver:
-ROUNDING = "round-to-nearest"  # `quantize_rtn`
+ROUNDING = "round-to-nearest"  # `quantize_rtn`: on the scales that span each group
+SEARCHED = "round-to-nearest, searched scales"  # `solver.rounding.quantize_searched`
+ROUNDED = (ROUNDING, SEARCHED)
 CARRIED = "carried"  # codes are those of the source
 SCALES_CAST = "scales cast"  # codes and zero points are those of the source, scales are rounded to another type
 
 CHUNK_ELEMENTS = 1 << 20
-_CACHED_ELEMENTS = 1 << 17  # whose float32 temporaries stay in a core's cache
+CACHED_ELEMENTS = 1 << 17
+"""Elements whose float32 temporaries stay in a core's cache."""
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -120,7 +123,7 @@ def cast_scales(value: QuantTensor, *dtypes: torch.dtype) -> QuantTensor | None:
 
 
 def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> QuantTensor:
-    """Round each weight to the nearest code, all arithmetic in float32.
+    """Round each weight to the nearest code of scales that span the groups, all arithmetic in float32.
 
     Symmetric scales spread the largest magnitude of a group over ``(levels - 1) / 2`` steps; asymmetric ones spread its
     range, zero included, over ``levels - 1`` steps. Codes are computed against the scale as stored. Where storing
@@ -136,10 +139,9 @@ def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) 
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(rows, groups, dtype=scale_dtype, device=weight.device)
     zero = None if scheme.symmetric else torch.empty(rows, groups, dtype=torch.uint8, device=weight.device)
-    for start, stop in row_chunks(rows, columns, _CACHED_ELEMENTS):
+    for start, stop in row_chunks(rows, columns, CACHED_ELEMENTS):
         grouped = weight[start:stop].float().view(stop - start, groups, -1)
-        step = _steps(grouped, scheme, scale_dtype)
-        scale[start:stop] = step
+        scale[start:stop] = spanning_scales(grouped, scheme, scale_dtype)
         wide = scale[start:stop].float().unsqueeze(-1)
         if zero is None:
             offset: Tensor | int = scheme.levels // 2
@@ -164,7 +166,7 @@ def stacked(parts: Sequence[QuantTensor]) -> QuantTensor | None:
 def relative_error(quantized: QuantTensor, weight: Tensor) -> float:
     """Frobenius norm of the weight error over that of the weight; 0 for all zeros."""
     error = norm = 0.0
-    for start, stop in row_chunks(*quantized.shape, _CACHED_ELEMENTS):
+    for start, stop in row_chunks(*quantized.shape, CACHED_ELEMENTS):
         reference = weight[start:stop].float()
         error = math.hypot(error, frobenius(quantized.rows(start, stop).dequantize().sub_(reference)))
         norm = math.hypot(norm, frobenius(reference))
@@ -217,8 +219,9 @@ def unpack_int32(words: Tensor, bits: int, count: int) -> Tensor:
     return data[..., :count].contiguous()
 
 
-def _steps(grouped: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> Tensor:
-    """Scales [O, G] in the stored dtype; 1 where a group is all zeros or too small to scale."""
+def spanning_scales(grouped: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> Tensor:
+    """The scales [O, G] in their stored dtype with which codes span groups [O, G, S]; 1 where a group is all zeros or
+    too small to scale."""
     high, low = grouped.amax(-1), grouped.amin(-1)
     if scheme.symmetric:
         step = torch.maximum(high, -low) / ((scheme.levels - 1) / 2)

@@ -31,12 +31,13 @@ from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.attention import causal_attention
+from quantkit.model.column_kernels import column_kernels
 from quantkit.model.decoder import Step
 from quantkit.model.feed_forward import Experts
 from quantkit.model.layerwise import Batch
 from quantkit.model.load import load_model
 from quantkit.quality.measures import compare_batches
-from quantkit.tensors.qtensor import quantize_rtn
+from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.scheme import QuantScheme
 
 SAMPLES, LENGTH = 24, 40
@@ -233,14 +234,15 @@ def test_experts_that_change_too_much_on_any_tokens_are_rounded(
     monkeypatch.setattr(group_solver, "weight_bound", lambda *given: 0.0)
     made = _quantize(model, tmp_path / "out", text)
     rounded = [made.manifest["modules"][_expert(0, expert, "up_proj")] for expert in range(6)]
-    assert {(one["solver"], one["tokens_from"]) for one in rounded} == {("round-to-nearest", "all")}
+    assert {(one["solver"], one["tokens_from"]) for one in rounded} == {("round-to-nearest, searched scales", "all")}
     tries = [one["tokens_reason"].count("changed by") for one in rounded]
     assert tries == [1 if one["routed_tokens"] < 2 * 64 else 2 for one in rounded]
     assert set(tries) == {1, 2}
     weight = open_checkpoint(model).load(_expert(0, 0, "up_proj.weight"))
     assert isinstance(weight, Tensor)
     found = codes(made.path)[_expert(0, 0, "up_proj")]
-    assert torch.equal(found.codes, quantize_rtn(weight, found.scheme, found.scale.dtype).codes)
+    expected, _ = round_to_nearest(weight, found.scheme, found.scale.dtype, column_kernels)
+    assert torch.equal(found.codes, expected.codes)
     (line,) = [note for note in made.notes if "calibration tokens" in note]
     assert line.endswith("all tokens calibrated them, and 54 of their layers were rounded to nearest")
     assert not made.quality.fallbacks

@@ -20,9 +20,11 @@ from torch import Tensor
 import quantkit
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
+from quantkit.model.column_kernels import column_kernels
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
+from quantkit.solver.rounding import round_to_nearest
+from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.recipe import Override, Recipe
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -186,7 +188,7 @@ def test_what_is_read_back_is_what_round_to_nearest_gave(scheme: str, tmp_path: 
     for layer in range(LAYERS):
         for name in ("self_attn.q_proj", "mlp.down_proj"):
             weight = floats[f"model.layers.{layer}.{name}.weight"]
-            expected = quantize_rtn(weight, any_scheme(scheme), torch.bfloat16)
+            expected, _ = round_to_nearest(weight, any_scheme(scheme), torch.bfloat16, column_kernels)
             found = _module(tmp_path / "out", f"model.layers.{layer}.{name}")
             assert torch.equal(found.codes, expected.codes)
             assert torch.equal(found.scale, expected.scale)
@@ -480,7 +482,7 @@ def test_the_manifest_reports_hashes_schemes_and_errors(tmp_path: Path) -> None:
         weight = floats[f"{module}.weight"]
         quantized = _module(out, module)
         assert entry["scheme"] == str(quantized.scheme)
-        assert entry["solver"] == "round-to-nearest"
+        assert entry["solver"] == "round-to-nearest" + ", searched scales" * (quantized.scheme.bits == 4)
         exact = weight.double()
         expected = float((quantized.dequantize().double() - exact).norm() / exact.norm())
         assert entry["relative_error"] == pytest.approx(expected, rel=0.01)

@@ -22,9 +22,11 @@ from quantkit.errors import NonFiniteError, QuantkitError, RequestError, Unsuppo
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.codecs.gptq_linear import GptqLinear
 from quantkit.formats.detect import open_checkpoint
+from quantkit.model.column_kernels import column_kernels
 from quantkit.quality.transcoded import equal_as_numbers
 from quantkit.quality.verify import Verdict, verify
-from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
+from quantkit.solver.rounding import round_to_nearest
+from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -211,7 +213,7 @@ def test_only_what_must_be_is_rounded_anew_and_the_result_is_held_against_its_so
     assert made["exact"]["equal"] == 13
     assert made["quality"]["passed"] is True
     solvers = {module: record["solver"] for module, record in made["modules"].items()}
-    assert solvers.pop(DOWN) == "round-to-nearest"
+    assert solvers.pop(DOWN) == "round-to-nearest, searched scales"
     assert set(solvers.values()) == {"carried"}
     assert 0 < made["modules"][DOWN]["relative_error"] < 0.2
     assert verify(tmp_path / "out").ok
@@ -282,10 +284,13 @@ def test_what_is_read_as_floats_is_rounded_once(kind: str, folders: dict[str, Pa
     assert torch.equal(model.get_parameter(name), expected)
     if kind == "act-order":
         codes = quantkit.convert(source, tmp_path / "codes", to=CT, requantize=True, source_check=False)
-        value, rounded = (open_checkpoint(codes.path).load(name), quantize_rtn(expected, INT4, torch.bfloat16))
+        value, rounded = (
+            open_checkpoint(codes.path).load(name),
+            round_to_nearest(expected, INT4, torch.bfloat16, column_kernels)[0],
+        )
         assert isinstance(value, QuantTensor)
         assert equal_as_numbers(value, rounded)
-        assert not equal_as_numbers(value, quantize_rtn(before, INT4, torch.bfloat16))
+        assert not equal_as_numbers(value, round_to_nearest(before, INT4, torch.bfloat16, column_kernels)[0])
 
 
 def _read_as_floats(kind: str, codes: Path, folder: Path) -> torch.Tensor:

@@ -12,11 +12,11 @@ import torch
 from schemes import any_scheme
 from torch import Tensor
 
-from quantkit.calibration import column_kernels as column_kernels_module
-from quantkit.calibration.column_kernels import column_kernels, cpu_kernels
 from quantkit.errors import RequestError
 from quantkit.kernels import build, cpu_gptq
 from quantkit.kernels.build import VARIANT_SETTING, VARIANTS
+from quantkit.model import column_kernels as column_kernels_module
+from quantkit.model.column_kernels import column_kernels, cpu_kernels
 from quantkit.solver.columns import TORCH
 from quantkit.solver.gptq import gptq
 from quantkit.solver.grid import search_scales
@@ -110,7 +110,7 @@ def test_torch_serves_where_there_is_no_compiler(
     monkeypatch.setenv("CXX", "/nowhere/c++")
     monkeypatch.setattr(build, "_load_once", build._load_once.__wrapped__)
     column_kernels.cache_clear()
-    with caplog.at_level(logging.INFO, logger="quantkit.calibration.column_kernels"):
+    with caplog.at_level(logging.INFO, logger="quantkit.model.column_kernels"):
         assert column_kernels(CPU) is TORCH
     assert "the C++ compiler does not start" in caplog.text
     column_kernels.cache_clear()

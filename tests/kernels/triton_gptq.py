@@ -10,10 +10,10 @@ from schemes import any_scheme
 from torch import Tensor
 from triton_quick import quicken
 
-from quantkit.calibration import column_kernels as column_kernels_module
-from quantkit.calibration.column_kernels import column_kernels, gpu_kernels
 from quantkit.kernels import triton_gptq
 from quantkit.kernels.triton_words import INTERPRETED
+from quantkit.model import column_kernels as column_kernels_module
+from quantkit.model.column_kernels import column_kernels, gpu_kernels
 from quantkit.solver import columns as columns_module
 from quantkit.solver.columns import TORCH, ColumnKernels, descend, solve_codes
 from quantkit.solver.gptq import Damped, GptqReport, gptq

@@ -27,6 +27,7 @@ from quantkit.model.linear import QuantEmbedding
 from quantkit.model.load import load_model
 from quantkit.quality.bounds import worst_row
 from quantkit.quality.verify import Verdict, verify
+from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
@@ -274,13 +275,13 @@ def test_what_cannot_be_is_refused(
 def test_the_gate_catches_a_broken_one(
     rows: slice, worded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(weight: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype) -> QuantTensor:
-        found = quantize_rtn(weight, scheme, dtype)
+    def broken(weight: torch.Tensor, scheme: QuantScheme, *rest: Any) -> tuple[QuantTensor, str]:
+        found, solver = round_to_nearest(weight, scheme, *rest)
         if scheme == INT8:
             found.codes[rows] = found.codes[rows].flip(1)
-        return found
+        return found, solver
 
-    monkeypatch.setattr(quantizers, "quantize_rtn", broken)
+    monkeypatch.setattr(quantizers, "round_to_nearest", broken)
     reported = "too far from its source|'model.embed_tokens' changed more than its scheme explains"
     with pytest.raises(QualityError, match=reported):
         quantkit.quantize(worded, tmp_path / "made", "int4-g32", embedding="int8", method="rtn", source_check=False)

@@ -1,0 +1,93 @@
+"""Rounding to nearest on searched scales: for each group the scale with the smallest squared error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quantkit.solver.columns import TORCH, ColumnKernels
+from quantkit.tensors.qtensor import (
+    CACHED_ELEMENTS,
+    ROUNDING,
+    SEARCHED,
+    QuantTensor,
+    quantize_rtn,
+    row_chunks,
+    spanning_scales,
+)
+from quantkit.tensors.scheme import QuantScheme
+
+SEARCHED_ELEMENTS = 1 << 24
+"""Elements of a weight that are copied in float32 at a time."""
+
+
+def round_to_nearest(
+    weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, kernels_of: Callable[[torch.device], ColumnKernels]
+) -> tuple[QuantTensor, str]:
+    """A rounded weight, and what manifests call its solver.
+
+    int4 is rounded on searched scales, int8 on those that span its groups: with so many levels, a search gains little.
+
+    Args:
+        weight: [O, I], any float dtype, finite.
+        scheme: the group size must divide I.
+        scale_dtype: dtype the scales are stored in.
+        kernels_of: returns the kernels of a device; called for int4 only, since they may have to be compiled.
+    """
+    if scheme.bits == 8:
+        return quantize_rtn(weight, scheme, scale_dtype), ROUNDING
+    return quantize_searched(weight, scheme, scale_dtype, kernels_of(weight.device)), SEARCHED
+
+
+def quantize_searched(
+    weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, kernels: ColumnKernels = TORCH
+) -> QuantTensor:
+    """Round each weight to the nearest code of the scale with which its group has the smallest squared error.
+
+    The scales are searched as for GPTQ, with equally important inputs, so symmetric ones may be negative. Then each is
+    replaced by the scale that fits its group's codes best, if the codes nearest to that have a smaller error. No group
+    has a larger error than by `quantize_rtn`. `kernels` are those of the weight's device; the other
+    arguments are as in `round_to_nearest`.
+    """
+    rows, columns = weight.shape
+    groups = scheme.groups(columns)
+    importance = torch.ones(columns, device=weight.device)
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(rows, groups, dtype=scale_dtype, device=weight.device)
+    zero = None if scheme.symmetric else torch.empty_like(scale, dtype=torch.uint8)
+    for first, last in row_chunks(rows, columns, SEARCHED_ELEMENTS):
+        part = weight[first:last].float().t().contiguous()
+        found, offsets = kernels.search_scales(part, importance, scheme, scale_dtype)
+        scale[first:last] = found.t()
+        if zero is not None and offsets is not None:
+            zero[first:last] = offsets.t()
+    for start, stop in row_chunks(rows, columns, CACHED_ELEMENTS):
+        grouped = weight[start:stop].float().view(stop - start, groups, -1)
+        offset = scheme.levels // 2 if zero is None else zero[start:stop].float().unsqueeze(-1)
+        own, steps = _fitted(grouped, scale[start:stop], offset, scheme)
+        scale[start:stop] = own
+        codes[start:stop] = steps.add_(offset).view(stop - start, columns).to(torch.int16)
+    return QuantTensor(codes, scale, zero, scheme)
+
+
+def _fitted(grouped: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
+    """The better of some scales [O, G] and those that fit their codes best, and the codes less zero points [O, G, S].
+
+    A scale that does not fit its type stays infinite, as by `quantize_rtn`, so that callers find it.
+    """
+    spanning = spanning_scales(grouped, scheme, scale.dtype)
+    scale = torch.where(spanning.isfinite(), scale, spanning)
+    steps, loss = _nearest(grouped, scale, offset, scheme)
+    fitted = ((steps * grouped).sum(-1) / steps.square().sum(-1)).to(scale.dtype)
+    others, other_loss = _nearest(grouped, fitted, offset, scheme)
+    better = other_loss < loss  # never true of NaN, which a scale of zero gives
+    return torch.where(better, fitted, scale), torch.where(better.unsqueeze(-1), others, steps)
+
+
+def _nearest(grouped: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
+    """Codes less zero points [O, G, S], and their squared errors [O, G]."""
+    wide = scale.float().unsqueeze(-1)
+    steps = (grouped / wide).round_().add_(offset).clamp_(0, scheme.levels - 1).sub_(offset)
+    return steps, (steps * wide).sub_(grouped).square_().sum(-1)
