@@ -48,7 +48,7 @@ class Work:
     Attributes:
         side_files: the files that go with the weights, by name: content, or a file to copy.
         options: all options that determine the bytes of the weights.
-        computed_by: properties of the machine that determine these bytes; they are not in the manifest.
+        computed_by: properties of the machine that determine these bytes.
         scratch_bytes: temporary space that the job needs on the destination's disk.
     """
 

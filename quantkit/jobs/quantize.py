@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
+import torch
+
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.arguments import require_instance
@@ -169,8 +171,10 @@ def _work(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) ->
     if settings is not None and drawn is not None:
         recorded |= {"calibration": drawn.to_json(), "thorough": settings.thorough}
         computed_by = {
-            "number of processes": group.size, "kind of device": settings.device.type,
+            "torch": torch.__version__, "number of processes": group.size, "kind of device": settings.device.type,
             "samples multiplied in": str(compute_dtype(settings.device)),
+            "number of threads": torch.get_num_threads(), "instruction set": torch.backends.cpu.get_cpu_capability(),
+            "column kernels": kernels_name(settings.device),
         }  # fmt: skip
         if settings.text is None:
             computed_by["calibration samples"] = drawn.fingerprint()  # the source's own figures have chosen them
@@ -210,6 +214,8 @@ def _details(
         "model": model_summary(source, source.config.dtype), **work.options,
         "quality": gate.to_json(accepted=accepted), "modules": prepared.scheme_map.describe(writer.records),
     }  # fmt: skip
+    if work.computed_by:
+        details["computed_by"] = work.computed_by
     if certificate is not None:
         details["positions"] = certificate.to_json(accepted=accepted)
     if not source.config.runnable:

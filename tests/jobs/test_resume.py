@@ -19,7 +19,9 @@ from typing import Any
 
 import forked
 import pytest
+import torch
 from command import Capture, run, without_progress
+from partial import interrupted
 
 import quantkit
 from quantkit.data.files import EXCERPT
@@ -206,6 +208,20 @@ def test_of_options_in_one_another_the_changed_ones_are_named(demo_model: Path, 
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", samples=9, resume=True, **given)
     with pytest.raises(ResumeError, match=r"found changed option method, option recipe \(default\)\)"):
         quantkit.quantize(demo_model, tmp_path / "out", "int8", source_check=False, resume=True)
+
+
+def test_gptq_records_the_number_of_threads_and_is_not_resumed_with_another(demo_model: Path, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"calibration": EXCERPT, "samples": 4, "length": 64, "source_check": False}
+    made = quantkit.quantize(demo_model, tmp_path / "whole", "int4-g64", **arguments)
+    assert made.manifest["computed_by"]["number of threads"] == torch.get_num_threads() == 1
+    assert made.manifest["computed_by"]["torch"] == torch.__version__
+    interrupted(lambda *a, **b: quantkit.quantize(*a, "int4-g64", **arguments | b), demo_model, tmp_path / "out")
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ResumeError, match="found changed number of threads"):
+            quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **arguments, resume=True)
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_resume_refuses_a_changed_source(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
