@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,8 +15,9 @@ from quantkit.architectures.topology import Parameter
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.files.gguf_types import GGUF, STEM
 from quantkit.files.tensor_file import StoredTensor
-from quantkit.formats.checkpoint import Checkpoint, parameter_count
+from quantkit.formats.checkpoint import Checkpoint, parameter_count, read_as_floats, schemes
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
+from quantkit.formats.codecs.ggml import BLOCK_TYPES, GgmlBlocks
 from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
@@ -291,6 +293,16 @@ def refuse_tensors_only(container: Container, tensors_only: bool, path: Path) ->
     if tensors_only:
         problem = f"`tensors_only=True` is for Hugging Face folders; all tensors of {container.title} are known"
         raise RequestError(problem, path=path)
+
+
+def stored_format(checkpoint: StoredCheckpoint) -> str:
+    """The format of a checkpoint, with the kinds of its quantized tensors in its own words, for people."""
+    types = {one.scheme: one.name for one in BLOCK_TYPES.values()} if checkpoint.method == GgmlBlocks.name else {}
+    counted = Counter(types.get(scheme, str(scheme)) for scheme in schemes(checkpoint).values())
+    counted.update(read_as_floats(checkpoint).values())
+    if not counted:
+        return checkpoint.format
+    return f"{checkpoint.method or checkpoint.format} ({', '.join(name for name, _ in counted.most_common())})"
 
 
 def weight_size(checkpoint: StoredCheckpoint) -> tuple[int, float]:

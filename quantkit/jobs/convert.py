@@ -18,6 +18,7 @@ from quantkit.arguments import as_path
 from quantkit.errors import NotRepresentableError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes, stored_name
 from quantkit.formats.container import Output, StoredCheckpoint, weight_size
+from quantkit.formats.dequantized_checkpoint import of_blocks
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.kv_cache import KvCache
@@ -346,8 +347,8 @@ def _specs(
         elif cast is not None and (config.runnable or info.dtype in FLOATS):
             dtype = cast
         else:  # GGUF's blocks, in which a matrix may be stored, are read as float32 where that is exact
-            of_blocks = changes is None and source.format == GGUF.name and len(info.shape) > 1
-            as_model = info.scheme is not None or of_blocks or _widened(source, info, model)
+            blocks = changes is None and of_blocks(source, info)
+            as_model = info.scheme is not None or blocks or _widened(source, info, model)
             dtype = model if as_model else info.dtype
         specs.append(TensorSpec(name, parameter.shape, dtype, scheme))
     return specs

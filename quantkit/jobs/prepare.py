@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +24,8 @@ from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, require_calibratable, schemes
 from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
-from quantkit.formats.container import Encoder, Output, StoredCheckpoint
+from quantkit.formats.container import Encoder, Output, StoredCheckpoint, stored_format
+from quantkit.formats.dequantized_checkpoint import DequantizedCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.output.staging import interrupted_fingerprint, require_name, require_new_names
@@ -123,7 +125,8 @@ def prepare(options: QuantizeOptions) -> Prepared:
     if options.method == "gptq" and options.size is None:
         require_calibratable(source)
     tokenizer, notes = checked_tokenizer(source)
-    _require_floats(source)
+    source, more = _as_floats(source, options)
+    notes += more
     if options.tensors_only and target.name != NATIVE:
         raise RequestError(f'`tensors_only=True` does not go with `to="{target.name}"`', expected=f'`to="{NATIVE}"`')
     linears_by = None
@@ -143,18 +146,20 @@ def prepare(options: QuantizeOptions) -> Prepared:
     return Prepared(options, source, scheme_map, tokenizer, linears_by, settings, certified, notes)
 
 
-def _require_floats(source: StoredCheckpoint) -> None:
-    """Raise an `UnsupportedError` if the source is quantized already."""
-    if already := schemes(source):
+def _as_floats(source: StoredCheckpoint, options: QuantizeOptions) -> tuple[StoredCheckpoint, list[str]]:
+    """A source whose weights are floats, and a note if it is quantized. Raises an `UnsupportedError` if it is
+    quantized, and not to be dequantized."""
+    if not (schemes(source) or read_as_floats(source)):
+        return source, []
+    found = stored_format(source)
+    if not options.dequantize:
+        command = shlex.join(["quantkit", "quantize", str(options.src), str(options.dst)])
         raise UnsupportedError(
-            "the source is quantized already", path=source.path, found=str(next(iter(already.values()))),
-            hint="start from the float model",
+            "the source is quantized already", path=source.path, found=found,
+            hint=f"start from the float model, or read this one as floats: {command} ... `dequantize=True`",
         )  # fmt: skip
-    for name, stored_as in read_as_floats(source).items():
-        raise UnsupportedError(
-            f"the source is quantized already: tensor '{name}'", path=source.path, found=stored_as,
-            hint="start from the float model, or convert it with `dequantize=True` first",
-        )  # fmt: skip
+    read = f"its weights are read as {source.config.dtype}, and rounded again"
+    return DequantizedCheckpoint(source), [f"{source.path}: the source is quantized already ({found}); {read}"]
 
 
 def _assigned(

@@ -162,6 +162,8 @@ def _work(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) ->
         recorded |= {"tensors_only": True, "linears_by": prepared.linears_by}
     if prepared.target.name != NATIVE:
         recorded["to"] = prepared.target.name
+    if options.dequantize:
+        recorded["dequantize"] = True
     if options.split_max_size is not None:
         recorded["split_max_size"] = options.split_max_size
     if prepared.allocation is not None:

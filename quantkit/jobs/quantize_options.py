@@ -40,7 +40,8 @@ OUTPUT = "Output"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _LICENSE = re.compile(r"[A-Za-z0-9][\w.+-]{0,95}", re.ASCII)
 _FLAGS = (
-    "thorough", "strict", "accept_quality_loss", "resume", "allow_nonfinite", "source_check", "tensors_only",
+    "thorough", "strict", "accept_quality_loss", "resume", "allow_nonfinite", "source_check", "dequantize",
+    "tensors_only",
 )  # fmt: skip
 _FOR_GPTQ = ("calibration", "samples", "length", "seed", "thorough", "activation_memory", "device")
 
@@ -50,7 +51,7 @@ class QuantizeOptions:
     """What `quantize` is to do; None and False where nothing was requested.
 
     Attributes:
-        src: a model of floats; one in FP8 or MXFP4 counts as such.
+        src: a model of floats; one in FP8 or MXFP4 counts as such; a quantized one with `dequantize`.
         dst: the folder to make, or a file ``*.gguf``; it must not exist.
         scheme: its name, such as ``int8`` or ``int4-g128``; a `QuantScheme`; or a `Recipe` with overrides.
         target_bits: instead of a scheme: the average number of bits of each weight of the decoder linears, such as
@@ -86,6 +87,8 @@ class QuantizeOptions:
         to: ``compressed-tensors`` (the default), ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf``; any of
             them with any `method`.
         split_max_size, template, weights, resume: as in `convert`.
+        dequantize: accept a `src` that is quantized already: its weights are computed in float32, and each is rounded
+            once to the model's type, as `convert` does.
         tensors_only: quantize the tensors as they are, whatever the architecture; for rounding only, and no logits
             are compared.
     """
@@ -155,6 +158,7 @@ class QuantizeOptions:
     template: str | None = option(OUTPUT)
     resume: bool = option(OUTPUT, default=False, changes_result=False)
     weights: WeightKind | None = option(OTHER)
+    dequantize: bool = option(OTHER, "Read the weights of a quantized SRC as floats.", bool, default=False)
     tensors_only: bool = option(OTHER, default=False)
 
     def __post_init__(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -15,8 +14,8 @@ from quantkit.architectures.topology import parameters
 from quantkit.arguments import as_path, wrong_type
 from quantkit.data.files import gate_texts
 from quantkit.errors import QualityError
-from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes, stored_name
-from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.checkpoint import Checkpoint, schemes, stored_name
+from quantkit.formats.container import stored_format
 from quantkit.formats.detect import open_pair
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.kv_cache import one_sided
@@ -220,7 +219,7 @@ def verify(
 
 def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     reference, other = open_pair(a, b)
-    formats = _format(reference), _format(other)
+    formats = stored_format(reference), stored_format(other)
     not_certified = [why for one in (reference, other) if (why := failed_certificate(one.path)) is not None]
     configs = [replace(one.config, tied_embeddings=False) for one in (reference, other)]  # a tied head may be separate
     problems = [f"the configs differ: {difference}" for difference in configs[0].differences(configs[1])]
@@ -263,15 +262,6 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
         verdict, problems, formats, len(names), on_codes, differing, probes, bound, not runnable, not_certified,
         kv_cache,
     )  # fmt: skip
-
-
-def _format(checkpoint: StoredCheckpoint) -> str:
-    """The format of a model, as text."""
-    counted = Counter(map(str, schemes(checkpoint).values())).most_common()
-    counted += Counter(read_as_floats(checkpoint).values()).most_common()
-    if not counted:
-        return checkpoint.format
-    return f"{checkpoint.method or checkpoint.format} ({', '.join(name for name, _ in counted)})"
 
 
 def _token_problems(a: Checkpoint, b: Checkpoint) -> list[str]:

@@ -99,6 +99,13 @@ class QuantTensor:
         values = self.codes.view(rows, groups, -1).float().sub_(zero)
         return values.mul_(self.scale.float().unsqueeze(-1)).view(rows, columns)
 
+    def floats(self, dtype: torch.dtype) -> Tensor:
+        """The weights [O, I], each computed in float32 and rounded once."""
+        found = torch.empty(self.shape, dtype=dtype)
+        for start, stop in row_chunks(*self.shape):
+            found[start:stop] = self.rows(start, stop).dequantize()
+        return found
+
 
 def cast_scales(value: QuantTensor, *dtypes: torch.dtype) -> QuantTensor | None:
     """The same codes and zero points, with scales that are rounded to each type in turn.

@@ -815,7 +815,7 @@ def test_a_folder_quantized_by_us_is_not_quantized_or_cast_again(
 ) -> None:
     first, _ = accepted(capfd, hf, "--scheme", "int4-g32", "--method", "rtn", by="quantize")
     src = first.rename(tmp_path / "int4")
-    refused(capfd, 4, src, src, "quantized", "found int4-g32", remedy, by=by)
+    refused(capfd, 4, src, src, "quantized", "int4-g32", remedy, by=by)
 
 
 # NaN, Inf and overflow

@@ -546,7 +546,7 @@ def test_a_quantized_folder_is_not_converted_where_codes_would_be_lost(options: 
 
 def test_a_quantized_folder_is_not_quantized_again(tmp_path: Path) -> None:
     quantkit.quantize(_source(tmp_path / "float"), tmp_path / "q", "int8")
-    with pytest.raises(UnsupportedError, match=r"quantized already \(found int8\)"):
+    with pytest.raises(UnsupportedError, match=r"quantized already \(found compressed-tensors \(int8\)"):
         quantkit.quantize(tmp_path / "q", tmp_path / "out", "int4-g32", method="rtn")
     assert not (tmp_path / "out").exists()
 

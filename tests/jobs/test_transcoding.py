@@ -240,7 +240,7 @@ def test_integers_whose_codes_are_not_carried_become_floats_or_codes_only_where_
     assert stored_as is not None
     with pytest.raises(UnsupportedError, match=rf"'{re.escape(name)}' cannot be held .*found {stored_as}.*requantize"):
         quantkit.convert(source, tmp_path / "out", to=CT, source_check=False)
-    with pytest.raises(UnsupportedError, match=rf"quantized already.*{re.escape(name)}|found int4-g64"):
+    with pytest.raises(UnsupportedError, match=r"quantized already \(found gptq \(int4-g64"):
         quantkit.quantize(source, tmp_path / "out", "int8")
     made = quantkit.convert(source, tmp_path / "out", to=CT, requantize=True, source_check=False)
     assert made.exact is not None

@@ -249,15 +249,10 @@ class ReadAsFloats:
         return self._codec.parts(raw, self._coded or spec)
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> Tensor:
-        from quantkit.tensors.qtensor import QuantTensor, row_chunks
+        from quantkit.tensors.qtensor import QuantTensor
 
         value = self._codec.decode(raw, self._coded or spec, part)
-        if not isinstance(value, QuantTensor):
-            return value
-        floats = spec.dtype.empty(value.shape)
-        for start, stop in row_chunks(*value.shape):
-            floats[start:stop] = value.rows(start, stop).dequantize()
-        return floats
+        return value.floats(spec.dtype.torch) if isinstance(value, QuantTensor) else value
 
 
 class CodeFormat:

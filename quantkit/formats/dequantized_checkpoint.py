@@ -1,0 +1,60 @@
+"""A quantized checkpoint whose weights are read as floats, each computed in float32 and rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from quantkit.files.source import SourceFile
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.containers.hf_settings import without_settings
+from quantkit.formats.registry import GGUF
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DequantizedCheckpoint:
+    """A `StoredCheckpoint` of floats in the model's type; sizes on disk are the source's."""
+
+    method = None
+
+    def __init__(self, source: StoredCheckpoint) -> None:
+        self._source = source
+        self.path, self.format, self.layout = source.path, source.format, source.layout
+        self.config = source.config
+        self.extra_config: Mapping[str, Any] = without_settings(source.extra_config)
+        self.notes, self.kv_cache = source.notes, source.kv_cache
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def info(self, name: str) -> TensorSpec:
+        spec = self._source.info(name)
+        rounds = spec.scheme is not None or spec.stored_as is not None or of_blocks(self._source, spec)
+        return TensorSpec(name, spec.shape, DType(self.config.dtype) if rounds else spec.dtype)
+
+    def files(self) -> list[SourceFile]:
+        return self._source.files()
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor:
+        """One tensor, or a part of it, in floats."""
+        from quantkit.tensors.qtensor import QuantTensor
+
+        value, dtype = self._source.load(name, part), self.info(name).dtype.torch
+        return value.floats(dtype) if isinstance(value, QuantTensor) else value.to(dtype)
+
+    def stored_bytes(self, name: str) -> int:
+        return self._source.stored_bytes(name)
+
+    def readers(self) -> str:
+        return self._source.readers()
+
+
+def of_blocks(source: Checkpoint, spec: TensorSpec) -> bool:
+    """Whether a tensor may be stored in GGUF's blocks, which are read as float32 where that is exact."""
+    return source.format == GGUF.name and len(spec.shape) > 1
