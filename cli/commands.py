@@ -12,7 +12,7 @@ import click
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.options import BROKEN, Command, exit_codes, section
-from quantkit.cli.output import ProgressDisplay, columns, mention, note
+from quantkit.cli.output import ProgressDisplay, as_options, columns, mention, note
 from quantkit.cli.processes import require_models, together
 from quantkit.doctor.findings import RUNTIMES, Runtime
 from quantkit.errors import RequestError
@@ -311,5 +311,5 @@ def _report_written(outputs: Outputs, made: ConvertResult | QuantizeResult) -> N
     for line in made.notes:
         note(line)
     for line in made.lines():
-        mention(line, err=outputs.json_on_stdout)
+        mention(as_options(line), err=outputs.json_on_stdout)
     outputs.write(made.to_json())

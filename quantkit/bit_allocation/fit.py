@@ -182,7 +182,7 @@ class Fit:
 
     @cached_property
     def _settled_bytes(self) -> int:
-        return sum(self._bytes(spec) for spec in self._settled_specs)
+        return sum(stored_bytes(spec, self.codes) for spec in self._settled_specs)
 
     @cached_property
     def _settled_specs(self) -> list[TensorSpec]:
@@ -201,22 +201,11 @@ class Fit:
         return self.codes.scale_dtype or DType(self.source.config.dtype)
 
     def _unit_bytes(self, unit: Unit, scheme: QuantScheme | None) -> int:
-        return sum(self._bytes(self._spec(parameter.name, scheme)) for parameter in unit.parameters)
+        return sum(stored_bytes(self._spec(parameter.name, scheme), self.codes) for parameter in unit.parameters)
 
     def _spec(self, name: str, scheme: QuantScheme | None) -> TensorSpec:
         info = self.source.info(name)
         return TensorSpec(name, info.shape, info.dtype if scheme is None else self._scale_dtype, scheme)
-
-    def _bytes(self, spec: TensorSpec) -> int:
-        """Bytes of a weight's codes, scales and zero points, or of its floats."""
-        if spec.scheme is None:
-            return math.prod(spec.shape) * spec.dtype.itemsize
-        holder = self.codes.codec(spec.scheme)
-        assert not isinstance(holder, Reason)
-        if isinstance(holder, BlockType):
-            return spec.shape[0] * holder.row_bytes(spec.shape[1])
-        stored = holder.stored(spec)  # type: ignore[attr-defined]
-        return sum(one.nbytes for one in stored if not one.name.endswith((SHAPE, G_IDX)))
 
     def _require_mixed(self) -> None:
         """Check that a folder of the format can hold several schemes."""
@@ -233,3 +222,15 @@ class Fit:
                 f"{name} does not support a size to fit: {error.problem}", path=path, found=error.found,
                 hint="choose a scheme, or another format",
             ) from error  # fmt: skip
+
+
+def stored_bytes(spec: TensorSpec, codes: CodeFormat) -> int:
+    """Bytes of a weight's codes, scales and zero points in a format that holds them, or of its floats."""
+    if spec.scheme is None:
+        return math.prod(spec.shape) * spec.dtype.itemsize
+    holder = codes.codec(spec.scheme, embedding=spec.name == f"{EMBEDDING}.weight")
+    assert not isinstance(holder, Reason)
+    if isinstance(holder, BlockType):
+        return spec.shape[0] * holder.row_bytes(spec.shape[1])
+    stored = holder.stored(spec)  # type: ignore[attr-defined]
+    return sum(one.nbytes for one in stored if not one.name.endswith((SHAPE, G_IDX)))

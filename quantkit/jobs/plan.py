@@ -39,6 +39,7 @@ from quantkit.jobs.convert_options import ConvertOptions
 from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.prepare import Prepared, prepare, size_fit, too_few_tokens
 from quantkit.jobs.quantize_options import QuantizeOptions
+from quantkit.jobs.sizes import WeightSizes, weight_sizes
 from quantkit.memory import resident_bytes, size_text
 from quantkit.model.device import float_type
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
@@ -72,11 +73,12 @@ class Estimate:
         memory_bytes: peak of the process, in the phase named.
         phase: of the peak.
         device_bytes: peak on the GPU, if one computes.
-        disk_bytes: of the output.
+        disk_bytes: of the output, with the files next to its weights.
         scratch_bytes: on disk while it runs.
         seconds: roughly, on this machine while it does nothing else, and once Python and torch are loaded.
         source_check_tokens: tokens of the sample text on which the source is checked; 0 if it is not.
         notes: what the user should know.
+        weights: the size of its weights and of the source's; None for `convert`.
     """
 
     layers: dict[str, int]
@@ -88,6 +90,7 @@ class Estimate:
     seconds: float
     source_check_tokens: int
     notes: list[str]
+    weights: WeightSizes | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
@@ -95,27 +98,35 @@ class Estimate:
 
     def line(self) -> str:
         """The figures in one line, for whoever is about to wait."""
-        taken = [f"memory {size_text(self.memory_bytes)}", f"disk {size_text(self.disk_bytes + self.scratch_bytes)}"]
+        taken = [f"memory {size_text(self.memory_bytes)}"]
         if self.device_bytes:
-            taken.insert(1, f"GPU memory {size_text(self.device_bytes)}")
-        return f"this takes about {', '.join(taken)}, time {_duration(self.seconds)}"
+            taken.append(f"GPU memory {size_text(self.device_bytes)}")
+        taken += [f"time {_duration(self.seconds)}", f"disk {self._disk()}"]
+        return "; ".join([f"this takes about {', '.join(taken)}", *self._hints()])
 
     def lines(self) -> list[str]:
         """The report for people."""
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layers.items()) or "unknown"
         out = [
             f"linear layers: {kinds}", f"memory: {size_text(self.memory_bytes)}, in {self.phase}",
-            f"disk: {size_text(self.disk_bytes)}", f"time: about {_duration(self.seconds)} on this machine",
+            f"disk: {self._disk()}", f"time: about {_duration(self.seconds)} on this machine",
         ]  # fmt: skip
         if self.device_bytes:
             out.insert(2, f"GPU memory: {size_text(self.device_bytes)}")
-        if self.scratch_bytes:
-            out[-2] += f", and {size_text(self.scratch_bytes)} of activations while it runs"
         if self.source_check_tokens:
             out.append(
                 f"first: the source model is checked on {self.source_check_tokens} tokens of text; see `source_check`"
             )
-        return [*out, *(f"note: {note}" for note in self.notes)]
+        return [*out, *self._hints(), *(f"note: {note}" for note in self.notes)]
+
+    def _disk(self) -> str:
+        """The size of the output, by its weights where it is compared with the source, and of activations."""
+        size = size_text(self.disk_bytes) if self.weights is None else self.weights.text()
+        more = f", and {size_text(self.scratch_bytes)} of activations while it runs" if self.scratch_bytes else ""
+        return f"{size}{more}"
+
+    def _hints(self) -> list[str]:
+        return [] if self.weights is None else self.weights.hints()
 
 
 @called_with(ConvertOptions)
@@ -214,7 +225,8 @@ def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
     encoder, certified = prepared.encoder, prepared.certified
     source, settings, notes = prepared.source, prepared.settings, list(prepared.notes)
     assigned, config = prepared.scheme_map.assigned, source.config
-    disk = encoder.total_bytes() + _side_bytes(prepared.side_files) + _MANIFEST * len(assigned)
+    weights = weight_sizes(prepared, encoder.total_bytes() if fit is None else fit.max_bytes)
+    disk = weights.output_bytes + _side_bytes(prepared.side_files) + _MANIFEST * len(assigned)
     phases = {"writing": _streaming(source, encoder)}
     checked = _checked_tokens(source, prepared.options.source_check)
     scratch, on_device, flops, seconds = 0, 0, 0, 0.0
@@ -252,13 +264,12 @@ def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
             seconds += _pass_seconds(config, ROUNDS)
     kinds = Counter(str(scheme or "float") for module, scheme in assigned.items() if module != EMBEDDING)
     if fit is not None:
-        disk += fit.max_bytes - encoder.total_bytes()
         chosen = {module for unit in fit.units for module in unit.modules}
         others = (str(assigned[module] or "float") for module in assigned if module not in {EMBEDDING, *chosen})
         kinds = Counter({f"chosen for {fit.target}": len(chosen)}) + Counter(others)
     phase = max(phases, key=lambda name: phases[name])
     seconds += flops / _flop_rate() + _writing_seconds(disk)
-    return Estimate(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, checked, notes)
+    return Estimate(dict(kinds), phases[phase], phase, on_device, disk, scratch, seconds, checked, notes, weights)
 
 
 def require_buildable(dst: Path, encoder: Encoder, *, resume: bool) -> None:

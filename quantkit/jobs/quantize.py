@@ -26,6 +26,7 @@ from quantkit.jobs.plan import Estimate, estimate_quantization, require_buildabl
 from quantkit.jobs.prepare import BIT_ALLOCATION, Prepared, choose_schemes, prepare, size_fit, too_few_tokens
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.result import QuantizeResult
+from quantkit.jobs.sizes import weight_sizes
 from quantkit.jobs.target import NATIVE
 from quantkit.jobs.weights_only import within_bounds
 from quantkit.model.column_kernels import kernels_name
@@ -114,7 +115,8 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     found = QuantizeResult(
         dst, prepared.scheme_map.counts(), *size, prepared.method, None if drawn is None else drawn.to_json(), gate,
         options.accept_quality_loss, time.monotonic() - began, notes, manifest,
-        None if embedding is None else str(embedding), certificate, prepared.allocation,
+        weight_sizes(prepared, prepared.encoder.total_bytes()), None if embedding is None else str(embedding),
+        certificate, prepared.allocation,
     )  # fmt: skip
     group.send_from_rank0(found)
     return found

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.bit_allocation.allocation import Allocation
+from quantkit.jobs.sizes import WeightSizes
 from quantkit.memory import size_text
 from quantkit.quality.figures import Estimate, weighted_mean
 from quantkit.quality.gate import Gate
@@ -49,7 +50,7 @@ class ConvertResult:
 
     def lines(self) -> list[str]:
         """The report for people: one line."""
-        facts = [_size(self.weight_bytes, self.bits_per_weight)]
+        facts = [size_text(self.weight_bytes), _bits(self.bits_per_weight)]
         if self.exact is not None and not (self.rounded and not self.exact.tensors):
             facts.append(self.exact.line())
         if self.quality is not None:
@@ -73,6 +74,7 @@ class QuantizeResult:
         seconds: what it took; a resumed run counts its own time.
         notes: what one should know though it is no error.
         manifest: what ``quantkit.json`` holds.
+        weights: the size of its files of weights and of the source's.
         embedding: its scheme; None where it keeps its floats.
         positions: what was lost by position; None if no certificate was requested.
         allocation: how the schemes were chosen for a size; None where they were given.
@@ -89,6 +91,7 @@ class QuantizeResult:
     seconds: float
     notes: list[str]
     manifest: dict[str, Any]
+    weights: WeightSizes
     embedding: str | None = None
     positions: PositionCertificate | None = None
     allocation: Allocation | None = None
@@ -105,15 +108,16 @@ class QuantizeResult:
 
     def lines(self) -> list[str]:
         """The report for people: one line, with the divergence and the growth of perplexity over all texts of the
-        gate together, and those of a certificate; of a size to fit before it what was chosen, and its size in both."""
-        size = self.weight_bytes if self.allocation is None else self.allocation.weight_bytes  # which is of files
+        gate together, and those of a certificate; of a size to fit before it what was chosen; and last what would make
+        the model smaller."""
         facts = [
             _schemes(self.schemes), *([f"embedding {self.embedding}"] if self.embedding else []),
-            _size(size, self.bits_per_weight), *_lost(self.quality),
+            self.weights.text(), _bits(self.bits_per_weight), *_lost(self.quality),
         ]  # fmt: skip
         chosen = [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]
         by_position = [] if self.positions is None else self.positions.lines()
-        return [*chosen, f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}", *by_position]
+        wrote = f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}"
+        return [*chosen, wrote, *by_position, *self.weights.hints()]
 
 
 def growth_text(ratio: Estimate) -> str:
@@ -125,11 +129,11 @@ def growth_text(ratio: Estimate) -> str:
 def _schemes(schemes: dict[str, int]) -> str:
     if len(schemes) == 1:
         return next(iter(schemes))
-    return " and ".join(f"{scheme} ({count} layer{'s' * (count > 1)})" for scheme, count in schemes.items())
+    return " and ".join(f"{scheme} ({count} linear{'s' * (count > 1)})" for scheme, count in schemes.items())
 
 
-def _size(weight_bytes: int, bits_per_weight: float) -> str:
-    return f"{size_text(weight_bytes)}, {bits_per_weight:.2f} bits a weight"
+def _bits(bits_per_weight: float) -> str:
+    return f"{bits_per_weight:.2f} bits a weight"
 
 
 def _lost(quality: Gate | WeightsOnly) -> list[str]:

@@ -72,6 +72,6 @@ def test_one_size_is_reported(demo_model: Path, tmp_path: Path) -> None:
     given = {**SAMPLES, "accept_quality_loss": True}
     made = quantkit.quantize(demo_model, tmp_path / "made.gguf", target_bits=6.5, **given)
     size = size_text((tmp_path / "made.gguf").stat().st_size)
-    *_, chosen, written = made.lines()
+    *_, chosen, written, _ = made.lines()
     assert f" {size} of weights" in chosen
     assert f" {size}, " in written

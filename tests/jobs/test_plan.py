@@ -17,8 +17,11 @@ import quantkit
 from quantkit.calibration import data
 from quantkit.cli.main import quantkit as root
 from quantkit.data.files import excerpt
+from quantkit.jobs.sizes import WeightSizes
+from quantkit.memory import size_text
 from quantkit.text.tokenizer import Tokenizer
 
+ROWS = 2048  # of the demo model's embedding
 GPTQ = ["--method", "gptq", "--samples", "60", "--length", "256"]
 
 
@@ -131,6 +134,45 @@ def test_activations_beyond_the_budget_are_on_disk(demo_model: Path, text: Path,
     assert beyond.scratch_bytes == pytest.approx(4 * tokens * (128 + 128 / 4 + 384) - 10**6, rel=0.1)
     assert beyond.disk_bytes == inside.disk_bytes
     assert "of activations" in "\n".join(beyond.lines())
+
+
+@pytest.mark.parametrize(
+    ("options", "embedding", "int8"),
+    [
+        ({}, 2 * ROWS * 128, ROWS * (128 + 2)),
+        ({"embedding": "int8"}, ROWS * (128 + 2), None),
+        ({"to": "mlx"}, 2 * ROWS * 128, ROWS * (128 + 4)),
+        ({"to": "gptq"}, 2 * ROWS * 128, None),
+        ({"to": "gguf"}, 2 * ROWS * 128, ROWS * 128 // 32 * 34),
+    ],
+)
+def test_sizes_are_compared_and_what_would_help_is_named(
+    options: dict[str, Any], embedding: int, int8: int | None, demo_model: Path, tmp_path: Path
+) -> None:
+    settings = {"method": "rtn", **options}
+    planned = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **settings)
+    made = quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **settings)
+    weights = planned.weights
+    assert weights is not None
+    assert made.weights == weights
+    assert weights.source_bytes == sum(file.stat().st_size for file in demo_model.glob("*.pth"))
+    files = (file for file in (tmp_path / "out").iterdir() if file.suffix in (".safetensors", ".gguf"))
+    assert weights.output_bytes == pytest.approx(sum(file.stat().st_size for file in files), rel=1e-3)
+    assert (weights.embedding_bytes, weights.embedding_int8_bytes) == (embedding, int8)
+    compared = f"{size_text(weights.output_bytes)}, smaller than the source's {size_text(weights.source_bytes)}"
+    assert f"disk {compared}" in planned.line()
+    assert f"disk: {compared}" in planned.lines()
+    assert f", {compared}, " in made.lines()[0]
+    assert planned.to_json()["weights"] == made.to_json()["weights"] == vars(weights)
+
+
+def test_a_small_embedding_is_named_only_if_the_output_is_not_smaller() -> None:
+    for source, embedding, named in ((400, 76, True), (400, 75, False), (300, 74, True), (299, 74, True)):
+        hints = WeightSizes(source, 300, embedding, 38).hints()
+        assert bool(hints) == named, (source, embedding)
+    assert 'the embedding is 0.074 kB of that; `embedding="int8"` makes it 0.038 kB' in hints
+    assert "not smaller than" in WeightSizes(300, 300, 0, None).text()
+    assert WeightSizes(299, 300, 74, None).hints() == []
 
 
 def test_layers_are_counted_by_what_becomes_of_them(demo_model: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import quantkit
 from quantkit.data.files import EXCERPT
 from quantkit.formats import manifest
+from quantkit.jobs.sizes import WeightSizes
 
 
 def test_convert_says_what_it_wrote(demo_model: Path, tmp_path: Path) -> None:
@@ -41,9 +42,11 @@ def test_the_line_holds_the_mean_of_all_texts(demo_model: Path, tmp_path: Path) 
         replace(made.quality.texts[0], tokens=tokens, kl=kl, source_perplexity=10.0, perplexity=perplexity)
         for tokens, kl, perplexity in ((100, 0.01, 10.0), (300, 0.03, 10.4))
     )
-    made = replace(made, quality=replace(made.quality, texts=[short, long]), seconds=3723.4, weight_bytes=312_400_000)
+    sizes = WeightSizes(600_000_000, 312_400_000, 10_000_000, None)
+    made = replace(made, quality=replace(made.quality, texts=[short, long]), seconds=3723.4, weights=sizes)
     (line,) = made.lines()
-    assert line.startswith(f"wrote {tmp_path / 'out'}: int4-g64, 312 MB, 8.96 bits a weight, KL 0.025")
+    size = "312 MB, smaller than the source's 600 MB, 8.96 bits a weight"
+    assert line.startswith(f"wrote {tmp_path / 'out'}: int4-g64, {size}, KL 0.025")
     assert "perplexity +3" in line
     assert line.endswith(", 1 h 02 min")
 
