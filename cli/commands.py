@@ -77,7 +77,7 @@ def inspect(path: Path, weights: WeightKind | None, tensors_only: bool, data: st
 @click.option("--for", "runtime", type=click.Choice(RUNTIMES), help="Also check what this runtime requires.")
 @click.option("--tp", type=int, default=1, show_default=True, help="Degree of tensor parallelism to check for.")
 @click.option("--deep", is_flag=True, help="Also read the weights, and run a small model on a sample text.")
-@click.option("--against", type=click.Path(), metavar="SRC", help="Compare each layer with its float source.")
+@click.option("--against", type=click.Path(), metavar="SRC", help="Compare each linear with its float source.")
 @options.data
 def doctor(
     path: str, runtime: Runtime | None, tp: int, deep: bool, against: str | None, data: str | None

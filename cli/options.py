@@ -308,7 +308,7 @@ def token_bias(text: str) -> tuple[int, float]:
 
 def backend(*others: str, more: str = "") -> Decorator:
     """The option for kernels, with `others` as further choices; `more` is added to its help."""
-    about = f"Kernels of quantized layers: {', '.join(BACKENDS)}; see docs/kernels.md."
+    about = f"Kernels of quantized linears: {', '.join(BACKENDS)}; see docs/kernels.md."
     return click.option("--backend", type=click.Choice([*BACKENDS, *others]), metavar="NAME", help=about + more)
 
 

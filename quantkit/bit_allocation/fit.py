@@ -56,7 +56,7 @@ class Fit:
         """If no choice has the size, a `RequestError` names the smallest and the largest; a format that cannot hold
         several schemes is an `UnsupportedError`."""
         if not self.units:
-            raise RequestError("no layer is left to choose a scheme for", path=self.source.path)
+            raise RequestError("no linear is left to choose a scheme for", path=self.source.path)
         self._require_mixed()
         smallest, largest = (self._measured(self._uniform(last)) for last in (False, True))
         size = self.target.bits if self.target.bits is not None else float(self.target.bytes or 0)
@@ -80,7 +80,7 @@ class Fit:
                 return None
             modules = [spec.name.removesuffix(".weight") for spec in self._settled_specs]
             more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
-            return f"layers that are kept or named count too: {modules[0]}{more}"
+            return f"linears that are kept or named count too: {modules[0]}{more}"
         found = {}
         if INT8 in self.options[0]:  # rows are as long as those of head and embedding
             if not self.source.config.tied_embeddings:

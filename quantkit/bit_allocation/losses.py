@@ -254,7 +254,7 @@ def _block_errors(
         except SingularError:
             found |= row_errors(weights, torch.eye(columns, device=total.device), wanted, scale_dtype, tried)
         except NonFiniteError as error:
-            raise NonFiniteError(f"layer '{next(iter(weights))}': {error.problem}", path=source.path) from error
+            raise NonFiniteError(f"linear '{next(iter(weights))}': {error.problem}", path=source.path) from error
     return found
 
 

@@ -70,7 +70,7 @@ class GroupSolver:
             return {name: self.round(name, linear.weight, fallback) for name, linear in linears.items()}
         except NonFiniteError as error:
             raise NonFiniteError(
-                f"layer '{next(iter(linears))}': {error.problem}", hint='`method="rtn"` rounds without it'
+                f"linear '{next(iter(linears))}': {error.problem}", hint='`method="rtn"` rounds without it'
             ) from error
         results: dict[str, Result] = {}
         for scheme, names in by_scheme.items():

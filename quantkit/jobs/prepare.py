@@ -200,7 +200,7 @@ def _require_held(schemes: Mapping[str, QuantScheme], target: Target, path: Path
             raise UnsupportedError(
                 f"{target.name} does not hold {scheme}: {reason.problem}", path=path, found=f"{scheme} for '{module}'",
                 expected=reason.expected or ", ".join(map(str, target.codes.schemes)),
-                hint="choose another scheme, or `keep` the layer as floats",
+                hint="choose another scheme, or `keep` the linear as floats",
             )  # fmt: skip
 
 
@@ -288,4 +288,4 @@ def too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
     tokens, width = math.prod(shape), max(counts[group.linears[0].dims[1]] for group in groups)
     if tokens >= width:
         return []
-    return [f"{tokens} calibration tokens are fewer than the widest layer's {width} inputs; give more `samples`"]
+    return [f"{tokens} calibration tokens are fewer than the widest linear's {width} inputs; give more `samples`"]

@@ -274,7 +274,7 @@ def _starved_experts(records: Mapping[str, Mapping[str, object]], config: ModelC
     never = sum(any(record["routed_tokens"] == 0 for record in own) for own in found.values())
     none = f", {never} of them none" if never else ""
     rounded = sum(record["solver"] in ROUNDED for own in found.values() for record in own)
-    last = f", and {rounded} of their layers {'was' if rounded == 1 else 'were'} rounded to nearest" if rounded else ""
+    last = f", and {rounded} of their linears {'was' if rounded == 1 else 'were'} rounded to nearest" if rounded else ""
     return [
         f"{len(found)} of {len(experts)} experts were sent too few calibration tokens{none}: "
         f"all tokens calibrated them{last}"

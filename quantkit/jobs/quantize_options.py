@@ -55,7 +55,7 @@ class QuantizeOptions:
         dst: the folder to make, or a file ``*.gguf``; it must not exist.
         scheme: its name, such as ``int8`` or ``int4-g128``; a `QuantScheme`; or a `Recipe` with overrides.
         target_bits: instead of a scheme: the average number of bits of each weight of the decoder linears, such as
-            4.5. Codes, scales and zero points count, and the head if it has a scheme. Each layer gets int4 in groups
+            4.5. Codes, scales and zero points count, and the head if it has a scheme. Each linear gets int4 in groups
             of 128, 64 or 32, int8 or floats, so that the loss on GPTQ's samples is as small as possible; linears that
             runtimes fuse share one scheme.
         max_size: the same for the total size of all files of weights, in bytes.
@@ -64,8 +64,8 @@ class QuantizeOptions:
             embedding, it is the head's scheme too. None keeps its floats, unless a recipe names
             ``model.embed_tokens``.
         keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
-        strict: refuse a layer whose shape does not fit its scheme.
-        method: ``rtn`` (round to nearest) or ``gptq``; None is gptq if any layer gets int4, else rtn.
+        strict: refuse a linear whose shape does not fit its scheme.
+        method: ``rtn`` (round to nearest) or ``gptq``; None is gptq if any linear gets int4, else rtn.
         calibration: a file, or a hub dataset as ``owner/name:config:split``; None is the text that ships with the
             package. This option and those down to `device` are for gptq only.
         samples, length, seed: the number of calibration samples, the tokens in each, and the seed of their positions
@@ -107,17 +107,17 @@ class QuantizeOptions:
         metavar="int8",
     )  # fmt: skip
     target_bits: float | None = option(
-        SCHEMES, "Instead of a scheme: choose each layer's, for this average number of bits per weight, such as 4.5.",
+        SCHEMES, "Instead of a scheme: choose each linear's, for this average number of bits per weight, such as 4.5.",
         float, metavar="BITS",
     )  # fmt: skip
     max_size: int | None = option(
         SCHEMES, "The same for the total size of the files of weights, such as 5GB.", "size", metavar="SIZE"
     )
     keep: str | Iterable[str] = option(
-        SCHEMES, "Layers that keep their floats, a glob; repeatable.", "patterns", default=(), metavar="PATTERN"
+        SCHEMES, "Linears that keep their floats, a glob; repeatable.", "patterns", default=(), metavar="PATTERN"
     )
     strict: bool = option(
-        SCHEMES, "Fail if a layer's shape does not fit the scheme.", bool, default=False, changes_result=False
+        SCHEMES, "Fail if a linear's shape does not fit the scheme.", bool, default=False, changes_result=False
     )
     method: Method | None = option(
         METHOD, "Round to nearest, or GPTQ. Default: GPTQ for int4, rounding for int8.", choices=METHODS

@@ -207,7 +207,7 @@ def _nothing(recurrent: Collection[str], others: Collection[str]) -> RequestErro
             "nothing would be quantized: all linear layers carry a state from token to token, and keep their floats",
             hint=f"a recipe that names them gives them int8: {named}",
         )
-    return RequestError("the recipe keeps every layer; nothing would be quantized")
+    return RequestError("the recipe keeps every linear; nothing would be quantized")
 
 
 def _embedding_scheme(recipe: Recipe, config: ModelConfig) -> QuantScheme | None:
@@ -272,4 +272,4 @@ def _require_one_scheme(schemes: Mapping[str, QuantScheme], config: ModelConfig)
 
 
 def _layers(modules: list[str]) -> str:
-    return modules[0] if len(modules) == 1 else f"{len(modules)} layers, {modules[0]} first"
+    return modules[0] if len(modules) == 1 else f"{len(modules)} linears, {modules[0]} first"

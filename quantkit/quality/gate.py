@@ -119,10 +119,10 @@ class Gate:
                 found = f"{ratio:.{digits}g} times the perplexity on '{one.text}'"
                 allowed = f"at most {self.perplexity_ratio_bound:g} times"
                 return "the result predicts worse than its source", found, allowed
-        for layer, reason in self.fallbacks.items():
-            return f"layer '{layer}' was rounded to nearest", reason, "a layer that GPTQ can solve"
-        for layer, (error, bound) in self.distorted.items():
-            problem = f"the weights of layer '{layer}' changed more than its scheme explains"
+        for linear, reason in self.fallbacks.items():
+            return f"linear '{linear}' was rounded to nearest", reason, "a linear that GPTQ can solve"
+        for linear, (error, bound) in self.distorted.items():
+            problem = f"the weights of linear '{linear}' changed more than its scheme explains"
             found = f"an error of {error:.3g} relative to the weights (Frobenius norms)"
             return problem, found, f"at most {bound:.3g}"
         return None
@@ -216,7 +216,7 @@ def _distorted(
     found = {}
     worst = coarsest(assigned.values())
     for index, module in enumerate(assigned):
-        progress("weights", index, len(assigned), "layers")
+        progress("weights", index, len(assigned), "linears")
         record = records.get(module + ".weight") or {}
         if module == EMBEDDING:
             error, bound = worst_row(*_pair(source, result, module))
@@ -228,7 +228,7 @@ def _distorted(
             bound = MAX_ERROR if is_rounded else weight_bound(*_pair(source, result, module), worst)
         if not error <= bound:
             found[module] = (rounded(error), rounded(bound))
-    progress("weights", len(assigned), len(assigned), "layers")
+    progress("weights", len(assigned), len(assigned), "linears")
     return found
 
 

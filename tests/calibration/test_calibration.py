@@ -259,4 +259,4 @@ def test_too_few_tokens_are_noted(demo_model: Path, text: Path, tmp_path: Path) 
         demo_model, tmp_path / "out", "int4-g64", method="gptq", calibration=text, samples=2, length=32,
         accept_quality_loss=True,
     )  # fmt: skip
-    assert any("64 calibration tokens are fewer than the widest layer's 384 inputs" in note for note in found.notes)
+    assert any("64 calibration tokens are fewer than the widest linear's 384 inputs" in note for note in found.notes)

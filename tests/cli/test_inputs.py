@@ -1132,7 +1132,7 @@ def ragged(tmp_path: Path) -> Path:
 
 def test_the_policy_for_rows_that_do_not_divide_is_recorded(ragged: Path, capfd: Capture) -> None:
     dst, notes = accepted(capfd, ragged, "--scheme", "int4-g64", "--method", "rtn", by="quantize")
-    assert "int4-g64 does not divide the rows of 3 layers, model.layers.0.mlp.down_proj first; int8 " in notes
+    assert "int4-g64 does not divide the rows of 3 linears, model.layers.0.mlp.down_proj first; int8 " in notes
     tensors = json.loads((dst / "quantkit.json").read_text())["modules"]
     for layer in range(3):
         down = tensors[f"model.layers.{layer}.mlp.down_proj"]

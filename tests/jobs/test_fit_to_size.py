@@ -44,7 +44,11 @@ def test_a_size_does_not_go_with_rounding(demo_model: Path, tmp_path: Path) -> N
     ("given", "expected", "hint"),
     [
         ({"target_bits": 4.125, "embedding": "int8"}, None, None),
-        ({"target_bits": 4.125, "head": "int8"}, "at least 5.125 ", "layers that are kept or named count too: lm_head"),
+        (
+            {"target_bits": 4.125, "head": "int8"},
+            "at least 5.125 ",
+            "linears that are kept or named count too: lm_head",
+        ),
         ({"target_bits": 4, "head": "int8"}, "at least 5.125 ", None),
         (
             {"max_size": 1_400_000},

@@ -124,7 +124,7 @@ def test_mixed_schemes_kept_layers_and_a_quantized_head_load_in_transformers(tmp
 def test_rows_that_no_group_divides_fall_back_to_int8_and_load_in_transformers(tmp_path: Path) -> None:
     source = _source(tmp_path / "float", intermediate_size=80, eos_token_id=None)
     notes = quantkit.quantize(source, tmp_path / "out", "int4-g32", method="rtn").notes
-    assert any("int4-g32 does not divide the rows of 2 layers, model.layers.0.mlp.down_proj first" in n for n in notes)
+    assert any("int4-g32 does not divide the rows of 2 linears, model.layers.0.mlp.down_proj first" in n for n in notes)
     _require_parity(tmp_path / "out", source)
     tensors = _manifest(tmp_path / "out")["modules"]
     for module, entry in tensors.items():
@@ -135,7 +135,7 @@ def test_rows_that_no_group_divides_fall_back_to_int8_and_load_in_transformers(t
 
 def test_strict_refuses_rows_that_no_group_divides(tmp_path: Path) -> None:
     source = _source(tmp_path / "float", intermediate_size=80)
-    with pytest.raises(RequestError, match=r"int4-g32 does not divide the rows of 2 layers, model.layers.0.mlp"):
+    with pytest.raises(RequestError, match=r"int4-g32 does not divide the rows of 2 linears, model.layers.0.mlp"):
         quantkit.quantize(source, tmp_path / "out", "int4-g32", method="rtn", strict=True)
     assert not (tmp_path / "out").exists()
 

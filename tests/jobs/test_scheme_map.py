@@ -28,15 +28,15 @@ def _lines(scheme: str, **sizes: int) -> list[str]:
         (
             "int4-g64",
             {"intermediate_size": 72},
-            ["int4-g64 does not divide the rows of 3 layers, model.layers.0.mlp.down_proj first; int8 is used there"],
+            ["int4-g64 does not divide the rows of 3 linears, model.layers.0.mlp.down_proj first; int8 is used there"],
         ),
         (
             "int4-g128",
             {"intermediate_size": 96},
             [
-                "int4-g128 does not divide the rows of 18 layers, model.layers.0.self_attn.q_proj first; "
+                "int4-g128 does not divide the rows of 18 linears, model.layers.0.self_attn.q_proj first; "
                 "int4-g64 is used there",
-                "int4-g128 does not divide the rows of 3 layers, model.layers.0.mlp.down_proj first; "
+                "int4-g128 does not divide the rows of 3 linears, model.layers.0.mlp.down_proj first; "
                 "int4-g32 is used there",
             ],
         ),
@@ -44,7 +44,7 @@ def _lines(scheme: str, **sizes: int) -> list[str]:
             "int4-g128",
             {"intermediate_size": 72, "num_hidden_layers": 1},
             [
-                "int4-g128 does not divide the rows of 6 layers, model.layers.0.self_attn.q_proj first; "
+                "int4-g128 does not divide the rows of 6 linears, model.layers.0.self_attn.q_proj first; "
                 "int4-g64 is used there",
                 "int4-g128 does not divide the rows of model.layers.0.mlp.down_proj; int8 is used there",
             ],

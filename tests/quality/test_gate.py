@@ -145,7 +145,7 @@ def test_a_layer_that_gptq_cannot_solve_is_rounded_and_stops_it(
     seen: list[Any] = []
     real_solve = group_solver.solve
     monkeypatch.setattr(group_solver, "solve", singular)
-    with pytest.raises(QualityError, match=r"layer 'model\.layers\.0\.mlp\.down_proj' was rounded to nearest"):
+    with pytest.raises(QualityError, match=r"linear 'model\.layers\.0\.mlp\.down_proj' was rounded to nearest"):
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
     quantkit.quantize(
         demo_model, tmp_path / "out", "int4-g64", calibration=text, resume=True, accept_quality_loss=True,
@@ -496,7 +496,7 @@ def test_verify_reports_a_gate_that_was_not_passed(made_int8: Path, tmp_path: Pa
 
 def test_verify_reports_a_rounded_layer_that_nobody_accepted(made_int8: Path, tmp_path: Path) -> None:
     folder = _edited(made_int8, tmp_path / "out", lambda quality: quality["fallbacks"].update({"a.b": "singular"}))
-    with pytest.raises(QualityError, match=r"did not pass.*layer 'a\.b' was rounded to nearest.*make it again"):
+    with pytest.raises(QualityError, match=r"did not pass.*linear 'a\.b' was rounded to nearest.*make it again"):
         verify(folder)
 
 
