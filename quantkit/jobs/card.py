@@ -21,7 +21,7 @@ from quantkit.calibration.effort import SAMPLES, SEED
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import read_here_alone
-from quantkit.jobs.labels import base_model, file_name, layer_names, model_name
+from quantkit.jobs.labels import base_model, file_name, known_name, layer_names, model_name
 from quantkit.jobs.option_fields import declared
 from quantkit.jobs.prepare import Prepared
 from quantkit.jobs.quantize_options import QuantizeOptions
@@ -66,10 +66,11 @@ def model_card_files(
         keep_trailing_newline=True, undefined=StrictUndefined,
     )  # fmt: skip
     text = environment.get_template(_TEMPLATE).render(
-        metadata=_metadata(prepared, method, base), name=name, title=title, base=base, folder=folder,
-        version=__version__, config=source.config, settings=prepared.settings, drawn=drawn, allocation=allocation,
-        embedding=chosen.embedding, size=size_text(weight_bytes), bits_per_weight=bits_per_weight, picture=PICTURE,
-        significant=significant, command=command, recipe=recipe, gate=gate, certificate=certificate,
+        metadata=_metadata(prepared, method, base), name=name, known=known_name(source, base) is not None, title=title,
+        base=base, folder=folder, version=__version__, config=source.config, settings=prepared.settings, drawn=drawn,
+        allocation=allocation, embedding=chosen.embedding, size=size_text(weight_bytes), picture=PICTURE,
+        bits_per_weight=bits_per_weight, significant=significant, command=command, recipe=recipe, gate=gate,
+        certificate=certificate,
         **_layers(prepared), **_calibration(prepared, drawn), **_quality(prepared, gate), **_positions(certificate),
         **_readers(prepared, method),
     )  # fmt: skip
@@ -194,7 +195,7 @@ def _positions(certificate: PositionCertificate | None) -> dict[str, object]:
 
 
 def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
-    """What loads the folder, as tried."""
+    """What loads the folder."""
     chosen, config = prepared.scheme_map, prepared.source.config
     symmetric = all(scheme.symmetric for scheme in chosen.schemes.values())
     unread = unread_experts(config, chosen.schemes) if symmetric else "packed zero points"

@@ -12,6 +12,7 @@ from quantkit.files.hub import origin
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.quantize_options import HUB_NAME
 from quantkit.json_values import read_json
+from quantkit.quality.figures import manifest_or_empty
 
 _PLAIN = re.compile(r"\w[\w.+-]*", re.ASCII)
 _MAX_LISTED_LAYERS = 8
@@ -24,24 +25,39 @@ def file_name(path: str | Path) -> str | None:
 
 
 def model_name(source: Checkpoint, base: str | None = None) -> str:
-    """The name of a model.
+    """The name of a model; if none is known, that of its folder or file, or its architecture. `base` is as in
+    `known_name`."""
+    path = source.path.with_suffix("") if source.path.suffix == GGUF else source.path
+    return known_name(source, base) or file_name(path) or source.config.architecture
+
+
+def known_name(source: Checkpoint, base: str | None = None) -> str | None:
+    """The name of a model on a hub, without the owner, or in its config.
 
     Args:
         base: its name on a hub; None is the result of `base_model`.
     """
-    base = base or base_model(source)
-    path = source.path.with_suffix("") if source.path.suffix == GGUF else source.path
-    return base.rpartition("/")[2] if base else file_name(path) or source.config.architecture
+    found = base or base_model(source) or _config_name(source)
+    return None if found is None else found.rpartition("/")[2]
 
 
 def base_model(source: Checkpoint) -> str | None:
-    """The source's name on a hub, if its config, or its place in the hub's cache, shows one."""
+    """The source's name on a hub, ``owner/name``, if its config, its place in the hub's cache, or its manifest shows
+    one."""
+    named = _config_name(source)
+    if named is not None and "/" in named:
+        return named
+    made = manifest_or_empty(source.path).get("source")
+    hub = origin(source.path) or (made.get("hub") if isinstance(made, dict) else None)
+    name = hub.get("name") if isinstance(hub, dict) else None
+    return name if isinstance(name, str) and HUB_NAME.fullmatch(name) else None
+
+
+def _config_name(source: Checkpoint) -> str | None:
+    """The name in its config.json, with or without the owner; None if there is none, or a path."""
     config = source.path / "config.json"
     named = read_json(config).get("_name_or_path") if config.is_file() else None
-    if isinstance(named, str) and "/" in named and HUB_NAME.fullmatch(named):
-        return named
-    cached = origin(source.path)
-    return None if cached is None else cached["name"]
+    return named if isinstance(named, str) and HUB_NAME.fullmatch(named) else None
 
 
 def layer_names(modules: Iterable[str], every: Iterable[str]) -> str:

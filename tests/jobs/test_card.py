@@ -23,6 +23,9 @@ from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.version import __version__
 
+WEIGHTS = "1.31 million"
+"""Of the demo model."""
+
 
 @pytest.fixture(scope="module")
 def floats(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -81,11 +84,12 @@ def test_columns_and_heads_of_the_table_are_as_many(floats: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("folder", "config", "title", "base"),
     [
-        ("my-model", {}, "my-model", None),
+        ("my-model", {}, f"my-model (llama, {WEIGHTS} weights)", None),
         ("m", {"_name_or_path": "owner/model-1.5b"}, "model-1.5b", "owner/model-1.5b"),
-        ("m", {"_name_or_path": "/home/me/secret"}, "m", None),
+        ("m", {"_name_or_path": "model-1.5b"}, "model-1.5b", None),
+        ("m", {"_name_or_path": "/home/me/secret"}, f"m (llama, {WEIGHTS} weights)", None),
         ("models--own-er--mo.del/snapshots/0123abcd", {}, "mo.del", "own-er/mo.del"),
-        ("a | <b>", {}, "llama", None),
+        ("a | <b>", {}, f"llama ({WEIGHTS} weights)", None),
     ],
 )
 def test_the_title_is_the_models_name(
@@ -98,6 +102,15 @@ def test_the_title_is_the_models_name(
     assert body.startswith(f"\n# {title}, int8\n")
     assert facts.get("base_model") == base
     assert "secret" not in body
+
+
+def test_the_hubs_name_is_kept_through_a_conversion(floats: Path, tmp_path: Path) -> None:
+    source = oracle.copy(floats, tmp_path / "models--own-er--mo.del/snapshots/0123abcd")
+    quantkit.convert(source, tmp_path / "bf16")
+    quantkit.quantize(tmp_path / "bf16", tmp_path / "out", "int8")
+    facts, body = _readme(tmp_path / "out")
+    assert body.startswith("\n# mo.del, int8\n")
+    assert facts["base_model"] == "own-er/mo.del"
 
 
 def test_a_name_and_a_licence_may_be_given(floats: Path, tmp_path: Path, capfd: Capture) -> None:
@@ -182,7 +195,7 @@ def test_layers_are_reported_in_few_words(floats: Path, tmp_path: Path) -> None:
     recipe = Recipe(QuantScheme.parse("int4-g64"), overrides)
     quantkit.quantize(floats, tmp_path / "out", recipe, method="rtn")
     _, body = _readme(tmp_path / "out")
-    assert body.startswith("\n# floats, int4-g64 and int8\n")
+    assert body.startswith(f"\n# floats (llama, {WEIGHTS} weights), int4-g64 and int8\n")
     assert "`mlp.gate_proj`, `mlp.up_proj`, `mlp.down_proj` of layers 0, 1 and 2 |" in body
     assert "| embedding and norms; all of layer 3; `self_attn.o_proj` of layer 1; `lm_head` (bfloat16) |" in body
     assert "vllm serve" not in body
@@ -192,6 +205,8 @@ def test_zero_points_are_not_said_to_load_in_transformers(floats: Path, tmp_path
     quantkit.quantize(floats, tmp_path / "out", "int4-g64-asym", method="rtn")
     facts, body = _readme(tmp_path / "out")
     assert "library_name" not in facts
+    assert "| reader | loads this format |" in body
+    assert f"| quantkit {__version__} | yes |" in body
     assert "| no: it does not load packed zero points |" in body
     assert "AutoModel" not in body
     assert "vllm serve floats-int4-g64-asym" in body
