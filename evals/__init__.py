@@ -9,12 +9,14 @@ from quantkit.errors import RequestError
 
 
 def optional(module: str) -> Any:
-    """A module of the extra ``quantkit[evals]``. Raises `RequestError` if it is not installed."""
+    """A module of the extra ``quantkit[evals]``; matplotlib is in ``quantkit[plot]`` too. Raises `RequestError` if it is
+    not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise
+        extra = "plot" if error.name == "matplotlib" else "evals"
         raise RequestError(
-            f"{error.name} is not installed", hint="pip install '.[evals]', from quantkit's folder"
+            f"{error.name} is not installed", hint=f"pip install '.[{extra}]', from quantkit's folder"
         ) from error

@@ -117,7 +117,7 @@ def test_without_matplotlib_the_way_to_it_is_reported_before_the_work(
     code, _, err = run(capfd, "eval", demo_model, "--plot", tmp_path / "out.png")
     assert (code, err) == (
         2,
-        "quantkit: error: matplotlib is not installed; pip install '.[evals]', from quantkit's folder\n",
+        "quantkit: error: matplotlib is not installed; pip install '.[plot]', from quantkit's folder\n",
     )
 
 
