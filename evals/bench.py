@@ -24,7 +24,7 @@ from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals import timing
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
-from quantkit.evals.timing import MIN_CONTEXT, PROMPT, AtContext, Decoding, Rate, prefill_rates, rate
+from quantkit.evals.timing import MIN_CONTEXT, PROMPT, AtContext, Decoding, LeftOut, Rate, prefill_rates, rate
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.json_values import shown
@@ -129,7 +129,7 @@ class Bench:
         cache_dtype: of keys and values.
         loaded_bytes: of all weights in memory.
         at_contexts: decoding with long contexts, if requested.
-        left_out: which of these could not be measured, and why.
+        left_out: the contexts that could not be measured, and why.
         price_per_hour: of all hardware that computes here, in any currency; None if unknown.
     """
 
@@ -152,7 +152,7 @@ class Bench:
     cache_dtype: str
     loaded_bytes: int
     at_contexts: list[AtContext] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
     price_per_hour: float | None = None
 
     @property
@@ -288,7 +288,7 @@ def _measure_model(source: BenchModel, options: BenchOptions, progress: Progress
     checkpoint = source.checkpoint()
     name, max_context = source.name or checkpoint.path.resolve().name, checkpoint.config.max_context
     rows = [(one, batch) for one in options.contexts if one <= max_context for batch in options.batches]
-    too_long = [f"context {one}: the model's is {max_context}" for one in options.contexts if one > max_context]
+    too_long = [LeftOut(one, None, f"the model's is {max_context}") for one in options.contexts if one > max_context]
     steps, total = count(), 3 + len(options.prompt_lengths) + len(options.batches) + len(rows)
 
     def step() -> None:

@@ -141,8 +141,7 @@ def evaluate(
 
 
 def _facts(text: Text) -> TextFacts:
-    kind = "WikiText, detokenized" if text.is_wikitext else "as it is"
-    return TextFacts(text.sha256, kind, len(text.documents), text.words, text.bytes)
+    return TextFacts(text.sha256, text.is_wikitext, len(text.documents), text.words, text.bytes)
 
 
 def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.device:

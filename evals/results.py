@@ -23,10 +23,10 @@ _MIN_TEXTS = 3
 
 @dataclass(frozen=True)
 class TextFacts:
-    """A text that was measured on: `kind` is how it was read, and counts are those of the raw text."""
+    """A text that was measured on. WikiText is detokenized, others are read as they are; counts are of the raw text."""
 
     sha256: str
-    kind: str
+    is_wikitext: bool
     documents: int
     words: int
     bytes: int

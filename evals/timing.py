@@ -261,6 +261,19 @@ class AtContext:
         return self.together.median / self.batch
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """A context that could not be measured, with a number of sequences, or with any if `batch` is None; and why."""
+
+    context: int
+    batch: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        row = "" if self.batch is None else f" of {self.batch} {'sequence' if self.batch == 1 else 'sequences'}"
+        return f"context {self.context}{row}: {self.reason}"
+
+
 def prefill_rates(found: Sequence[AtContext]) -> dict[int, Rate]:
     """Prefill in tokens a second by context, with one run for each batch size."""
     rates: dict[int, list[float]] = {}
@@ -272,8 +285,8 @@ def prefill_rates(found: Sequence[AtContext]) -> dict[int, Rate]:
 def measure_contexts(
     model: Decoder, rows: Sequence[tuple[int, int]], *, compiled: bool | None, cache_dtype: torch.dtype, runs: int,
     group: ProcessGroup, step: Callable[[], None],
-) -> tuple[list[AtContext], list[str]]:  # fmt: skip
-    """Measure the rows that fit in memory; a line for each of the others.
+) -> tuple[list[AtContext], list[LeftOut]]:  # fmt: skip
+    """Measure the rows that fit in memory; the second list has the others.
 
     Args:
         rows: tokens of each sequence, including new ones, and the number of sequences that are decoded at once.
@@ -286,10 +299,9 @@ def measure_contexts(
     found, left_out = [], []
     for context, batch in rows:
         step()
-        row = f"context {context} of {batch} {'sequence' if batch == 1 else 'sequences'}"
         reason = group.broadcast_from_rank0(_too_large(model, context, batch, cache_dtype, group.size))
         if reason is not None:
-            left_out.append(f"{row}: {reason}")
+            left_out.append(LeftOut(context, batch, reason))
             continue
         try:
             with enough_memory(None):
@@ -297,7 +309,7 @@ def measure_contexts(
         except RequestError as error:
             if group.size > 1:  # the others would wait
                 raise
-            left_out.append(f"{row}: {error.problem}")
+            left_out.append(LeftOut(context, batch, error.problem))
     return found, left_out
 
 

@@ -157,6 +157,9 @@ def test_reports_are_json(demo_model: Path, tmp_path: Path) -> None:
     ):
         assert json.loads(json.dumps(report.to_json()))
         assert report.lines()
+    found = quantkit.inspect(demo_model).to_json()
+    assert (found["rope"]["theta"], found["rope"]["type"], found["window_rope"]) == (10000.0, "default", None)
+    assert found["tokenizer"] == {"kind": "sentencepiece", "vocab_size": found["vocabulary"], "bos_id": 1}
 
 
 def test_every_field_of_an_inspection_is_reported() -> None:

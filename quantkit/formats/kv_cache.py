@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,11 +159,14 @@ class KvCache:
                 found="an asymmetric scheme", expected=f"a tensor '{part}_zero_point' of this layer", hint=_AGAIN,
             )  # fmt: skip
 
+    @property
+    def layers_with_scales(self) -> int:
+        """How many layers have scales of their keys and values."""
+        return self.layers - len(layers_without_scales(self.tensors, self.layers))
+
     def line(self) -> str:
         """For people."""
-        scaled = self.layers - len(layers_without_scales(self.tensors, self.layers))
-        count = f"{scaled} of {self.layers} layers" if self.tensors else "no layer"
-        return f"{scheme_text(self.scheme)}, scales of {count}"
+        return cache_text(self.scheme, self.layers_with_scales, self.layers)
 
     def difference(self, other: KvCache) -> str | None:
         """The difference between two folders, in words; None if they say the same."""
@@ -278,14 +281,6 @@ def _require_understood(
                 raise CheckpointError(problem, path=path, found=f"'{other}' and '{name}'", expected="one of them")
 
 
-def one_sided(first: KvCache | None, second: KvCache | None, paths: Collection[Path]) -> str | None:
-    """Which of two folders alone says something of a quantized cache, in words; None if both do, or none."""
-    if (first is None) == (second is None):
-        return None
-    has, lacks = paths if second is None else reversed(list(paths))
-    return f"{has} has scales or a scheme of a quantized KV cache, {lacks} has none"
-
-
 def stated_scheme(settings: Settings | None) -> Scheme | None:
     """The scheme of the cache as settings of a quantization state it; None if they state none.
 
@@ -326,6 +321,11 @@ def scheme_text(scheme: Scheme | None) -> str:
     bits, strategy = scheme.get("num_bits", ""), scheme.get("strategy")
     kind = "dynamic" if scheme.get("dynamic") else "static"
     return f"{scheme.get('type', 'int')}{bits}{f' per {strategy}' if strategy else ''}, {kind}"[:80]
+
+
+def cache_text(scheme: Scheme | None, scaled: int, layers: int) -> str:
+    """The scheme and how many layers have scales, for people."""
+    return f"{scheme_text(scheme)}, scales of {f'{scaled} of {layers} layers' if scaled else 'no layer'}"
 
 
 def needs_zero_points(scheme: Scheme | None) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.rope import RopeConfig
 from quantkit.arguments import as_path, require_flags
 from quantkit.errors import CheckpointError
@@ -16,9 +15,11 @@ from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.container import weight_size
 from quantkit.formats.detect import WeightKind, made_of_tensors, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.kv_cache import cache_text
 from quantkit.quality.positions import PositionCertificate
 from quantkit.tensors.spec import TensorSpec
-from quantkit.text.tokenizer import Tokenizer
+
+_OF_TOKENIZER = ("kind", "vocab_size", "bos_id")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Inspection:
         architecture: as its config calls it.
         layers, hidden_size, heads, kv_heads, vocabulary: sizes.
         context: tokens that it can take at most.
-        rope: base and scaling of rotary embeddings.
+        rope, window_rope: rotary embeddings, and those of layers with a window if they differ; None if unknown.
         tied_embeddings: whether the embedding is the output head too.
         experts, experts_per_token: in a layer that has some, and those that a token is sent to; 0 where none has.
         parameters: weights, as if all were floats; tied ones counted once.
@@ -39,15 +40,17 @@ class Inspection:
         weight_bytes: what the tensors occupy on disk.
         bits_per_weight: their average over all parameters.
         tensors: number of tensors by float type or scheme.
-        tokenizer: its kind, tokens and BOS; ``none`` where there is none.
-        made_by: version and job of quantkit that wrote it; None if unknown.
-        schemes_chosen: for which size, where quantkit chose them; None elsewhere.
-        readers: who can load the folder.
+        tokenizer: its ``kind``, ``vocab_size`` and ``bos_id``; None where there is none.
+        made_by: ``quantkit_version`` and ``job`` that wrote it; None if unknown.
+        schemes_chosen: for which ``target_bits`` or ``max_size``, and ``estimated_kl``; None if they were given.
+        readers: the programs that load the folder.
+        readers_note: on programs that do not; None for none.
         notes: what one should know though it is no error.
         runnable: whether it can be run here; of a model known by its tensors only sizes are what its config says, 0
             where it does not.
         positions: what it lost by position, where it was made with a certificate for long contexts.
-        kv_cache: the scheme and scales of a quantized key/value cache, which are not used here; None for none.
+        kv_cache: of a quantized key/value cache, which is not used here, the ``scheme``, and how many ``layers`` have
+            scales; None for none.
     """
 
     path: str
@@ -59,7 +62,8 @@ class Inspection:
     kv_heads: int
     vocabulary: int
     context: int
-    rope: str
+    rope: RopeConfig | None
+    window_rope: RopeConfig | None
     tied_embeddings: bool
     experts: int
     experts_per_token: int
@@ -68,14 +72,15 @@ class Inspection:
     weight_bytes: int
     bits_per_weight: float
     tensors: dict[str, int]
-    tokenizer: str
-    made_by: str | None
-    readers: str
+    tokenizer: dict[str, Any] | None
+    made_by: dict[str, Any] | None
+    readers: list[str]
+    readers_note: str | None
     notes: list[str]
     runnable: bool = True
-    schemes_chosen: str | None = None
+    schemes_chosen: dict[str, Any] | None = None
     positions: PositionCertificate | None = None
-    kv_cache: str | None = None
+    kv_cache: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
@@ -84,9 +89,12 @@ class Inspection:
     def lines(self) -> list[str]:
         """The report for people."""
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.tensors.items())
+        ropes = [_rope_text(rope) for rope in (self.rope, self.window_rope) if rope is not None]
+        made_by, cache = self.made_by, self.kv_cache
         sizes = (
             f"  layers {self.layers}, hidden {self.hidden_size}, heads {self.heads} ({self.kv_heads} KV),"
-            f" vocabulary {self.vocabulary}, context {self.context}, rope {self.rope}"
+            f" vocabulary {self.vocabulary}, context {self.context}, rope {'; '.join(ropes)}"
+            + " in a window" * (len(ropes) > 1)
             + (", tied embeddings" if self.tied_embeddings else "")
         )
         experts = (
@@ -99,11 +107,11 @@ class Inspection:
             sizes if self.runnable else "  known by its tensors only: not run here",
             *([experts] if self.experts else []),
             f"  tensors: {kinds}",
-            *([f"  tokenizer: {self.tokenizer}"] if self.runnable else []),
-            *([f"  KV cache: {self.kv_cache}"] if self.kv_cache else []),
-            f"  loads in: {self.readers}",
-            *([f"  made by: {self.made_by}"] if self.made_by else []),
-            *([f"  schemes: {self.schemes_chosen}"] if self.schemes_chosen else []),
+            *([f"  tokenizer: {_described(self.tokenizer)}"] if self.runnable else []),
+            *([f"  KV cache: {cache_text(cache['scheme'], cache['layers'], self.layers)}"] if cache else []),
+            f"  loads in: {', '.join(self.readers)}" + (f"; {self.readers_note}" if self.readers_note else ""),
+            *([f"  made by: quantkit {made_by['quantkit_version']} ({made_by['job']})"] if made_by else []),
+            *([f"  schemes: {_chosen_for(self.schemes_chosen)}"] if self.schemes_chosen else []),
             *(f"  {line}" for line in ([] if self.positions is None else self.positions.lines())),
             *(f"  note: {note}" for note in self.notes),
         ]
@@ -134,20 +142,22 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
     tokenizer, notes = checked_tokenizer(checkpoint)
     specs = [checkpoint.info(name) for name in checkpoint.names()]
     size, bits_per_weight = weight_size(checkpoint)
-    kinds, made = Counter(map(_kind, specs)), _manifest(checkpoint.path)
+    kinds, made, cache = Counter(map(_kind, specs)), _manifest(checkpoint.path), checkpoint.kv_cache
+    readers, _, readers_note = checkpoint.readers().partition("; ")
     return Inspection(
         path=str(path), format=checkpoint.layout, architecture=config.architecture, layers=config.num_layers,
         hidden_size=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads,
-        vocabulary=config.vocab_size, context=config.max_context, rope=_ropes(config) if config.runnable else "unknown",
-        tied_embeddings=config.tied_embeddings, experts=0 if config.experts is None else config.experts.count,
+        vocabulary=config.vocab_size, context=config.max_context, rope=config.rope if config.runnable else None,
+        window_rope=config.window_rope if config.runnable else None, tied_embeddings=config.tied_embeddings,
+        experts=0 if config.experts is None else config.experts.count,
         experts_per_token=0 if config.experts is None else config.experts.per_token,
         parameters=parameter_count(checkpoint), active_parameters=active_parameter_count(checkpoint), weight_bytes=size,
         bits_per_weight=bits_per_weight, tensors=dict(kinds.most_common()),
-        tokenizer=_describe(tokenizer),
-        made_by=f"quantkit {made.get('quantkit_version')} ({made.get('job')})" if made else None,
-        readers=checkpoint.readers(), notes=[*checkpoint.notes, *notes], runnable=config.runnable,
-        schemes_chosen=_schemes_chosen(made),
-        kv_cache=None if checkpoint.kv_cache is None else checkpoint.kv_cache.line(),
+        tokenizer=None if tokenizer is None else {name: getattr(tokenizer, name) for name in _OF_TOKENIZER},
+        made_by={name: made.get(name) for name in ("quantkit_version", "job")} if made else None,
+        readers=readers.split(", "), readers_note=readers_note or None, notes=[*checkpoint.notes, *notes],
+        runnable=config.runnable, schemes_chosen=_schemes_chosen(made),
+        kv_cache=None if cache is None else {"scheme": cache.scheme, "layers": cache.layers_with_scales},
         positions=None if made.get("positions") is None else PositionCertificate.from_json(made["positions"], path),
     )  # fmt: skip
 
@@ -159,15 +169,12 @@ def _kind(spec: TensorSpec) -> str:
     return str(spec.scheme or spec.dtype)
 
 
-def _ropes(config: ModelConfig) -> str:
-    def shown(rope: RopeConfig) -> str:
-        return f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}")
-
-    return shown(config.rope) + (f"; {shown(config.window_rope)} in a window" if config.window_rope else "")
+def _rope_text(rope: RopeConfig) -> str:
+    return f"theta {rope.theta:g}" + ("" if rope.type == "default" else f", {rope.type} x{rope.factor:g}")
 
 
-def _describe(tokenizer: Tokenizer | None) -> str:
-    return "none" if tokenizer is None else f"{tokenizer.kind}, {tokenizer.vocab_size} tokens, BOS {tokenizer.bos_id}"
+def _described(tokenizer: dict[str, Any] | None) -> str:
+    return "none" if tokenizer is None else "{kind}, {vocab_size} tokens, BOS {bos_id}".format(**tokenizer)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -178,11 +185,15 @@ def _manifest(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _schemes_chosen(made: dict[str, Any]) -> str | None:
+def _schemes_chosen(made: dict[str, Any]) -> dict[str, Any] | None:
     found = made.get("bit_allocation")
     if not isinstance(found, dict):
         return None
-    bits, size, kl = (found.get(key) for key in ("target_bits", "max_size", "estimated_kl"))
+    return {key: found.get(key) for key in ("target_bits", "max_size", "estimated_kl")}
+
+
+def _chosen_for(found: dict[str, Any]) -> str:
+    bits, size, kl = found.values()
     requested = f"{bits:g} bits a weight" if isinstance(bits, float) else f"at most {size} bytes of weights"
     return f"chosen for {requested}" + (f", estimated KL {kl:g}" if isinstance(kl, float) else "")
 

@@ -67,7 +67,7 @@ class FolderReport:
     Attributes:
         path: of the model.
         files: how many are as quantkit wrote them.
-        edited: the change of each file that users may edit, by its name.
+        edited: the change of each file that users may edit, ``edited`` or ``removed``, by its name.
         texts: the texts of a quantized model, measured again.
         weights: the recorded figures of a model that cannot be run.
         manifest: of the model.
@@ -96,8 +96,7 @@ class FolderReport:
         """Everything found, and the manifest."""
         return {
             "path": str(self.path), "same": self.same, "ok": self.ok, "files": self.files, "edited": self.edited,
-            "perplexities": {one.recorded.text: one.perplexity for one in self.texts}, "findings": self.lines(),
-            "manifest": self.manifest,
+            "perplexities": {one.recorded.text: one.perplexity for one in self.texts}, "manifest": self.manifest,
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -106,7 +105,7 @@ class FolderReport:
         count = f"all {total}" if self.same else f"{self.files} of {total}"
         found = "the file is as quantkit wrote it" if total == 1 else f"{count} files are as quantkit wrote them"
         out = [f"{self.path}: {found}"]
-        out += [f"{name}: {what}" for name, what in self.edited.items()]
+        out += [f"{name}: {what} since{' (not checked)' * (what == 'edited')}" for name, what in self.edited.items()]
         out += [] if self.weights is None else [self.weights.line()]
         exact = self.manifest.get("exact")
         if isinstance(exact, dict) and all(type(one) is int for one in exact.values()):
@@ -179,7 +178,7 @@ def require_as_written(model: Path, *, progress: Progress = silent) -> tuple[dic
         if found == expected:
             continue
         if name == _README:
-            edited[name] = "removed since" if found is None else "edited since (not checked)"
+            edited[name] = "removed" if found is None else "edited"
         elif found is None:
             raise CheckpointError("a file of the manifest is missing", path=path)
         else:

@@ -18,7 +18,6 @@ from quantkit.formats.checkpoint import Checkpoint, schemes, stored_name
 from quantkit.formats.container import stored_format
 from quantkit.formats.detect import open_pair
 from quantkit.formats.folder import checked_tokenizer
-from quantkit.formats.kv_cache import one_sided
 from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import shown
 from quantkit.model.layerwise import Batch
@@ -106,8 +105,8 @@ class VerifyReport:
         differing: those that are not equal, worst first.
         probes: logits on the texts of the gate, on random tokens and on spread-out positions.
         bound: on the probes: on all between float types, on the gate's where a model is quantized.
-        kv_cache: which of the two alone has scales of a quantized key/value cache, in words; the weights may be the
-            same nevertheless. Scales that differ are a problem.
+        kv_cache: the one of the two that alone has scales or a scheme of a quantized key/value cache, and the other;
+            the weights may be the same nevertheless. Scales that differ are a problem.
         weights_only: whether the models cannot be run, so that there are no probes.
         not_certified: of models that were kept though they did not pass their certificate for long contexts, why.
     """
@@ -122,7 +121,7 @@ class VerifyReport:
     bound: Bound
     weights_only: bool = False
     not_certified: list[str] = field(default_factory=list)
-    kv_cache: str | None = None
+    kv_cache: tuple[Path, Path] | None = None
 
     __bool__ = neither_true_nor_false
 
@@ -143,7 +142,8 @@ class VerifyReport:
             "not_certified": self.not_certified, "formats": list(self.formats), "tensors": self.tensors,
             "on_codes": self.on_codes, "differing": [{**asdict(one), "within": one.within} for one in self.differing],
             "probes": {name: asdict(probe) for name, probe in self.probes.items()}, "bound": asdict(self.bound),
-            "weights_only": self.weights_only, "kv_cache": self.kv_cache,
+            "weights_only": self.weights_only,
+            "kv_cache": self.kv_cache and dict(zip(("has", "lacks"), map(str, self.kv_cache), strict=True)),
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -160,7 +160,9 @@ class VerifyReport:
             allowed = f"at most {worst.bound:.3g}" if worst.bound else "none is allowed"
             error = f"relative error {worst.relative_error:.3g} ({allowed})"
             out.append(f"worst tensor: {worst.name}, {error}, largest difference {worst.largest:.3g}")
-        out += [f"KV cache: {self.kv_cache}"] if self.kv_cache is not None else []
+        if self.kv_cache is not None:
+            has, lacks = self.kv_cache
+            out.append(f"KV cache: {has} has scales or a scheme of a quantized KV cache, {lacks} has none")
         if self.weights_only:
             out.append(COMPARED)
         elif self.probes:
@@ -224,9 +226,12 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     configs = [replace(one.config, tied_embeddings=False) for one in (reference, other)]  # a tied head may be separate
     problems = [f"the configs differ: {difference}" for difference in configs[0].differences(configs[1])]
     comparable, runnable = not problems, reference.config.runnable
-    kv_cache = one_sided(reference.kv_cache, other.kv_cache, (reference.path, other.path))
+    kv_cache = None
     if reference.kv_cache is not None and other.kv_cache is not None:
         problems += [found] if (found := reference.kv_cache.difference(other.kv_cache)) is not None else []
+    elif reference.kv_cache is not None or other.kv_cache is not None:
+        paths = reference.path, other.path
+        kv_cache = paths if other.kv_cache is None else paths[::-1]
     if runnable:
         problems += _token_problems(reference, other)
     else:

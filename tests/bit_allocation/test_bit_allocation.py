@@ -170,7 +170,10 @@ def test_the_choice_is_reported(made: quantkit.QuantizeResult) -> None:
     assert "--target-bits 4.5" in readme
     assert (made.path / "bit-allocation.svg").read_text() == picture(made.allocation)
     assert picture(made.allocation).count("<title>") == len(made.allocation.units) + 4
-    assert quantkit.inspect(made.path).schemes_chosen in "\n".join(quantkit.inspect(made.path).lines())
+    found = quantkit.inspect(made.path)
+    kl = (found.schemes_chosen or {})["estimated_kl"]
+    assert found.schemes_chosen == {"target_bits": 4.5, "max_size": None, "estimated_kl": kl}
+    assert f"  schemes: chosen for 4.5 bits a weight, estimated KL {kl:g}" in found.lines()
     json.dumps(made.to_json())
 
 

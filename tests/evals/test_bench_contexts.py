@@ -75,7 +75,7 @@ def test_each_context_is_measured_with_each_batch(demo_model: Path, tmp_path: Pa
         assert found["loaded_bytes"] < row["peak_bytes"] <= found["peak_bytes"]
     assert set(found["prefill_at_contexts"]) == {"64", "300"}
     assert set(found["cost_of_thousand_tokens"]) == {"prefill", "decode", "prefill_at_contexts"}
-    assert found["left_out"] == ["context 100000: the model's is 4096"]
+    assert found["left_out"] == [{"context": 100000, "batch": None, "reason": "the model's is 4096"}]
     lines = out.splitlines()
     (head,) = (line for line in lines if line.startswith("model  context  sequences"))
     assert "cost" in head
@@ -151,7 +151,7 @@ def test_what_does_not_fit_in_memory_is_left_out(demo_model: Path, monkeypatch: 
     monkeypatch.setattr(timing, "free_bytes", lambda _: enough)
     (found,) = _bench(demo_model, contexts=(64, 128), batches=(1, 2))
     assert [(one.context, one.batch) for one in found.at_contexts] == [(64, 1), (64, 2), (128, 1)]
-    (line,) = found.left_out
+    (line,) = map(str, found.left_out)
     assert line == "context 128 of 2 sequences: keys and values take 262 kB, and 256 MB of memory are free"
     assert bench_report.notes([found])[-1] == f"mini-en is not measured at {line}"
     monkeypatch.setattr(timing, "free_bytes", lambda _: 0)
@@ -171,7 +171,7 @@ def test_running_out_of_memory_leaves_out_the_row(demo_model: Path, monkeypatch:
     monkeypatch.setattr(Decoding, "fill", fails)
     (found,) = _bench(demo_model, contexts=(96, 128), batches=(2,))
     assert [one.context for one in found.at_contexts] == [128]
-    assert found.left_out == ["context 96 of 2 sequences: does not fit in memory"]
+    assert found.left_out == [timing.LeftOut(96, 2, "does not fit in memory")]
 
 
 def test_contexts_are_measured_of_a_model_that_has_them(demo_model: Path) -> None:

@@ -114,7 +114,9 @@ def test_a_folder_of_compressed_tensors_goes_round_and_loads_in_transformers(
     assert any("scheme and scales of the KV cache are carried as they are" in note for note in made.notes)
     reported = f"float8 per tensor, static, scales of {LAYERS} of {LAYERS} layers"
     assert any(reported in note and note.endswith("not used here") for note in made.notes)
-    assert f"  KV cache: {reported}" in quantkit.inspect(made.path).lines()
+    found = quantkit.inspect(made.path)
+    assert f"  KV cache: {reported}" in found.lines()
+    assert found.kv_cache == {"scheme": _settings(source)["kv_cache_scheme"], "layers": LAYERS}
     report = verify(source, made.path)
     assert (report.verdict, report.kv_cache) == (Verdict.SAME, None)
     assert quantkit.diagnose(made.path).findings == []
@@ -167,7 +169,7 @@ def test_what_has_no_place_for_them_says_that_they_are_dropped(
     assert "kv_cache_scheme" not in json.dumps(json.loads((made.path / "config.json").read_text()))
     assert quantkit.inspect(made.path).kv_cache is None
     report = verify(folders["int4"], made.path)
-    assert report.kv_cache is not None
+    assert report.to_json()["kv_cache"] == {"has": str(folders["int4"]), "lacks": str(made.path)}
     assert f"KV cache: {folders['int4']} has scales" in "\n".join(report.lines())
     assert report.ok
     code, out, _ = run(capfd, "verify", made.path, folders["int4"])

@@ -134,6 +134,7 @@ def test_a_model_card_may_be_edited_and_nothing_else(
         (folder / "README.md").unlink()
     report = verify(folder)
     assert (report.same, report.ok) == (False, True)
+    assert report.to_json()["edited"] == {"README.md": change}
     words = {"edited": "README.md: edited since (not checked)", "removed": "README.md: removed since"}[change]
     files = len(report.manifest["files"])
     assert report.lines()[:2] == [f"{folder}: {files - 1} of {files} files are as quantkit wrote them", words]
@@ -242,7 +243,9 @@ def test_inspect_counts_what_is_there(source: Path, tmp_path: Path) -> None:
     assert before.tensors == {"float32": 30}
     assert after.tensors == {"float32": 16, "int4-g32": 14}
     assert after.weight_bytes < before.weight_bytes
-    assert json.loads(json.dumps(after.to_json()))["made_by"].startswith("quantkit")
+    assert json.loads(json.dumps(after.to_json()))["made_by"] == {
+        "quantkit_version": quantkit.__version__, "job": "quantize"
+    }  # fmt: skip
 
 
 def test_inspect_says_who_can_load_it(source: Path, tmp_path: Path) -> None:
@@ -250,7 +253,10 @@ def test_inspect_says_who_can_load_it(source: Path, tmp_path: Path) -> None:
     quantkit.quantize(source, tmp_path / "asym", "int4-g32-asym", method="rtn")
     assert "transformers" in quantkit.inspect(source).readers
     assert "transformers with compressed-tensors" in quantkit.inspect(tmp_path / "sym").readers
-    assert "transformers refuses" in quantkit.inspect(tmp_path / "asym").readers
+    found = quantkit.inspect(tmp_path / "asym")
+    assert found.readers == ["quantkit", "compressed-tensors' own decompressor", "vLLM"]
+    assert (found.readers_note or "").startswith("transformers refuses")
+    assert f"  loads in: {', '.join(found.readers)}; {found.readers_note}" in found.lines()
 
 
 def test_inspect_reads_headers_only(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ class CompressedTensors(QuantMethod):
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         found = [scheme for scheme in schemes.values() if scheme is not None]
         if has_embedding(schemes):
-            return "by its source vLLM on GPUs, not tried; transformers 5.23 reads no packed embedding"
+            return "vLLM on GPUs (not tried); transformers 5.23 reads no packed embedding"
         vllm = ", vLLM" if all(scheme.bits == 4 for scheme in found) else ""
         if all(scheme.symmetric for scheme in found):
             return f"transformers with compressed-tensors{vllm}"

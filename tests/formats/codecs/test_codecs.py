@@ -208,7 +208,7 @@ def test_it_generates_the_same_tokens(int8: Path, steps: Path) -> None:
 def test_inspect_reports_its_schemes_sizes_and_readers(int8: Path, steps: Path, capfd: Capture) -> None:
     before, found = quantkit.inspect(int8), quantkit.inspect(steps)
     assert found.tensors == before.tensors
-    assert found.readers == "quantkit, this test"
+    assert found.readers == ["quantkit", "this test"]
     shapes = 16 * before.tensors["int8"]  # that only the other layout stores
     assert found.weight_bytes == before.weight_bytes - shapes
     assert run(capfd, "verify", int8, steps)[0] == 0

@@ -168,7 +168,7 @@ def test_a_folder_comes_back_byte_by_byte(quantized: Path, mlx: Path, tmp_path: 
     own = {"model.layers.0.self_attn.v_proj": by_row, "model.layers.0.mlp.down_proj": {**by_row, "group_size": 32}}
     assert raw["quantization"] == raw["quantization_config"] == AFFINE | own
     assert verify(quantized, mlx).verdict is Verdict.SAME
-    assert quantkit.inspect(mlx).readers == "quantkit, mlx-lm"
+    assert quantkit.inspect(mlx).readers == ["quantkit", "mlx-lm"]
     quantkit.convert(mlx, tmp_path / "back", to="compressed-tensors", source_check=False)
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (quantized / name).read_bytes(), name

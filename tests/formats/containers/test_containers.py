@@ -167,7 +167,7 @@ def test_it_is_written_found_and_the_same_model(demo_model: Path, loud: Path, ca
     assert verify(demo_model, loud).verdict is Verdict.SAME
     assert run(capfd, "verify", loud)[0] == 0
     found, before = quantkit.inspect(loud), quantkit.inspect(demo_model)
-    assert (found.format, found.readers) == ("loud (one file)", "this test")
+    assert (found.format, found.readers) == ("loud (one file)", ["this test"])
     assert (found.weight_bytes, found.parameters) == (before.weight_bytes, before.parameters)
 
 

@@ -107,7 +107,7 @@ def test_int8_codes_are_those_of_the_file(model: Path, tmp_path: Path) -> None:
     assert torch.equal(source.load("model.layers.1.self_attn.k_proj.weight", part).codes, key.codes[3:9])  # type: ignore[union-attr]
     head = source.info("lm_head.weight")
     assert (str(head.scheme), head.dtype, source.info("model.embed_tokens.weight").scheme) == ("int8", "bfloat16", None)
-    assert quantkit.inspect(source.path).readers == "quantkit, gpt-fast"
+    assert quantkit.inspect(source.path).readers == ["quantkit", "gpt-fast"]
 
 
 def test_a_head_in_int8_is_no_longer_the_embedding(model: Path, tmp_path: Path) -> None:
