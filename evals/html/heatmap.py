@@ -80,7 +80,7 @@ class HeatMap:
         worst: the linear with the largest error.
         rows: by kind of linear, in the order of the data's flow, a cell for each of `layers` layers or None.
         outside: errors of linears that belong to no layer.
-        scale: shared with other maps where errors can be compared.
+        scale: shared by all maps.
     """
 
     name: str
@@ -96,7 +96,7 @@ class HeatMap:
         return self.layers <= _MAX_LAYERS_WITH_DIGITS
 
 
-def share_scale(evaluation: Evaluation) -> bool:
+def comparable(evaluation: Evaluation) -> bool:
     """Whether errors of all models can be compared.
 
     GPTQ moves weights further than rounding does and changes outputs less, so errors of its weights do not compare
@@ -110,8 +110,7 @@ def heat_maps(evaluation: Evaluation) -> list[HeatMap]:
     """A map for each model whose manifest has errors."""
     rows = [row for row in evaluation.rows if row.layer_errors]
     scale = error_scale(error for row in rows for error in row.layer_errors.values())
-    shared = share_scale(evaluation)
-    return [_heat_map(row, scale if shared else error_scale(row.layer_errors.values())) for row in rows]
+    return [_heat_map(row, scale) for row in rows]
 
 
 def _heat_map(row: Row, scale: ColorScale) -> HeatMap:

@@ -11,7 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from quantkit.evals.html.charts import HEIGHT, Chart, cost_chart, model_color, position_chart, position_lines
-from quantkit.evals.html.heatmap import heat_maps, share_scale
+from quantkit.evals.html.heatmap import comparable, heat_maps
 from quantkit.evals.html.tokens import in_text, script_data, token_scale, worst_tokens
 from quantkit.evals.report import method, position_tables, side_by_side
 from quantkit.evals.results import Evaluation, Row
@@ -32,7 +32,7 @@ def page(evaluation: Evaluation) -> str:
         evaluation=evaluation, headline=headline(evaluation), main_model=main_model(evaluation).name,
         tables=side_by_side(evaluation), charts=list(_charts(evaluation)), height=HEIGHT,
         position_tables=position_tables(evaluation), heat_maps=heat_maps(evaluation),
-        share_scale=share_scale(evaluation), token_scale=token_scale(evaluation), worst_tokens=worst_tokens,
+        comparable=comparable(evaluation), token_scale=token_scale(evaluation), worst_tokens=worst_tokens,
         method=[line.partition(": ") for line in method(evaluation)],
         dots={row.name: None if row.name == evaluation.reference else model_color(index)
               for index, row in enumerate(evaluation.rows)},
@@ -59,24 +59,26 @@ def _charts(evaluation: Evaluation) -> Iterator[tuple[str, str, Chart]]:
 def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
     """The title, the sentence below it where there is a reference, and a sentence for each of the other models."""
     main = main_model(evaluation)
-    others = [_summary(evaluation, row) for row in _compared(evaluation) if row is not main]
+    compared = _compared(evaluation)
+    others = [_summary(evaluation, row) for row in compared if row is not main]
     if evaluation.reference is None:
         return _summary(evaluation, main), None, others
+    least = f", the least of {len(compared)} models" if others and evaluation.texts else ""
     lead = f"Compared with {_size(evaluation.rows[0])}"
     if evaluation.texts:
         agreement = _range([one.times(100) for one in _divergences(evaluation, main)[1]])
         lead += f"; {main.name} predicts the same likeliest token at {agreement}\u00a0% of positions"
-    return _summary(evaluation, main), f"{lead}.", others
+    return _summary(evaluation, main) + least, f"{lead}.", others
 
 
 def main_model(evaluation: Evaluation) -> Row:
-    """The smallest model; if several are that small, the one that diverges least."""
+    """The model that diverges least from the reference; if several do, or there is no reference, the smallest."""
 
     def mean_kl(row: Row) -> float:
         kls = [one.kl for text in evaluation.texts if (one := row.texts[text].divergence) is not None]
         return sum(kls) / len(kls) if kls else 0.0
 
-    return min(_compared(evaluation), key=lambda row: (row.megabytes, mean_kl(row)))
+    return min(_compared(evaluation), key=lambda row: (mean_kl(row), row.megabytes))
 
 
 def _compared(evaluation: Evaluation) -> list[Row]:
@@ -93,6 +95,7 @@ def _summary(evaluation: Evaluation, row: Row) -> str:
     size = f"{factor}\u00a0× {'smaller' if ratio > 1 else 'larger'}"  # noqa: RUF001
     if factor == "1.0":
         size = f"as large as {evaluation.reference}"
+    size += f" ({row.megabytes:.2f} MB)"
     if not evaluation.texts:
         return f"{row.name} is {size}"
     return f"{row.name} is {size}; per token it diverges by {_range(_divergences(evaluation, row)[0])} nats"

@@ -121,8 +121,8 @@ def test_the_figures_are_those_of_the_tables(found: Evaluation) -> None:
         assert {cell for row in table.rows for cell in row} - set(read.texts) <= set(read.cells)
     kls = sorted(one.kl for text in found.texts if (one := found.rows[2].texts[text].divergence) is not None)
     ratio = found.rows[0].megabytes / found.rows[2].megabytes
-    title = next(text for text in read.texts if "smaller" in text)
-    said = re.fullmatch(r"int4-g64 is (\S+)\s\S smaller; per token it diverges by (\S+) to (\S+) nats", title)
+    title = next(text for text in read.texts if "int4-g64 is" in text)
+    said = re.fullmatch(r"int4-g64 is (\S+)\s\S smaller \(.* MB\); per token it diverges by (\S+) to (\S+) nats", title)
     assert said is not None
     assert [float(one) for one in said.groups()] == pytest.approx([ratio, *kls], rel=0.05)
     columns = [dict(zip(table.head, row, strict=True)) for table in side_by_side(found) for row in table.rows]
@@ -343,10 +343,11 @@ def test_errors_stand_by_kind_and_layer_and_experts_are_summed_up(found: Evaluat
     assert "worst: layer 1, expert up 3: 4.0 %" in read.texts
     assert "Outside the layers: head 0.50 %." in read.texts
     mixed = [found.rows[0], found.rows[1], replace(found.rows[2], method="gptq")]
-    assert "Each model has its own colors" in replace(found, rows=mixed).to_html()
-    assert len({map.scale for map in heat_maps(replace(found, rows=mixed))}) == 2
-    assert "Each model has its own colors" not in page
-    assert len({map.scale for map in heat_maps(found)}) == 1
+    assert "errors of weights do not compare between the two" in replace(found, rows=mixed).to_html()
+    assert "errors of weights do not compare between the two" not in page
+    for rows in (mixed, found.rows):
+        assert len({map.scale for map in heat_maps(replace(found, rows=rows))}) == 1
+        assert replace(found, rows=rows).to_html().count("error of weights, %, from") == 1
 
 
 def _exact(found: Evaluation) -> Evaluation:
@@ -405,7 +406,16 @@ def test_names_fit_whatever_their_script(name: str, found: Evaluation, tmp_path:
 def test_a_model_of_the_same_size_is_as_large(found: Evaluation) -> None:
     same = replace(found.rows[1], megabytes=found.rows[0].megabytes * 1.01)
     said, *_ = headline(replace(found, rows=[found.rows[0], same]))
-    assert said.startswith("int8 is as large as whole; per token")
+    assert said.startswith(f"int8 is as large as whole ({same.megabytes:.2f} MB); per token")
+
+
+def test_the_headline_is_the_model_that_diverges_least(found: Evaluation) -> None:
+    for rows in (found.rows, [found.rows[0], *found.rows[:0:-1]]):
+        said, _, others = headline(replace(found, rows=rows))
+        assert said.startswith("int8 is")
+        assert f"({found.rows[1].megabytes:.2f} MB)" in said
+        assert said.endswith(" nats, the least of 2 models")
+        assert [other.split()[0] for other in others] == ["int4-g64"]
 
 
 def test_without_a_reference_there_is_no_divergence(found: Evaluation) -> None:
@@ -416,7 +426,7 @@ def test_without_a_reference_there_is_no_divergence(found: Evaluation) -> None:
     _Read(page)
     assert "Size against word perplexity" in page
     assert "Divergence by position" not in page
-    assert "smaller;" not in page
+    assert "smaller (" not in page
     bare = replace(alone, rows=[replace(rows[0], texts={}, layer_errors={})], texts={}, window=None)
     _Read(bare.to_html())
 
