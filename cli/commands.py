@@ -238,6 +238,8 @@ def _job_arguments(given: dict[str, Any]) -> dict[str, Any]:
 class _PlanGroup(click.Group):
     """Without the name of a command, plans generation: ``quantkit plan DIR --target v5e-16``."""
 
+    context_class = options.Context
+
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             args = ["generate", *args]

@@ -70,14 +70,12 @@ def ignore_signals() -> None:
 
 def report_interrupted(error: BaseException) -> None:
     """Report on stderr that the command was interrupted, and what is kept of its work."""
-    import click
-
-    from quantkit.cli.output import as_options
+    from quantkit.cli.output import as_options, mention
     from quantkit.formats.output.staging import kept
 
     after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
     work = kept(error)
-    click.echo(f"{after_echo}quantkit: interrupted" + (f"; {as_options(work)}" if work else ""), err=True)
+    mention(f"{after_echo}quantkit: interrupted" + (f"; {as_options(work)}" if work else ""), err=True)
 
 
 def interrupted_code(error: BaseException) -> int:

@@ -70,9 +70,9 @@ class Outputs:
 
             optional("matplotlib")
 
-    def say(self, lines: Iterable[str]) -> None:
+    def say(self, lines: Iterable[str], *, wrap: bool = True) -> None:
         """Print lines to stdout, or to stderr if stdout is for JSON."""
-        say(lines, err=self.json_on_stdout)
+        say(lines, err=self.json_on_stdout, wrap=wrap)
 
     @property
     def wants_page(self) -> bool:
@@ -98,7 +98,7 @@ class Outputs:
         """
         with ExitStack() as steps:
             if self.json_on_stdout:
-                steps.callback(lambda: say([_json(value)]))
+                steps.callback(lambda: say([_json(value)], wrap=False))
             if show is not None:
                 steps.callback(show)
             if (plot := self._plot) is not None and picture is not None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 import traceback
-from typing import TextIO
 
 import click
 from click.shell_completion import shell_complete
@@ -16,8 +16,8 @@ from quantkit.cli.commands import convert, demo, doctor, inspect, plan, quantize
 from quantkit.cli.entry import interrupted_code, interruptible, report_interrupted
 from quantkit.cli.generate import generate
 from quantkit.cli.measure import bench, evaluate
-from quantkit.cli.options import COMPLETION, completion, exit_codes
-from quantkit.cli.output import as_options, drop_output, open_missing_streams, room_to_print
+from quantkit.cli.options import COMPLETION, Context, completion, exit_codes
+from quantkit.cli.output import as_options, drop_output, mention, open_missing_streams
 from quantkit.cli.processes import INTERNAL_ERROR
 from quantkit.errors import DestinationError, QuantkitError
 from quantkit.version import __version__
@@ -25,6 +25,8 @@ from quantkit.version import __version__
 
 class _Commands(click.Group):
     """Suggests ``generate`` for the names of that command in other tools."""
+
+    context_class = Context
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -68,12 +70,14 @@ def main(arguments: list[str] | None = None) -> None:
         report_interrupted(error)
         code = interrupted_code(error)
     except click.ClickException as error:
-        error.show()
+        usage = io.StringIO()
+        error.show(usage)
+        mention(usage.getvalue().rstrip("\n"), err=True)
         code = error.exit_code
     except QuantkitError as error:
         if debug:
             traceback.print_exc()
-        click.echo(f"quantkit: error: {_with_kept(as_options(str(error)), error)}", err=True)
+        mention(f"quantkit: error: {_with_kept(as_options(str(error)), error)}", err=True)
         code = error.exit_code
     except BrokenPipeError:
         drop_output()
@@ -83,13 +87,13 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         if error.filename is None:  # an error of the output
             drop_output()
-        click.echo(f"quantkit: error: {error.filename or 'the output'}: {error.strerror or error}", err=True)
+        mention(f"quantkit: error: {error.filename or 'the output'}: {error.strerror or error}", err=True)
         code = DestinationError.exit_code
     except Exception as error:
         if debug:
             raise
         message = _with_kept(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", error)
-        click.echo(f"quantkit: internal error: {message}; --debug shows more", err=True)
+        mention(f"quantkit: internal error: {message}; --debug shows more", err=True)
         code = INTERNAL_ERROR
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -101,15 +105,11 @@ def _show_log() -> None:
     log.setLevel(logging.INFO)
 
 
-class _Notes(logging.StreamHandler[TextIO]):
-    """Prints a line on stderr for each record, next to a progress bar if there is one."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return f"quantkit: note: {as_options(record.getMessage())}"
+class _Notes(logging.Handler):
+    """Prints a line on stderr for each record."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with room_to_print():
-            super().emit(record)
+        mention(f"quantkit: note: {as_options(record.getMessage())}", err=True)
 
 
 def _with_kept(message: str, error: Exception) -> str:

@@ -86,7 +86,8 @@ def evaluate(
         if group.is_rank0:
 
             def show() -> None:
-                outputs.say(render([sheet(found)] if table == "csv" else tables(found), table, width=columns()))
+                lines = render([sheet(found)] if table == "csv" else tables(found), table, width=columns())
+                outputs.say(lines, wrap=False)
                 for line in found.notes:
                     note(line)
 
@@ -172,7 +173,7 @@ def bench(
             tables = [bench_report.sheet(found)] if table == "csv" else bench_report.tables(found)
 
             def show() -> None:
-                outputs.say([*render(tables, table, width=columns()), *below])
+                outputs.say([*render(tables, table, width=columns()), *below], wrap=False)
                 for line in warnings:
                     warn(line)
                 for line in notes:

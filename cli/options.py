@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ EXIT_CODES: dict[int, str] = {
 }
 
 RUN = "How it runs"
+_HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 Decorator = Callable[[Any], Any]
 """Adds options to a command."""
@@ -73,8 +74,30 @@ def section(title: str, *options: Decorator) -> Decorator:
     return decorated
 
 
+class _Formatter(click.HelpFormatter):
+    """Breaks lines between words only, and not at hyphens: while text is wrapped, these are of the kind that does not
+    break."""
+
+    def write_text(self, text: str) -> None:
+        super().write_text(text.replace("-", _HYPHEN))
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        super().write_dl([(name, about.replace("-", _HYPHEN)) for name, about in rows], col_max, col_spacing)
+
+    def getvalue(self) -> str:
+        return super().getvalue().replace(_HYPHEN, "-")
+
+
+class Context(click.Context):
+    """A context whose help is wrapped between words."""
+
+    formatter_class = _Formatter
+
+
 class Command(click.Command):
     """A command whose help shows options in sections; those without a title stand at the end."""
+
+    context_class = Context
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,7 @@ _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}{postfix}
 _MAX_COLUMNS = 100
 _STDOUT = 1
 _missing: set[int] = set()
+_LABEL = re.compile(r"(?P<before>quantkit: | *)(?P<label>(internal )?error|Error|note|warning):")
 
 _RENAMED = {"runtime": "for"}  # a keyword of Python
 _POSITIONAL = ("path", "src", "dst")
@@ -59,11 +61,11 @@ def _option(found: re.Match[str]) -> str:
     return f"--{name} {value.strip(chr(34))}"
 
 
-def say(lines: Iterable[str], *, err: bool = False) -> None:
-    """Print lines, with `err` to stderr. If the reader has closed the pipe, or stderr cannot be written, the command
-    continues to its exit code."""
+def say(lines: Iterable[str], *, err: bool = False, wrap: bool = True) -> None:
+    """Print lines, with `err` to stderr; `wrap` as for messages. If the reader has closed the pipe, or stderr cannot be
+    written, the command continues to its exit code."""
     try:
-        _print("\n".join(map(as_options, lines)), err=err)
+        _print("\n".join(map(as_options, lines)), err=err, wrap=wrap)
     except BrokenPipeError:
         drop_output(err=err)
     except OSError:
@@ -75,7 +77,7 @@ def say(lines: Iterable[str], *, err: bool = False) -> None:
 def mention(line: str, *, err: bool = False) -> None:
     """Print a line about work that is done; if it cannot be printed, the command continues."""
     try:
-        _print(line, err=err)
+        _print(line, err=err, wrap=True)
     except OSError:
         drop_output(err=err)
 
@@ -101,10 +103,32 @@ def warn(line: str) -> None:
     mention(f"quantkit: warning: {as_options(line)}", err=True)
 
 
-def _print(text: str, *, err: bool) -> None:
+def _print(text: str, *, err: bool, wrap: bool) -> None:
+    stream = sys.stderr if err else sys.stdout
+    if wrap and stream.isatty():
+        width = _columns(stream) or _DEFAULT_COLUMNS
+        text = "\n".join(_colored(part) for line in text.split("\n") for part in _wrapped(line, width))
     with room_to_print():
         click.echo(text, err=err)
-        (sys.stderr if err else sys.stdout).flush()
+        stream.flush()
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """A line for a terminal: a longer one is broken between words, its other lines indented."""
+    indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+    if len(line) <= width:
+        return [line]
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _colored(line: str) -> str:
+    """A message with its label, such as ``error:``, in color, unless the environment asks for none."""
+    found = _LABEL.match(line)
+    if found is None or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return line
+    fault = found["label"].lower().endswith("error")
+    label = click.style(f"{found['label']}:", fg="red" if fault else "yellow", bold=fault or None)
+    return found["before"] + label + line[found.end() :]
 
 
 def open_missing_streams() -> None:

@@ -9,8 +9,11 @@ from quantkit.errors import RequestError
 
 
 def optional(module: str) -> Any:
-    """A module of the extra ``quantkit[evals]``; matplotlib is in ``quantkit[plot]`` too. Raises `RequestError` if it is
-    not installed."""
+    """A module of the extra ``quantkit[evals]``; matplotlib is in ``quantkit[plot]`` too.
+
+    Raises:
+        RequestError: if it is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -89,7 +89,7 @@ class DemoReport:
         """The report as text, in lines of at most `width` columns."""
 
         def wrapped(text: str, indent: str = "") -> str:
-            return textwrap.fill(text, width, subsequent_indent=indent)
+            return textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False)
 
         table = Table(
             f"Converted to a Hugging Face folder ({FLOATS}), and quantized from there:",

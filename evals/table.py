@@ -59,7 +59,7 @@ def render(tables: Sequence[Table], style: Style, *, width: int = WIDTH) -> list
 
 
 def _terminal(table: Table, width: int) -> list[str]:
-    lines = [] if table.title is None else textwrap.wrap(table.title, width)
+    lines = [] if table.title is None else textwrap.wrap(table.title, width, break_on_hyphens=False)
     columns = _columns(table)
     columns = [_wrapped(columns[0], 2 * width // 5), *columns[1:]]
     room = width - _wide(columns[0]) - len(_GAP)
@@ -92,7 +92,13 @@ def _side_by_side(widths: Sequence[int], width: int) -> Iterator[list[int]]:
 
 
 def _wrapped(column: Sequence[str], width: int) -> list[str]:
-    return ["\n".join(textwrap.wrap(cell, max(width, 1))) for cell in column]
+    """A column whose cells are broken between words; a word that is longer than the width, also at hyphens."""
+
+    def lines(cell: str) -> list[str]:
+        longest = max(map(len, cell.split()), default=0)
+        return textwrap.wrap(cell, max(width, 1), break_on_hyphens=longest > width)
+
+    return ["\n".join(lines(cell)) for cell in column]
 
 
 def _narrow(column: Sequence[str]) -> list[str]:

@@ -172,4 +172,6 @@ def _shortened(text: str, length: int) -> str:
 
 def _wrapped(text: str, indent: str, width: int) -> list[str]:
     rest = indent or _INDENT
-    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )

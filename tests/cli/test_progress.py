@@ -213,13 +213,13 @@ def test_times_are_read_off_a_clock(
 
 
 def test_a_command_leaves_nothing_but_its_result_on_a_terminal(demo_model: Path, tmp_path: Path) -> None:
-    code, text = on_terminal("convert", demo_model, tmp_path / "out", cwd=tmp_path)
+    code, text = on_terminal("convert", demo_model, "out", cwd=tmp_path)
     assert code == 0
     assert "check of the source:   0%|" in text
     assert "convert:   0%|" in text
     assert "4 layers" in text
     line, end = screen(text)
-    assert line.startswith(f"wrote {tmp_path / 'out'}")
+    assert line.startswith("wrote out: ")
     assert end == ""
 
 

@@ -79,11 +79,13 @@ def on_terminal(*arguments: str | Path, cwd: Path, rows: int = 40, columns: int 
 def screen(text: str) -> list[str]:
     """The lines that stand on a terminal in the end."""
     lines, row, column = [""], 0, 0
-    for piece in re.findall(r"\x1b\[\d*[A-Za-z]|\r|\n|[^\r\n\x1b]+", text):
+    for piece in re.findall(r"\x1b\[[\d;]*[A-Za-z]|\r|\n|[^\r\n\x1b]+", text):
         if piece == "\r":
             column = 0
         elif piece == "\n":
             row += 1
+        elif piece.endswith("m") and piece.startswith("\x1b"):
+            continue  # a color
         elif piece.startswith("\x1b"):
             assert piece == "\x1b[A", f"unknown to this terminal: {piece!r}"
             row -= 1
