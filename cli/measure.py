@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,7 +14,7 @@ from quantkit.cli.options import RUN, Command, section
 from quantkit.cli.output import ProgressDisplay, columns, note, warn
 from quantkit.cli.processes import require_models, together
 from quantkit.errors import RequestError
-from quantkit.evals.table import named, short_names
+from quantkit.evals.table import named
 from quantkit.json_values import shown
 from quantkit.quality.positions import TOKENS
 
@@ -147,26 +146,24 @@ def bench(
         raise RequestError("--head goes with --scheme")
     lengths, sizes = _numbers(prompt_lengths), _numbers(batches)
     long_contexts = () if contexts is None else _numbers(contexts)
-    paths = named(models)
-    require_models(*(path for _, path in paths))
+    require_models(*(path for _, path in named(models)))
 
     from quantkit.evals import bench_report
-    from quantkit.evals.bench import BenchModel, BenchOptions
+    from quantkit.evals.bench import BenchModel
     from quantkit.evals.bench import bench as job
     from quantkit.evals.bench_report import picture
     from quantkit.evals.table import render
 
-    short = short_names([path for _, path in paths])
-    sources = [BenchModel(path, name=name or end) for (name, path), end in zip(paths, short, strict=True)]
-    if synthetic is not None:
-        sources = [BenchModel(shape=synthetic, scheme=scheme, head=head) for scheme in quantized or (None,)]
-    requested = BenchOptions(
-        lengths, sizes, long_contexts, price_per_hour, threads, runs, int8_cache, backend, compiled, device
-    )
-    with together(asdict(requested), device) as group:
+    requested: dict[str, Any] = {
+        "prompt_lengths": lengths, "batches": sizes, "contexts": long_contexts, "price_per_hour": price_per_hour,
+        "threads": threads, "runs": runs, "int8_cache": int8_cache, "backend": backend, "compiled": compiled,
+        "device": device,
+    }  # fmt: skip
+    sources = [BenchModel(shape=synthetic, scheme=scheme, head=head) for scheme in quantized or (None,)]
+    with together(requested, device) as group:
         outputs = Outputs(data, plot=plot)
         with ProgressDisplay(show=group.is_rank0) as progress:
-            found = job(sources, requested, group=group, progress=progress)
+            found = job(models if synthetic is None else sources, **requested, group=group, progress=progress)
         if group.is_rank0:
             warnings, notes = bench_report.warnings(found), bench_report.notes(found)
             below = [""] if (warnings or notes) and table == "terminal" else []

@@ -9,7 +9,7 @@ import signal
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from functools import partial
 from itertools import count
 from multiprocessing import resource_tracker
@@ -19,20 +19,23 @@ from typing import Any
 
 import torch
 
+from quantkit.arguments import as_integer, as_number, as_paths, is_several, require_flags, require_instance, wrong_type
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals import timing
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
+from quantkit.evals.table import named, short_names
 from quantkit.evals.timing import MIN_CONTEXT, PROMPT, AtContext, Decoding, LeftOut, Rate, prefill_rates, rate
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
+from quantkit.jobs.option_fields import called_with
 from quantkit.json_values import shown
 from quantkit.memory import enough_memory, total_bytes
 from quantkit.model.cache import cache_bytes
 from quantkit.model.device import usable_device
 from quantkit.model.load import load_model
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, deduplicated
 from quantkit.tensors.dtypes import DType
 
 NEW = 48  # tokens decoded in a run
@@ -47,8 +50,8 @@ class BenchOptions:
     """What to measure.
 
     Attributes:
-        prompt_lengths: tokens of prefill.
-        batches: sequences decoded at once.
+        prompt_lengths: tokens of prefill, in a list.
+        batches: sequences decoded at once, in a list.
         contexts: lengths of context to decode at too, with each of `batches`.
         price_per_hour: of all hardware that computes here, in any currency.
         threads: of the CPU; None is torch's number.
@@ -57,31 +60,43 @@ class BenchOptions:
         backend, compiled, device: as for `load` and `generate`.
     """
 
-    prompt_lengths: tuple[int, ...] = (16, 128, 512)
-    batches: tuple[int, ...] = (1, 4, 8)
-    contexts: tuple[int, ...] = ()
+    _: KW_ONLY
+    prompt_lengths: Sequence[int] = (16, 128, 512)
+    batches: Sequence[int] = (1, 4, 8)
+    contexts: Sequence[int] = ()
     price_per_hour: float | None = None
     threads: int | None = None
     runs: int = 5
     int8_cache: bool = False
     backend: str | None = None
     compiled: bool | None = None
-    device: str | None = None
+    device: str | torch.device | None = None
 
     def validate(self) -> None:
-        """Check what does not depend on the model. Raises `RequestError` for values out of range."""
+        """Check what does not depend on the model.
+
+        Raises:
+            RequestError: for values of the wrong type or out of range.
+        """
+        require_flags(int8_cache=self.int8_cache)
+        as_integer("runs", self.runs)
+        for name in ("prompt_lengths", "batches", "contexts"):
+            if not is_several(values := getattr(self, name)) or isinstance(values, str):
+                raise wrong_type(name, values, "integers in a list")
+            for value in values:
+                as_integer(name, value)
         smallest = min((*self.prompt_lengths, *self.batches, self.runs))
         if smallest < 1 or not (self.prompt_lengths or self.batches):
             raise RequestError("prompt lengths, batches and runs must be at least 1", found=shown(smallest))
         max_threads = max(_MAX_THREADS, os.cpu_count() or 1)
         for name, number, limit in (("runs", self.runs, _MAX_RUNS), ("threads", self.threads, max_threads)):
-            if number is not None and not 1 <= number <= limit:
+            if number is not None and not 1 <= as_integer(name, number) <= limit:
                 raise RequestError(f"{name} are out of range", found=shown(number), expected=f"1 to {limit}")
         if self.contexts and (not self.batches or min(self.contexts) < MIN_CONTEXT):
             raise RequestError(
                 f"contexts must be at least {MIN_CONTEXT}, and need batches", found=shown(min(self.contexts))
             )
-        if self.price_per_hour is not None and not 0 < self.price_per_hour < math.inf:
+        if self.price_per_hour is not None and not 0 < as_number("price_per_hour", self.price_per_hour) < math.inf:
             raise RequestError("invalid price", found=shown(self.price_per_hour), expected="an amount above 0")
 
 
@@ -188,21 +203,58 @@ class Bench:
         return values
 
 
-def bench(
-    models: Sequence[BenchModel], options: BenchOptions, *, group: ProcessGroup = SINGLE, progress: Progress = silent
-) -> list[Bench]:
-    """Measure models one after the other, each in a new process.
+@dataclass(frozen=True)
+class BenchArguments(BenchOptions):
+    """The arguments of `bench`: the options, and what they are for.
 
-    Args:
+    Attributes:
+        models: a folder or several; ``NAME=PATH`` gives one a name. A `quantkit.BenchModel` has random weights of a
+            named shape.
         group: processes that share the model; then there is one model, measured in these processes, and memory is
             that of each process.
+        progress: called for each measurement; None reports nothing.
+    """
+
+    models: str | Path | BenchModel | Sequence[str | Path | BenchModel]
+    _: KW_ONLY
+    group: ProcessGroup = SINGLE
+    progress: Progress | None = None
+
+    def sources(self) -> list[BenchModel]:
+        """The models, with their names in the result."""
+        listed = self.models if is_several(self.models) and not isinstance(self.models, str) else [self.models]
+        given = list(listed)
+        paths = named(as_paths("models", [one for one in given if not isinstance(one, BenchModel)]))
+        short = short_names([path for _, path in paths])
+        folders = (BenchModel(path, name=name or end) for (name, path), end in zip(paths, short, strict=True))
+        return [one if isinstance(one, BenchModel) else next(folders) for one in given]
+
+
+@called_with(BenchArguments)
+def bench(arguments: BenchArguments) -> list[Bench]:
+    """Measure the speed of models one after the other, each in a new process, which imports the calling script: in a
+    script, call it under ``if __name__ == "__main__":``.
+
+    Args:
+
+    Returns:
+        The figures of each model, in order.
 
     Raises:
         RequestError: if a prompt with the tokens decoded after it exceeds a model's context or the memory, or if
             processes would share several models.
         QuantkitError: if a model cannot be opened or loaded.
         NonFiniteError: if its logits are NaN or Inf.
+
+    Example:
+        >>> (found,) = quantkit.bench("model-int4", prompt_lengths=[128], batches=[1])
+        >>> found.decode[1].median
     """
+    models, group, progress = arguments.sources(), arguments.group, deduplicated(arguments.progress)
+    options = BenchOptions(**{one.name: getattr(arguments, one.name) for one in fields(BenchOptions)})
+    require_instance("group", group, ProcessGroup, "a ProcessGroup")
+    if not models:
+        raise RequestError("there is no model to measure: `models` is empty")
     options.validate()
     for model in models:
         require_room(model, options)

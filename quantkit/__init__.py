@@ -14,6 +14,7 @@ Make and check models:
     verify           say whether two models are the same, or how far apart
     diagnose         say what is wrong with anybody's folder, and what a runtime would mind
     evaluate         measure models: perplexity, divergence, tasks, speed
+    bench            measure the speed of models: prefill, decoding, loading, memory
 
 Run them:
 
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
     from quantkit import errors as errors
     from quantkit.doctor.diagnose import diagnose as diagnose
     from quantkit.doctor.findings import Diagnosis as Diagnosis
+    from quantkit.evals.bench import Bench as Bench
+    from quantkit.evals.bench import BenchModel as BenchModel
+    from quantkit.evals.bench import bench as bench
     from quantkit.evals.evaluate import evaluate as evaluate
     from quantkit.evals.results import Evaluation as Evaluation
     from quantkit.formats.detect import open_checkpoint as open_checkpoint
@@ -90,7 +94,8 @@ if TYPE_CHECKING:
 
 _JOBS = {
     "ChatSession": "quantkit.runtime.chat_session", "Llama": "quantkit.jobs.llama", "Progress": "quantkit.progress",
-    "Tokenizer": "quantkit.text.tokenizer", "chat_format": "quantkit.text.chat", "convert": "quantkit.jobs.convert",
+    "Tokenizer": "quantkit.text.tokenizer", "bench": "quantkit.evals.bench", "chat_format": "quantkit.text.chat",
+    "convert": "quantkit.jobs.convert",
     "diagnose": "quantkit.doctor.diagnose", "evaluate": "quantkit.evals.evaluate",
     "generate": "quantkit.runtime.generate", "generate_batch": "quantkit.runtime.generate_batch",
     "generate_file": "quantkit.jobs.generate_file", "inspect": "quantkit.jobs.inspect", "load": "quantkit.jobs.load",
@@ -99,6 +104,7 @@ _JOBS = {
     "verify": "quantkit.quality.verify",
 }  # fmt: skip
 _TYPES = {
+    "Bench": "quantkit.evals.bench", "BenchModel": "quantkit.evals.bench",
     "Completion": "quantkit.runtime.request", "ConvertResult": "quantkit.jobs.result",
     "Diagnosis": "quantkit.doctor.findings", "Estimate": "quantkit.jobs.plan", "Evaluation": "quantkit.evals.results",
     "FolderReport": "quantkit.quality.manifest_check", "Gate": "quantkit.quality.gate",

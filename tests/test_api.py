@@ -30,11 +30,12 @@ from quantkit.tensors.dtypes import FLOAT_NAMES, FloatName, float_name
 from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer
 
 FUNCTIONS = (
-    "convert", "evaluate", "generate", "generate_batch", "inspect", "load", "open_checkpoint", "quantize", "stream",
-    "verify",
+    "bench", "convert", "evaluate", "generate", "generate_batch", "inspect", "load", "open_checkpoint", "quantize",
+    "stream", "verify",
 )  # fmt: skip
 REPORTS = (
-    "ConvertResult", "Estimate", "Evaluation", "FolderReport", "Gate", "Inspection", "QuantizeResult", "VerifyReport",
+    "Bench", "ConvertResult", "Estimate", "Evaluation", "FolderReport", "Gate", "Inspection", "QuantizeResult",
+    "VerifyReport",
 )  # fmt: skip
 
 

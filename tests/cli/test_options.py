@@ -15,7 +15,7 @@ from quantkit.cli.main import quantkit as root
 from quantkit.cli.options import file_size, memory
 from quantkit.cli.output import note
 from quantkit.errors import RequestError
-from quantkit.evals.bench import BenchModel, BenchOptions, bench
+from quantkit.evals.bench import bench
 from quantkit.evals.evaluate import evaluate
 from quantkit.model.device import float_type
 
@@ -99,9 +99,8 @@ def test_without_a_device_a_gpu_is_requested_where_torch_sees_one(
 
 
 def test_each_measurement_of_bench_requests_the_same(demo_model: Path) -> None:
-    options = BenchOptions(prompt_lengths=(4,), batches=(), runs=1, device="nonsense")
     with pytest.raises(RequestError, match=r"device cannot be used \(found nonsense"):
-        bench([BenchModel(demo_model)], options)
+        bench(demo_model, prompt_lengths=(4,), batches=(), runs=1, device="nonsense")
 
 
 def test_a_device_without_use_is_refused(demo_model: Path, capfd: Capture) -> None:

@@ -81,13 +81,12 @@ def test_a_model_whose_logits_are_not_finite_is_not_timed(tmp_path: Path, capfd:
 
 
 def test_a_device_that_is_not_there_is_refused(demo_model: Path) -> None:
-    options = BenchOptions((4,), (), runs=1, device="no-such-device")
     with pytest.raises(RequestError, match="the device cannot be used"):
-        bench([BenchModel(demo_model)], options)
+        bench(demo_model, prompt_lengths=(4,), batches=(), runs=1, device="no-such-device")
 
 
 def test_one_thread_is_tried_where_the_weights_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, options = BenchModel(shape="llama-160m", scheme="int8"), BenchOptions((), (1,), runs=1, backend="reference")
+    model = BenchModel(shape="llama-160m", scheme="int8")
     monkeypatch.setattr("quantkit.evals.bench.rate", lambda *_: Rate(torch.get_num_threads(), 1, 2))
     monkeypatch.setattr(timing, "bandwidth", lambda _: 1e9)
     monkeypatch.setattr("quantkit.evals.bench._measure_in_new_process", _measure)
@@ -96,7 +95,7 @@ def test_one_thread_is_tried_where_the_weights_are_few(monkeypatch: pytest.Monke
     try:
         for bytes_, expected in ((10**12, Rate(1, 1, 2)), (1, None)):
             monkeypatch.setattr("quantkit.evals.bench.SMALL_BYTES", bytes_)
-            (found,) = bench([model], options)
+            (found,) = bench(model, prompt_lengths=(), batches=(1,), runs=1, backend="reference")
             assert (found.one_thread, found.decode[1].median, torch.get_num_threads()) == (expected, 2, 2)
     finally:
         torch.set_num_threads(threads)
@@ -104,8 +103,8 @@ def test_one_thread_is_tried_where_the_weights_are_few(monkeypatch: pytest.Monke
 
 def test_a_bench_reports_its_progress(demo_model: Path) -> None:
     reported: list[tuple[str, int, int, str]] = []
-    options = BenchOptions((4,), (1, 2), threads=1, runs=1)
-    bench([BenchModel(demo_model)], options, progress=lambda *now: reported.append(now))
+    options: dict[str, Any] = {"prompt_lengths": (4,), "batches": (1, 2), "threads": 1, "runs": 1}
+    bench([str(demo_model)], **options, progress=lambda *now: reported.append(now))
     assert reported == [("bench mini-en", done, 6, "measurements") for done in range(7)]
 
 
@@ -235,7 +234,8 @@ def test_folders_of_one_name_get_distinct_names(
     requested: list[BenchModel] = []
     for name in ("a", "b"):
         (tmp_path / name / "int4").mkdir(parents=True)
-    monkeypatch.setattr("quantkit.evals.bench.bench", lambda models, _, **__: requested.extend(models) or [FOUND])
+    monkeypatch.setattr("quantkit.evals.bench.require_room", lambda *_: None)
+    monkeypatch.setattr("quantkit.evals.bench._measure_in_new_process", lambda one, *_: requested.append(one) or FOUND)
     assert command.run(capfd, "bench", tmp_path / "a" / "int4", f"x={tmp_path / 'b' / 'int4'}")[0] == 0
     assert [(model.name, model.path) for model in requested] == [
         ("a/int4", tmp_path / "a" / "int4"), ("x", tmp_path / "b" / "int4")
@@ -249,6 +249,20 @@ def test_a_picture_has_a_panel_for_each_kind(measured: dict[str, Any]) -> None:
 
 
 # What is refused, and what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("models", "options", "problem"),
+    [
+        ([], {}, "no model to measure"), (3, {}, "`models` is of the wrong type"),
+        ("x", {"batches": "1,4"}, "`batches` is of the wrong type"), ("x", {"batches": 4}, "expected integers in a list"),
+        ("x", {"runs": "5"}, "`runs` is of the wrong type"), ("x", {"runs": 0}, "at least 1"),
+        ("x", {"int8_cache": "no"}, "`int8_cache` is of the wrong type"),
+    ],
+)  # fmt: skip
+def test_arguments_are_checked_before_a_model_is_opened(models: Any, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RequestError, match=problem):
+        quantkit.bench(models, **options)
 
 
 @pytest.mark.parametrize(
@@ -310,21 +324,22 @@ def test_requests_that_make_no_sense_end_before_the_work(arguments: list[str], r
 
 
 def test_errors_of_the_other_process_are_raised_here() -> None:
-    options = BenchOptions((4,), (), runs=1, backend="cuda-magic")
     with pytest.raises(RequestError, match="unknown backend"):
-        bench([BenchModel(shape="llama-160m", scheme="int8")], options)
+        bench(
+            BenchModel(shape="llama-160m", scheme="int8"), prompt_lengths=(4,), batches=(), runs=1, backend="cuda-magic"
+        )
 
 
 def test_one_kind_of_measurement_is_enough() -> None:
     for prompts, batches in (((), (1,)), ((4,), ())):
-        require_room(BenchModel(shape="llama-160m"), BenchOptions(prompts, batches, runs=1))
+        require_room(BenchModel(shape="llama-160m"), BenchOptions(prompt_lengths=prompts, batches=batches, runs=1))
 
 
 def test_a_process_that_dies_does_not_hang_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.evals.bench._send_result", os.kill)
     monkeypatch.setattr(BenchModel, "checkpoint", lambda model: synthetic("llama-160m", None))
     with pytest.raises(RequestError, match="the process that measures was ended"):
-        bench([BenchModel(shape="llama-160m")], BenchOptions((4,), (), runs=1))
+        bench(BenchModel(shape="llama-160m"), prompt_lengths=(4,), batches=(), runs=1)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor
 import quantkit
 from quantkit.errors import RequestError
 from quantkit.evals import bench_report, timing
-from quantkit.evals.bench import Bench, BenchModel, BenchOptions, _measure, bench
+from quantkit.evals.bench import Bench, _measure, bench
 from quantkit.evals.bench_report import picture
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import render
@@ -40,8 +40,8 @@ PRICED = replace(FOUND, price_per_hour=3.6)
 
 
 def _bench(path: Path, **changes: Any) -> list[Bench]:
-    options = BenchOptions((), (1,), threads=1, runs=1, device="cpu")
-    return bench([BenchModel(path)], replace(options, **changes))
+    options: dict[str, Any] = {"prompt_lengths": (), "batches": (1,), "threads": 1, "runs": 1, "device": "cpu"}
+    return bench(path, **{**options, **changes})
 
 
 @pytest.fixture

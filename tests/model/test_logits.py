@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import quantkit
-from quantkit.evals.bench import BenchModel, BenchOptions, bench
+from quantkit.evals.bench import bench
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.linear import QuantLinear, float32_linears, float_linear
@@ -171,8 +171,8 @@ def test_compiled_steps_of_many_sequences_give_the_eager_logits(
 
 
 def test_bench_times_more_sequences_than_few_rows(folders: dict[str, Path]) -> None:
-    options = BenchOptions((16,), (16,), runs=1, backend="cpu-exact", compiled=False, device="cpu")
-    assert bench([BenchModel(folders["float-int8"])], options)
+    options = {"runs": 1, "backend": "cpu-exact", "compiled": False, "device": "cpu"}
+    assert bench(folders["float-int8"], prompt_lengths=(16,), batches=(16,), **options)
 
 
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
