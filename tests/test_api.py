@@ -185,6 +185,19 @@ def test_evaluate_takes_one_path_or_several_as_text_or_paths(demo_model: Path, t
     assert one.to_json() == quantkit.evaluate([demo_model], texts=[text], window=64).to_json()
 
 
+def test_a_model_and_its_tokenizer_can_be_called(demo_model: Path) -> None:
+    model, tokenizer = quantkit.load(demo_model, device="cpu")
+    ids = tokenizer("My fellow citizens")
+    assert ids == tokenizer.encode("My fellow citizens")
+    assert ids[0] == tokenizer.bos_id
+    rows = torch.tensor([ids, ids[::-1]])
+    expected = model(rows, torch.arange(len(ids)))
+    assert expected.shape == (2, len(ids), model.config.vocab_size)
+    assert torch.equal(model(rows), expected)
+    for one in (ids, rows[0]):
+        torch.testing.assert_close(model(one), expected[0])
+
+
 def test_choices_are_those_there_are() -> None:
     assert set(typing.get_args(FloatName)) == set(FLOAT_NAMES)
     assert set(typing.get_args(BackendName)) == {backend.name for backend in BACKENDS}

@@ -50,7 +50,9 @@ def load(
         progress: called for each tensor; None reports nothing.
 
     Returns:
-        The model and its tokenizer, for `quantkit.generate` and `quantkit.stream`.
+        The model and its tokenizer, for `quantkit.generate` and `quantkit.stream`. Both can be called:
+        ``tokenizer(text)`` returns token ids, and ``model(ids)`` their logits, [T, V] for ids [T] and [B, T, V] for ids
+        [B, T] at positions 0 to T - 1.
 
     Raises:
         CheckpointError: if the folder is damaged, or has no tokenizer.
@@ -59,6 +61,7 @@ def load(
 
     Example:
         >>> model, tokenizer = quantkit.load("model-int4", dtype="bf16")
+        >>> model(tokenizer("My fellow citizens")).argmax(-1)
     """
     if backend is not None:
         require_backend(as_string("backend", backend))

@@ -7,7 +7,7 @@ block does follows from the config's features; nothing here knows a family.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -88,8 +88,21 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.model.norm.weight.dtype
 
-    def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Logits [B, T, V] for tokens [B, T] at positions [T]."""
+    def forward(
+        self, tokens: Tensor | Sequence[int], positions: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Logits [..., T, V] for token ids [T] or [B, T].
+
+        Args:
+            positions: of the tokens, [T]; None is 0 to T - 1.
+            cache: as for `hidden`.
+        """
+        if not isinstance(tokens, Tensor) or positions is None:
+            tokens = torch.as_tensor(tokens, device=self.device)
+        if tokens.dim() == 1:
+            return self.forward(tokens[None], positions, cache)[0]
+        if positions is None:
+            positions = torch.arange(tokens.shape[-1], device=tokens.device)
         return self.head(self.hidden(tokens, positions, cache))
 
     def hidden(

@@ -50,6 +50,10 @@ class Tokenizer(Protocol):
     byte_level: bool
     token_bytes: TokenBytes | None
 
+    def __call__(self, text: str) -> list[int]:
+        """The token ids of text, as `encode` returns them by default."""
+        return self.encode(text)
+
     def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
         """The token ids of text, by default with BOS if the tokenizer has one.
 
