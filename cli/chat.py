@@ -206,7 +206,9 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
         polled = True
         return pressed
 
-    before = signal.signal(signal.SIGINT, remember)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, remember)
     try:
         yield interrupted
     finally:

@@ -34,7 +34,8 @@ def main() -> None:
         report_interrupted(error)
         sys.exit(interrupted_code(error))
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left that needs a traceback
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left that needs a traceback
 
 
 @contextmanager

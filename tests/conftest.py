@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,10 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _R
 def _seeded() -> None:
     torch.manual_seed(0)
 
+
+# A background shell ignores SIGINT, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On matrices as small as these, threads cost more than they bring; also in the processes that tests start.
 torch.set_num_threads(1)

@@ -238,6 +238,19 @@ def test_what_is_stopped_before_the_first_tensor_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+IGNORED = """
+import atexit, os, signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+"""
+
+
+def test_an_interruption_that_the_parent_ignores_is_ignored(demo_model: Path) -> None:
+    program = IGNORED + RAISING.format(module="click", action="os.kill(os.getpid(), signal.SIGINT)")
+    code, out, err = _process(program, "inspect", demo_model)
+    assert (code, out[:5], err) == (0, str(demo_model)[:5], "")
+
+
 def test_what_an_earlier_run_left_stays_when_its_resumption_is_stopped(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
