@@ -125,7 +125,7 @@ class GenerateArgs:
 
     def validate(self) -> None:
         """Raise a `RequestError` unless there is one prompt, or one file of them, and for options that do not go
-        together or numbers out of range; a `CheckpointError` if there is no model."""
+        together, numbers out of range, or a model that does not exist."""
         sources = {
             "PROMPT": self.text, "--prompt": self.prompt, "--prompt-file": self.prompt_file, "--prompts": self.prompts,
         }  # fmt: skip

@@ -74,8 +74,8 @@ def together(
 
 def require_models(*paths: Path | None, makes: Path | None = None) -> None:
     """Check that the models that a command reads exist, and the name of the folder that it makes, before torch is
-    imported; not with several processes, whose disks may differ. Raises `CheckpointError` if a path does not exist, and
-    `RequestError` if `makes` is not a valid name for a folder."""
+    imported; not with several processes, whose disks may differ. Raises `RequestError` if a path does not exist, or
+    `makes` is not a valid name for a folder."""
     if not _alone():
         return
     if makes is not None:

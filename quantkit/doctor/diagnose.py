@@ -45,8 +45,8 @@ def diagnose(
         What was found, the worst first; `broken` is whether something would break.
 
     Raises:
-        CheckpointError: if nothing is at a path.
-        RequestError: if the source is quantized itself, a file holds no weights, or an argument is invalid.
+        RequestError: if nothing is at a path, the source is quantized itself, a file holds no weights, or an argument
+            is invalid.
 
     Example:
         >>> print(*quantkit.diagnose("model-awq", runtime="vllm", tp=2).lines(), sep="\\n")

@@ -62,7 +62,7 @@ class Folder:
     """
 
     def __init__(self, path: Path) -> None:
-        """A path with nothing there is a `CheckpointError`, a file that holds no weights a `RequestError`."""
+        """A path with nothing there, or a file that holds no weights, is a `RequestError`."""
         self.path = path
         found = require_there(path)
         self.problems: list[tuple[Path, QuantkitError]] = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import glob
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -39,7 +41,7 @@ def located(path: str | Path) -> Path:
 
 
 def require_there(path: str | Path) -> Path:
-    """`located`, with its errors, and a `CheckpointError` if the path does not exist."""
+    """`located`, with its errors, and a `RequestError` if the path does not exist."""
     found = located(path)
     if not found.exists():
         name = re.sub(r"^(https?:/+huggingface\.co/|HF:)", "", str(path))
@@ -47,9 +49,19 @@ def require_there(path: str | Path) -> Path:
             model = hub_model(f"{PREFIX}{name}")
         except RequestError:
             model = None
-        hint = None if model is None else f"if it is a model of the Hugging Face hub: {model}"
-        raise CheckpointError("does not exist", path=path, hint=hint)
+        near = [f"did you mean {one}?" for one in _similar(found)]
+        hints = near if model is None else [*near, f"if it is a model of the Hugging Face hub: {model}"]
+        raise RequestError("does not exist", path=path, hint="; ".join(hints) or None)
     return found
+
+
+def _similar(path: Path) -> list[Path]:
+    """What is next to a path and has a similar name; at most one."""
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return []
+    return [path.with_name(name) for name in difflib.get_close_matches(path.name, names, 1)]
 
 
 def gguf_models(folder: Path) -> list[Path]:

@@ -46,6 +46,7 @@ def open_checkpoint(
         The checkpoint: its config, and its tensors by canonical names, which are read on request.
 
     Raises:
+        RequestError: if the path does not exist.
         CheckpointError: if there is no checkpoint, it is ambiguous, damaged or not finished.
         UnsupportedError: if its kind is known, but not read.
     """

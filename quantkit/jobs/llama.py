@@ -13,7 +13,7 @@ import torch
 
 from quantkit.arguments import as_integer, as_path, as_seed, as_string, is_several, require_flags, wrong_type
 from quantkit.distributed.group import count_processes, joined_for_good, lost_as_error
-from quantkit.errors import CheckpointError, RequestError
+from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.jobs.load import opened
 from quantkit.kernels import BackendName
@@ -269,10 +269,8 @@ class Llama:
 
 
 def _tokenizer(path: Path) -> Tokenizer:
-    if path.is_dir():
-        return load_tokenizer(path)
     if not path.is_file():
-        raise CheckpointError("has no tokenizer", path=path, expected="tokenizer.model or tokenizer.json")
+        return load_tokenizer(path)
     return JsonTokenizer(path) if path.suffix == ".json" else original_tokenizer(path)
 
 

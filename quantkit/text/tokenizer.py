@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from quantkit.arguments import as_string, require_flags, token_rows, wrong_type
 from quantkit.errors import CheckpointError, RequestError
+from quantkit.files.located import require_there
 from quantkit.json_values import Settings, read_json, require_plain_file
 from quantkit.text import canonical_vocabulary
 from quantkit.text.canonical_vocabulary import CanonicalVocabulary
@@ -316,9 +317,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         The tokenizer, of whichever kind the file is.
 
     Raises:
+        RequestError: if the folder does not exist.
         CheckpointError: if there is none, or the file is of no known kind.
     """
-    folder = text_folder(folder)
+    folder = text_folder(require_there(folder))
     if (folder / "tokenizer.json").is_file():
         return JsonTokenizer(folder / "tokenizer.json")
     path = folder / "tokenizer.model"

@@ -249,11 +249,11 @@ def test_both_names_of_the_recipe_at_once_are_refused(demo_model: Path, tmp_path
 def test_debug_shows_a_traceback_and_its_absence_one_line_with_the_same_exit_code(tmp_path: Path) -> None:
     plain = process("inspect", "nowhere", cwd=tmp_path)
     debug = process("--debug", "inspect", "nowhere", cwd=tmp_path)
-    assert plain.returncode == 3
+    assert plain.returncode == 2
     assert plain.stderr == "quantkit: error: nowhere: does not exist\n"
     assert "Traceback (most recent call last)" in debug.stderr
-    assert "CheckpointError: nowhere: does not exist" in debug.stderr
-    assert debug.returncode == 3
+    assert "RequestError: nowhere: does not exist" in debug.stderr
+    assert debug.returncode == 2
 
 
 def test_a_reader_that_closes_the_pipe_is_no_error(demo_model: Path, tmp_path: Path) -> None:

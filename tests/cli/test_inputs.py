@@ -220,7 +220,25 @@ def test_a_folder_without_weights_says_what_it_looked_for(hf: Path, capfd: Captu
 
 
 def test_a_source_that_does_not_exist_is_named(tmp_path: Path, capfd: Capture) -> None:
-    refused(capfd, 3, tmp_path / "nowhere", f"{tmp_path / 'nowhere'}: does not exist")
+    refused(capfd, 2, tmp_path / "nowhere", f"{tmp_path / 'nowhere'}: does not exist")
+
+
+NAMING = [
+    "inspect WRONG", "doctor WRONG", "doctor SRC --against WRONG", "verify WRONG", "verify SRC WRONG", "eval WRONG",
+    "bench WRONG", "chat WRONG", "generate WRONG text", "generate SRC text --draft WRONG", "convert WRONG DST",
+    "quantize WRONG DST --scheme int8", "plan convert WRONG DST", "plan quantize WRONG DST --scheme int8",
+    "plan generate WRONG --target v5e-1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", NAMING)
+def test_a_similar_name_next_to_a_model_that_does_not_exist_is_named(
+    command: str, hf: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    wrong = hf.with_name(hf.name + "x")
+    places = {"SRC": hf, "WRONG": wrong, "DST": tmp_path / "new"}
+    found = run(capfd, *(places.get(word, word) for word in command.split()))
+    assert found == (2, "", f"quantkit: error: {wrong}: does not exist; did you mean {hf}?\n")
 
 
 def test_a_weight_file_in_place_of_its_folder_is_refused(hf: Path, capfd: Capture) -> None:

@@ -72,8 +72,8 @@ def test_inspect_reports_what_is_wrong_without_torch(folders: Path, tmp_path: Pa
     damaged.mkdir()
     for file in (folders / "source").iterdir():
         (damaged / file.name).write_bytes(file.read_bytes()[:1000])
-    wrong = (tmp_path / "none", folders / "source" / "config.json", tmp_path, damaged)
-    assert _run(*(("inspect", path) for path in wrong)) == [3] * 4
+    wrong = (folders / "source" / "config.json", tmp_path, damaged)
+    assert _run(("inspect", tmp_path / "none"), *(("inspect", path) for path in wrong)) == [2, 3, 3, 3]
     assert _run(("inspect", folders / "source", "--weights", "meta")) == [3]
 
 
@@ -118,7 +118,7 @@ def test_a_plain_mistake_is_reported_without_torch(folders: Path) -> None:
         ("eval", source, "--against", "nothere"), ("generate", "nothere", "hi"),
         ("generate", source, "hi", "--draft", "nothere"),
     )  # fmt: skip
-    assert set(_run(*missing)) == {3}
+    assert set(_run(*missing)) == {2}
 
 
 def test_what_is_wrong_in_a_file_of_prompts_is_reported_without_torch(folders: Path, tmp_path: Path) -> None:

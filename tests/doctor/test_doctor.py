@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.doctor.findings import RUNTIMES, Finding, Rule, rules
-from quantkit.errors import CheckpointError, RequestError
+from quantkit.errors import RequestError
 
 ALL = {rule.name: rule for theme in rules().values() for rule in theme}
 FIRST = "model-00001-of-00003.safetensors"
@@ -517,7 +517,7 @@ def test_how_far_a_folder_is_from_its_source(rule: str, of_source: Change, chang
 
 def test_a_source_is_there_and_in_floats(tmp_path: Path, capfd: Capture) -> None:
     folder = build.make(tmp_path / "model", "packed")
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(RequestError, match="does not exist"):
         quantkit.diagnose(folder, against=tmp_path / "nothing")
     with pytest.raises(RequestError, match="quantized itself"):
         quantkit.diagnose(folder, against=folder)
@@ -583,7 +583,7 @@ def test_arguments_that_make_no_sense(requested: dict[str, Any], tmp_path: Path)
 
 
 def test_nothing_there_and_no_weights(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(RequestError, match="does not exist"):
         quantkit.diagnose(tmp_path / "nothing")
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(RequestError, match="holds no weights"):

@@ -279,7 +279,7 @@ def test_draws_follow_the_seed_one_call_after_the_other(folders: dict[str, Path]
         ({"model_parallel_size": 2}, ("not the number of processes (found 2, expected 1)", "with torchrun")),
         ({"seed": "x"}, ("`seed` is of the wrong type",)),
         ({"ckpt_dir": "nowhere"}, ("nowhere: does not exist",)),
-        ({"tokenizer_path": "nowhere"}, ("nowhere: has no tokenizer", "tokenizer.model or tokenizer.json")),
+        ({"tokenizer_path": "nowhere"}, ("nowhere: does not exist",)),
         ({"tokenizer_path": None}, ("`tokenizer_path` is of the wrong type",)),
         ({"dtype": "fp8"}, ("unknown float type",)),
         ({"backend": "fast"}, ("unknown backend",)),

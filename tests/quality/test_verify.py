@@ -12,7 +12,7 @@ from command import Capture, run
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.source import SourceFile
 from quantkit.quality.verify import Verdict, verify
 
@@ -153,7 +153,7 @@ def test_a_model_that_quantkit_did_not_make_is_reported(source: Path, tmp_path: 
     words = r"has no quantkit\.json: quantkit did not make it; pass the model to compare it with"
     with pytest.raises(CheckpointError, match=words):
         verify(source)
-    with pytest.raises(CheckpointError, match="nowhere: does not exist"):
+    with pytest.raises(RequestError, match="nowhere: does not exist"):
         verify(tmp_path / "nowhere")
 
 

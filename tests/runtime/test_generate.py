@@ -295,7 +295,7 @@ def test_a_prompt_that_stands_before_the_model_is_reported(demo_model: Path, cap
     assert (code, out) == (2, "")
     assert err == f"quantkit: error: the model comes first, then the prompt; quantkit generate {demo_model} PROMPT\n"
     code, _, err = run(capfd, "generate", "A prompt", "another")
-    assert (code, err) == (3, "quantkit: error: A prompt: does not exist\n")
+    assert (code, err) == (2, "quantkit: error: A prompt: does not exist\n")
 
 
 def test_of_several_processes_the_first_reads_the_prompt(demo_model: Path, answer: str, tmp_path: Path) -> None:
