@@ -13,7 +13,8 @@ import click
 from quantkit.cli.entry import ignore_signals, interrupted_code
 from quantkit.errors import QuantkitError
 from quantkit.files.located import require_there
-from quantkit.formats.output.staging import require_name
+from quantkit.formats.output.destination import MANIFEST
+from quantkit.formats.output.staging import require_finished, require_name
 
 if TYPE_CHECKING:
     from quantkit.distributed.group import ProcessGroup
@@ -74,15 +75,15 @@ def together(
 
 def require_models(*paths: Path | None, makes: Path | None = None) -> None:
     """Check that the models that a command reads exist, and the name of the folder that it makes, before torch is
-    imported; not with several processes, whose disks may differ. Raises `RequestError` if a path does not exist, or
-    `makes` is not a valid name for a folder."""
+    imported; not with several processes, whose disks may differ. Raises `RequestError` if a path does not exist or
+    `makes` is not a valid name for a folder, and `CheckpointError` for the partial folder of an interrupted run."""
     if not _alone():
         return
     if makes is not None:
         require_name(makes)
     for path in paths:
         if path is not None:
-            require_there(path)
+            require_finished(require_there(path), MANIFEST)
 
 
 def _alone() -> bool:

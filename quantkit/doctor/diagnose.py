@@ -14,6 +14,7 @@ from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.located import located, require_there
 from quantkit.formats import manifest
+from quantkit.formats.output.staging import require_finished
 from quantkit.json_values import shown
 from quantkit.progress import Progress, silent
 
@@ -45,6 +46,7 @@ def diagnose(
         What was found, the worst first; `broken` is whether something would break.
 
     Raises:
+        CheckpointError: if the path is a partial folder of an interrupted run.
         RequestError: if nothing is at a path, the source is quantized itself, a file holds no weights, or an argument
             is invalid.
 
@@ -59,7 +61,7 @@ def diagnose(
     folder = Folder(as_path("path", path))
     source = None if against is None else as_path("against", against)
     if source is not None:
-        require_there(source)
+        require_finished(require_there(source), manifest.NAME)
     checks = _Checks(folder, runtime, tp, deep)
     findings = list(checks.headers())
     layers: list[LayerError] = []

@@ -16,6 +16,8 @@ from quantkit.files.located import require_there
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.containers.hf_checkpoint import index_path
 from quantkit.formats.containers.hf_settings import SETTINGS, settings_in
+from quantkit.formats.output.destination import MANIFEST
+from quantkit.formats.output.staging import require_finished
 from quantkit.json_values import read_json, read_settings
 
 CONFIG = "config.json"
@@ -62,9 +64,11 @@ class Folder:
     """
 
     def __init__(self, path: Path) -> None:
-        """A path with nothing there, or a file that holds no weights, is a `RequestError`."""
+        """A path with nothing there, or a file that holds no weights, is a `RequestError`; a partial folder of an
+        interrupted run is a `CheckpointError`."""
         self.path = path
         found = require_there(path)
+        require_finished(found, MANIFEST)
         self.problems: list[tuple[Path, QuantkitError]] = []
         self.stray: list[Path] = []
         self.files: dict[str, TensorFile] = {}
