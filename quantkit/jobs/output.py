@@ -261,6 +261,8 @@ class Writer:
             self._staging.close()
         else:
             self._staging.discard()
+            if not isinstance(error, QuantkitError):
+                mark_kept(error, self.path)
 
     def _add_file(self, name: str, content: bytes) -> None:
         self._staging.folder.write(name, content)

@@ -18,7 +18,7 @@ from quantkit.calibration.quantizers import GptqQuantizer, RtnQuantizer, TensorB
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Written, weight_size
-from quantkit.formats.output.staging import partial_folder
+from quantkit.formats.output.staging import mark_kept, partial_folder
 from quantkit.jobs.card import model_card_files
 from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.output import Work, Writer, model_summary, writing
@@ -93,7 +93,11 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         require_buildable(prepared.dst, prepared.encoder, resume=options.resume)  # before anything takes long
         if options.on_estimate is not None:
             options.on_estimate(estimate_quantization(prepared, fit))
-    prepared, drawn = _settled(prepared, fit, group, progress)
+    try:
+        prepared, drawn = _settled(prepared, fit, group, progress)
+    except KeyboardInterrupt as error:
+        mark_kept(error, partial_folder(prepared.dst))
+        raise
     source, settings, dst = prepared.source, prepared.settings, prepared.dst
     quantizer = _quantizer(prepared, drawn, group, progress)
     if not group.is_rank0:

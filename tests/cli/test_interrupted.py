@@ -235,8 +235,32 @@ def test_what_is_stopped_before_the_first_tensor_leaves_nothing(
 
     with pytest.raises(error) as caught:
         quantkit.convert(demo_model, tmp_path / "out", progress=progress)
-    assert not getattr(caught.value, "__notes__", [])
+    assert caught.value.__notes__ == ["nothing was written yet"]
     assert not list(tmp_path.iterdir())
+
+
+STEPS = pytest.mark.parametrize(
+    ("step", "given"),
+    [
+        ("jobs.settings.GptqSettings.draw", ["--scheme", "int4-g64"]),
+        ("bit_allocation.fit.Fit.chosen", ["--target-bits", "5.5"]),
+    ],
+)
+
+
+@STEPS
+def test_an_interruption_of_calibration_says_what_is_kept(
+    step: str, given: list[str], demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"quantkit.{step}", stop)
+    command = ["quantize", demo_model, tmp_path / "out", *given, "--samples", "4", "--length", "64"]
+    assert run(capfd, *command) == (130, "", "quantkit: interrupted; nothing was written yet\n")
+    interrupted(quantkit.convert, demo_model, tmp_path / "out")
+    kept = f"quantkit: interrupted; {partial(tmp_path / 'out')} is kept: add --resume\n"
+    assert run(capfd, *command, "--resume") == (130, "", kept)
 
 
 IGNORED = """

@@ -36,6 +36,7 @@ SCRATCH = ".activations"
 """The first part of the names of folders that only the run that made them uses."""
 _SUFFIX = ".partial"
 _KEPT = "is kept: add `resume=True`"
+_NOTHING = "nothing was written yet"
 _JOBS = ("convert", "quantize")
 
 
@@ -272,15 +273,15 @@ def require_finished(model: Path, manifest: str) -> None:
 
 
 def mark_kept(error: BaseException, partial: Path) -> None:
-    """Add a note to an error or an interruption that the partial output is kept."""
-    error.add_note(f"{partial} {_KEPT}")
+    """Add a note to an error or an interruption that the partial output is kept, or that there is none."""
+    error.add_note(f"{partial} {_KEPT}" if partial.is_dir() else _NOTHING)
 
 
 def kept(error: BaseException | None) -> str | None:
-    """The note of `mark_kept` on an error or its cause, if the partial output still exists."""
+    """The note of `mark_kept` on an error or its cause, unless a partial output that it names no longer exists."""
     while error is not None:
         for note in getattr(error, "__notes__", ()):
-            if note.endswith(_KEPT) and Path(note.removesuffix(f" {_KEPT}")).exists():
+            if note == _NOTHING or (note.endswith(_KEPT) and Path(note.removesuffix(f" {_KEPT}")).exists()):
                 return str(note)
         error = error.__cause__ or error.__context__
     return None
