@@ -16,6 +16,8 @@
                        first token of a prompt) and ``top_logprobs``, a list of the most likely tokens with the same
                        three keys
 
+A request in OpenAI's batch format is answered by one line in OpenAI's (`quantkit.jobs.openai_batch`).
+
 The file appears when all prompts are done, with lines in the order of the prompts. Until then ``OUT.partial`` is a
 folder: its ``lines.jsonl`` has the lines in the order in which prompts end, those of one prompt together, each with
 its sha256 as ``check``. A run with `resume` drops a torn line at its end and continues with the missing prompts, if
@@ -42,6 +44,7 @@ from quantkit.formats.folder import checked_tokenizer, tokenizer_files
 from quantkit.formats.output.destination import require_absent
 from quantkit.formats.output.lines import ResumableLines
 from quantkit.formats.output.staging import partial_folder, require_room_to_build
+from quantkit.jobs.openai_batch import batch_answer, line_number
 from quantkit.jobs.prompts_file import Prompt, PromptReader, checked, input_bytes
 from quantkit.progress import Progress, deduplicated
 from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS, no_prompt_logprobs
@@ -264,9 +267,9 @@ class FileJob:
             return nullcontext(_Callback(self.output))
         numeric = {"dtype": self.dtype, "backend": self.backend, "int8_cache": self.int8_cache}
         computed_by = {f"option {name}": None if value is None else str(value) for name, value in numeric.items()}
-        sizes = [one.request.samples for one in self._read]
+        sizes = [1 if one.batch else one.request.samples for one in self._read]
         fingerprint, likely = {**self._fingerprint, **computed_by}, sum(map(_likely_bytes, self._read))
-        return ResumableLines(self.output, fingerprint, sizes, likely_bytes=likely, resume=self.resume)
+        return ResumableLines(self.output, fingerprint, sizes, line_number, likely_bytes=likely, resume=self.resume)
 
     def _loaded(
         self, requests: Sequence[Request], group: ProcessGroup, progress: Progress
@@ -349,7 +352,8 @@ def _answers(
         if len(group) == prompt.request.samples:
             del ended[number]
             group.sort(key=lambda one: one.sample)
-            yield number, [_line(number, prompt, one, texts) for one in group]
+            lines = [_line(number, prompt, one, texts) for one in group]
+            yield number, [batch_answer(number, prompt.batch, lines)] if prompt.batch else lines
 
 
 def _line(number: int, prompt: Prompt, found: Completion, texts: _TokenTexts) -> Line:

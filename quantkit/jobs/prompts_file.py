@@ -16,6 +16,8 @@ and may have
     chat_template_kwargs
                  variables for the chat template
 
+A line with ``body`` is a request in OpenAI's batch format; see `quantkit.jobs.openai_batch`.
+
 Null is as good as absent. Other keys are refused, and so are keys that are there twice and numbers that would not come
 back as they are: of no value in 64 bits, and in an ``id`` of more digits than those hold.
 """
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import math
 import re
 from collections import Counter
@@ -38,6 +41,7 @@ from typing import Any, NoReturn
 from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import require_flags, wrong_type
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
+from quantkit.jobs.openai_batch import BODY, BatchRequest, from_batch_line
 from quantkit.json_values import MAX_DEPTH, depth, shown, within
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.runtime.request import (
@@ -55,6 +59,8 @@ from quantkit.runtime.request import (
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.text.chat import Chat, chat_format
 from quantkit.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 STDIN = "-"
 OPTIONS = {"max_new_tokens", "stop", "n", "logprobs", "echo", *SamplingOptions.__annotations__}
@@ -84,6 +90,7 @@ class Prompt:
         messages: whether it is a conversation.
         token_ids: whether it was given as such.
         truncated: whether its beginning was cut off.
+        batch: what the answer repeats of a line in OpenAI's batch format.
     """
 
     request: Request
@@ -92,6 +99,7 @@ class Prompt:
     messages: bool
     token_ids: bool
     truncated: bool
+    batch: BatchRequest | None = None
 
 
 class PromptReader:
@@ -124,17 +132,29 @@ class PromptReader:
             RequestError: for a file of another kind, or a line that makes no sense, with its number.
             CheckpointError: if the model's chat template or generation_config.json is damaged.
         """
-        found = []
+        found, seen = [], dict[str, int]()
         for number, values in _lines(content, name):
-            given = {key: value for key, value in values.items() if value is not None}
+            batch = None
             with _at(f"{name}:{number}"):
+                if BODY in values:
+                    batch, values = from_batch_line(values, self._folder.name)
+                    if (before := seen.setdefault(batch.custom_id, number)) != number:
+                        raise RequestError(f"'custom_id' is that of line {before}", found=shown(batch.custom_id))
+                given = {key: value for key, value in values.items() if value is not None}
                 _require_known(values)
                 kind = _kind(given)
             if kind == "messages":
                 _ = self._chat, self._chat_defaults  # an error in the model's folder is not the line's
             with _at(f"{name}:{number}"):
                 known_by = {"id": values["id"]} if "id" in values else {}
-                found.append(self._prompt(kind, given, known_by))
+                found.append(replace(self._prompt(kind, given, known_by), batch=batch))
+        others = {
+            str(one.batch.model) for one in found if one.batch and one.batch.model not in (None, self._folder.name)
+        }
+        if others:
+            _log.warning(
+                "%s: the requests name %s; %s answers them", name, ", ".join(sorted(others)), self._folder.name
+            )
         return found
 
     def _prompt(self, kind: str, given: Mapping[str, Any], known_by: dict[str, Any]) -> Prompt:

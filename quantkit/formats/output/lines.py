@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,15 +34,17 @@ class ResumableLines:
     """
 
     def __init__(
-        self, dst: Path, fingerprint: Mapping[str, Any], sizes: Sequence[int], *, likely_bytes: int, resume: bool
-    ) -> None:
+        self, dst: Path, fingerprint: Mapping[str, Any], sizes: Sequence[int],
+        number_of: Callable[[Mapping[str, Any]], Any], *, likely_bytes: int, resume: bool,
+    ) -> None:  # fmt: skip
         """See `Staging`.
 
         Args:
             sizes: the number of lines of each group.
+            number_of: finds the number of a line's group.
             likely_bytes: of the whole file, which must be free on the disk, up to the margin of all outputs.
         """
-        self._dst, self._sizes = dst, sizes
+        self._dst, self._sizes, self._number_of = dst, sizes, number_of
         self._starts: dict[int, int] = {}
         spare_bytes = min(max(likely_bytes, _MIN_SPACE), SPACE_MARGIN)
         self._staging = Staging(dst, fingerprint, 0, resume=resume, spare_bytes=spare_bytes)
@@ -76,7 +78,7 @@ class ResumableLines:
         self._staging.close()
 
     def add(self, number: int, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Add a group of lines, each with the number as its ``index``; a `DestinationError` if a write failed."""
+        """Add a group of lines of that number; a `DestinationError` if a write failed."""
         content = b"".join(_sealed(encoded(line)) for line in lines)
         with destination_errors(self._staging.path / NAME):
             start = self._file.tell()
@@ -127,8 +129,8 @@ class ResumableLines:
         if not line.endswith(b"\n"):
             return None
         try:
-            number = json.loads(self._unsealed(line))["index"]
-        except (LookupError, RecursionError, TypeError, ValueError) as error:
+            number = self._number_of(json.loads(self._unsealed(line)))
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise not_ours(self._staging.path / NAME) from error
         return number if type(number) is int else -1
 

@@ -1,0 +1,143 @@
+"""OpenAI's batch format in files of prompts: a request of its chat completions or completions API on each line, and
+answers in the form of its responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.arguments import as_string, require_flags
+from quantkit.errors import RequestError
+from quantkit.json_values import shown
+from quantkit.runtime.sampling_params import SamplingOptions
+
+BODY = "body"
+"""The key by which a line in this format is known."""
+
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_KEYS = {"custom_id", "method", "url", BODY}
+_PASSED = {"n", "stop", *SamplingOptions.__annotations__}
+_OF_URL = {
+    _CHAT: {"messages", "logprobs", "top_logprobs", "chat_template_kwargs"},
+    _COMPLETIONS: {"prompt", "logprobs", "echo"},
+}
+_WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+_DEFAULTS: dict[str, object] = {
+    "stream": False, "frequency_penalty": 0, "presence_penalty": 0, "response_format": {"type": "text"},
+    "modalities": ["text"],
+}  # fmt: skip
+_MAX_TOKENS = ("max_tokens", "max_completion_tokens")
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """What the answer to a line repeats, and the `model` that the line names.
+
+    Attributes:
+        chat: whether messages are answered; otherwise a prompt is continued.
+        answered_by: the name of the model that is used.
+    """
+
+    custom_id: str
+    chat: bool
+    model: str | None
+    answered_by: str
+
+
+def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchRequest, dict[str, Any]]:
+    """A line in OpenAI's format, and the same request with the keys of a line of prompts.
+
+    Raises:
+        RequestError: for another method or URL, or for a parameter that has no equivalent here, by its name.
+    """
+    if unknown := values.keys() - _KEYS:
+        raise RequestError(f"unknown key {shown(min(unknown))} next to 'body'", expected=", ".join(sorted(_KEYS)))
+    custom_id, url, body = as_string("custom_id", values.get("custom_id")), values.get("url"), values[BODY]
+    if values.get("method", "POST") != "POST":
+        raise RequestError("'method' is not known", found=shown(values["method"]), expected="POST")
+    if url not in _OF_URL:
+        raise RequestError("'url' is not known", found=shown(url), expected=" or ".join(_OF_URL))
+    if not isinstance(body, Mapping):
+        raise RequestError("'body' is of the wrong type", found=shown(body), expected="an object")
+    given = {key: value for key, value in body.items() if value is not None}
+    model = given.pop("model", None)
+    line = {key: given.pop(key) for key in (_PASSED | _OF_URL[url]) & given.keys()}
+    lengths = [given.pop(key) for key in _MAX_TOKENS if key in given]
+    for key, value in given.items():
+        if key in _WITHOUT_EFFECT or (key in _DEFAULTS and _DEFAULTS[key] == value):
+            continue
+        hint = f"leave it out, or give its default {shown(_DEFAULTS[key])}" if key in _DEFAULTS else "leave it out"
+        raise RequestError(f"'{key}' in 'body' is not supported for {url}", found=shown(value), hint=hint)
+    if lengths[1:] and lengths[0] != lengths[1]:
+        raise RequestError(f"{' and '.join(_MAX_TOKENS)} differ", found=f"{lengths[0]} and {lengths[1]}")
+    if lengths:
+        line["max_new_tokens"] = lengths[0]
+    if url == _CHAT:
+        wanted, top = line.pop("logprobs", False), line.pop("top_logprobs", 0)
+        require_flags(logprobs=wanted)
+        if top and not wanted:
+            raise RequestError("'top_logprobs' goes with 'logprobs'", expected='"logprobs": true')
+        line |= {"logprobs": top} if wanted else {}
+    elif isinstance(prompt := line.get("prompt"), list) and all(type(one) is int for one in prompt):
+        line["token_ids"] = line.pop("prompt")
+    return BatchRequest(custom_id, url == _CHAT, model, answered_by), line
+
+
+def batch_answer(number: int, request: BatchRequest, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The line that answers a request. Identifiers and the time are fixed, so that the same inputs give the same bytes.
+
+    Args:
+        number: of the request in its file, from 0.
+        lines: its continuations, as a file of prompts gets them.
+    """
+    prompt_tokens, new_tokens = lines[0]["prompt_tokens"], sum(line["completion_tokens"] for line in lines)
+    body = {
+        "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{number}",
+        "object": "chat.completion" if request.chat else "text_completion", "created": 0, "model": request.answered_by,
+        "choices": [_chat_choice(line) if request.chat else _text_choice(line) for line in lines],
+        "usage": {
+            "prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": prompt_tokens + new_tokens
+        },
+    }  # fmt: skip
+    response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
+    return {"id": f"batch_req_{number}", "custom_id": request.custom_id, "response": response, "error": None}
+
+
+def line_number(line: Mapping[str, Any]) -> Any:
+    """The number of the prompt whose line it is."""
+    return int(line["id"].rpartition("_")[2]) if "response" in line else line["index"]
+
+
+def _chat_choice(line: Mapping[str, Any]) -> dict[str, Any]:
+    logprobs = None
+    if "logprobs" in line:
+        content = [
+            {**_entry(one), "top_logprobs": [_entry(top) for top in one["top_logprobs"]]} for one in line["logprobs"]
+        ]
+        logprobs = {"content": content, "refusal": None}
+    message = {"role": "assistant", "content": line["text"], "refusal": None}
+    return {
+        "index": line["sample"], "message": message, "logprobs": logprobs, "finish_reason": line["finish_reason"]
+    }  # fmt: skip
+
+
+def _text_choice(line: Mapping[str, Any]) -> dict[str, Any]:
+    logprobs = None
+    if "logprobs" in line:
+        tokens = [one["token"] for one in line["logprobs"]]
+        logprobs = {
+            "tokens": tokens, "token_logprobs": [one["logprob"] for one in line["logprobs"]],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in line["logprobs"]
+            ],
+            "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))],
+        }  # fmt: skip
+    return {
+        "index": line["sample"], "text": line["text"], "logprobs": logprobs, "finish_reason": line["finish_reason"]
+    }  # fmt: skip
+
+
+def _entry(one: Mapping[str, Any]) -> dict[str, Any]:
+    token = one["token"]
+    return {"token": token, "logprob": one["logprob"], "bytes": list(token.encode(errors="surrogatepass"))}

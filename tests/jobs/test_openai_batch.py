@@ -1,0 +1,153 @@
+"""OpenAI's batch format: requests become lines of prompts, and answers have the form of its responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Capture, run
+
+import quantkit
+from quantkit.errors import RequestError
+
+TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant:"
+CHAT = [{"role": "user", "content": "My fellow citizens"}]
+
+
+def request(custom_id: str, *, url: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
+    given = {"model": "gpt-4o", **body}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": given}
+
+
+REQUESTS = [
+    request("a", messages=CHAT, max_tokens=5, logprobs=True, top_logprobs=2, stream=False, user="me"),
+    request("b", messages=CHAT, max_completion_tokens=4, n=2, temperature=1.2, top_p=0.9, seed=7, stop=None),
+    request("c", url="/v1/completions", prompt="We hold these", max_tokens=6, logprobs=1, echo=True),
+    request("d", url="/v1/completions", prompt=[1, 20, 30], max_tokens=3, stop=["e"], presence_penalty=0),
+]
+SAME: list[dict[str, Any]] = [
+    {"messages": CHAT, "max_new_tokens": 5, "logprobs": 2},
+    {"messages": CHAT, "max_new_tokens": 4, "n": 2, "temperature": 1.2, "top_p": 0.9, "seed": 7},
+    {"prompt": "We hold these", "max_new_tokens": 6, "logprobs": 1, "echo": True},
+    {"token_ids": [1, 20, 30], "max_new_tokens": 3, "stop": ["e"]},
+]
+
+
+@pytest.fixture(scope="module")
+def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "demo"
+    quantkit.convert(demo_model, folder, source_check=False)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def written(path: Path, *lines: Mapping[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return path
+
+
+def answers(model: Path, folder: Path, name: str, *lines: Mapping[str, Any], **options: Any) -> list[dict[str, Any]]:
+    prompts = written(folder / f"{name}.jsonl", *lines)
+    quantkit.generate_file(model, prompts, folder / f"{name}.out", device="cpu", **options)
+    return [json.loads(line) for line in (folder / f"{name}.out").read_text().splitlines()]
+
+
+def test_answers_have_openais_form_and_what_lines_of_prompts_get(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = answers(model, tmp_path, "openai", *REQUESTS)
+    assert "the requests name gpt-4o; demo answers them" in caplog.text
+    same = answers(model, tmp_path, "same", *SAME)
+    assert [one["custom_id"] for one in found] == ["a", "b", "c", "d"]
+    for number, one in enumerate(found):
+        own = [line for line in same if line["index"] == number]
+        body, chat = one["response"]["body"], number < 2
+        assert one == {
+            "id": f"batch_req_{number}", "custom_id": REQUESTS[number]["custom_id"], "error": None,
+            "response": {"status_code": 200, "request_id": f"req_{number}", "body": body},
+        }  # fmt: skip
+        assert (body["object"], body["created"], body["model"]) == (
+            "chat.completion" if chat else "text_completion", 0, "demo"
+        )  # fmt: skip
+        read = [choice["message"]["content"] if chat else choice["text"] for choice in body["choices"]]
+        assert read == [line["text"] for line in own]
+        assert [choice["index"] for choice in body["choices"]] == [line["sample"] for line in own]
+        assert [choice["finish_reason"] for choice in body["choices"]] == [line["finish_reason"] for line in own]
+        new = sum(line["completion_tokens"] for line in own)
+        read_tokens = own[0]["prompt_tokens"]
+        assert body["usage"] == {
+            "prompt_tokens": read_tokens, "completion_tokens": new, "total_tokens": read_tokens + new
+        }  # fmt: skip
+
+
+def test_log_probabilities_have_openais_form(model: Path, tmp_path: Path) -> None:
+    chat, text = (one["response"]["body"]["choices"][0] for one in answers(model, tmp_path, "a", *REQUESTS[::2]))
+    same_chat, same_text = answers(model, tmp_path, "same", *SAME[::2])
+    content = chat["logprobs"]["content"]
+    assert [one["token"] for one in content] == [one["token"] for one in same_chat["logprobs"]]
+    assert [one["logprob"] for one in content] == [one["logprob"] for one in same_chat["logprobs"]]
+    assert all(bytes(one["bytes"]).decode() == one["token"] and len(one["top_logprobs"]) == 2 for one in content)
+    assert content[0]["top_logprobs"][0].keys() == {"token", "logprob", "bytes"}
+    logprobs = text["logprobs"]
+    assert logprobs["tokens"] == [one["token"] for one in same_text["logprobs"]]
+    assert logprobs["token_logprobs"] == [one["logprob"] for one in same_text["logprobs"]]
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
+    assert [len(one) for one in logprobs["top_logprobs"]] == [0, *[1] * (len(logprobs["tokens"]) - 1)]
+
+
+def test_an_interrupted_run_of_requests_goes_on(model: Path, tmp_path: Path) -> None:
+    whole = answers(model, tmp_path, "whole", *REQUESTS)
+    prompts = written(tmp_path / "prompts.jsonl", *REQUESTS)
+
+    def progress(phase: str, done: int, *_: object) -> None:
+        if (phase, done) == ("generate", 2):
+            raise KeyboardInterrupt
+
+    given: dict[str, Any] = {"device": "cpu", "batch_size": 1}
+    with pytest.raises(KeyboardInterrupt):
+        quantkit.generate_file(model, prompts, tmp_path / "out", progress=progress, **given)
+    made = quantkit.generate_file(model, prompts, tmp_path / "out", resume=True, **given)
+    assert made.resumed == 2
+    assert [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()] == whole
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (request("a", messages=CHAT, tools=[]), "'tools' in 'body' is not supported for /v1/chat/completions"),
+        (request("a", messages=CHAT, frequency_penalty=0.5), "'frequency_penalty' in 'body' is not supported"),
+        (request("a", messages=CHAT, stream=True), "'stream' in 'body' is not supported"),
+        (request("a", messages=CHAT, prompt="x"), "'prompt' in 'body' is not supported"),
+        (request("a", messages=CHAT, top_logprobs=2), "'top_logprobs' goes with 'logprobs'"),
+        (request("a", messages=CHAT, logprobs=2), "'logprobs' is of the wrong type"),
+        (request("a", messages=CHAT, max_tokens=1, max_completion_tokens=2), "max_tokens and max_completion_tokens"),
+        (request("a", url="/v1/completions", prompt=["a", "b"]), "'prompt' is of the wrong type"),
+        (request("a", url="/v1/embeddings", input="a"), "'url' is not known (found '/v1/embeddings'"),
+        (request("a", messages=CHAT, temperature=-1), "temperature must"),
+        ({**request("a", messages=CHAT), "method": "GET"}, "'method' is not known"),
+        ({**request("a", messages=CHAT), "id": 3}, "unknown key 'id' next to 'body'"),
+        ({**request("a", messages=CHAT), "custom_id": None}, "'custom_id' is of the wrong type"),
+        ({**request("a"), "body": 3}, "'body' is of the wrong type"),
+        (request("first", messages=CHAT), "'custom_id' is that of line 1"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named_with_its_line(
+    line: dict[str, Any], words: str, model: Path, tmp_path: Path
+) -> None:
+    prompts = written(tmp_path / "a.jsonl", request("first", messages=CHAT), line)
+    with pytest.raises(RequestError) as caught:
+        quantkit.generate_file(model, prompts, tmp_path / "out")
+    assert str(caught.value).startswith(f"{prompts}:2: ")
+    assert words in str(caught.value)
+
+
+def test_requests_are_answered_on_stdout_next_to_other_lines(model: Path, tmp_path: Path, capfd: Capture) -> None:
+    prompts = written(tmp_path / "a.jsonl", request("x", messages=CHAT, max_tokens=2), {"prompt": "The", "id": 5})
+    code, out, err = run(capfd, "generate", model, "--prompts", prompts, "--output", "-", "--max-new-tokens", "2")
+    assert code == 0, err
+    first, second = sorted(map(json.loads, out.splitlines()), key=lambda one: "index" in one)
+    assert (first["custom_id"], second["id"]) == ("x", 5)
