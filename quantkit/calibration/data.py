@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from quantkit.arguments import as_seed
-from quantkit.calibration.documents import file_text, hub_id, hub_text
+from quantkit.calibration.collector import DocumentText
+from quantkit.calibration.conversations import ModelChat, without_chat
+from quantkit.calibration.documents import TextSource, read_documents
 from quantkit.errors import RequestError
 from quantkit.text.tokenizer import Tokenizer
 
@@ -27,8 +29,9 @@ _MAX_TOKENS = 1 << 28  # a thousand times the default; more are a typing error
 class Calibration:
     """Samples [N, T] of token ids, int64, and their entry in the manifest.
 
-    ``sha256`` is the file's or, where ``source`` names a dataset on a hub, that of the text read. ``dropped`` counts,
-    by kind, the samples of the packaged text that the source predicts nearly uniformly; ``notes`` are for the user.
+    ``sha256`` is the file's or, without a file, that of the text read; ``source`` names a dataset on a hub.
+    ``documents`` is the number of those read, None for plain text. ``dropped`` counts, by kind, the samples of the
+    packaged text that the source predicts nearly uniformly; ``notes`` are for the user.
     """
 
     tokens: Tensor
@@ -37,6 +40,7 @@ class Calibration:
     source: str | None = None
     dropped: Mapping[str, int] | None = None
     notes: tuple[str, ...] = ()
+    documents: int | None = None
 
     def fingerprint(self) -> str:
         """The same for equal samples."""
@@ -45,13 +49,17 @@ class Calibration:
     def to_json(self) -> dict[str, object]:
         samples, length = self.tokens.shape
         found: dict[str, object] = {"sha256": self.sha256, "samples": samples, "length": length, "seed": self.seed}
-        found |= {} if self.source is None else {"source": self.source}
+        named = {"source": self.source, "documents": self.documents}
+        found |= {name: value for name, value in named.items() if value is not None}
         if self.dropped is not None:
             found |= {"dropped": sum(self.dropped.values()), "dropped_kinds": dict(self.dropped)}
         return found
 
 
-def load_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, length: int, seed: int) -> Calibration:
+def load_calibration(
+    source: TextSource, tokenizer: Tokenizer, *, samples: int, length: int, seed: int, column: str | None = None,
+    chat: ModelChat = without_chat,
+) -> Calibration:  # fmt: skip
     """Draw samples at random positions of the text, each with BOS first where the tokenizer puts it.
 
     No sample is padded. torch's global random state is not used. If the text is long, only the first 16 bytes for each
@@ -59,37 +67,43 @@ def load_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, 
     are tokenized.
 
     Args:
-        source: a file of plain text, ``.json`` or ``.jsonl`` whose lines are objects with a ``text``, or ``.parquet``
-            with such a column; or, as a string where there is no such file, a dataset on the hub: ``owner/name``,
-            ``owner/name:config`` or ``owner/name:config:split``. A `Path` is always a file.
+        source: a file or folder; as a string where there is no such file, a dataset on the hub: ``owner/name``,
+            ``owner/name:config`` or ``owner/name:config:split``; or documents in Python. See `read_documents`.
         samples, length: the number of samples, and of tokens in each, BOS included.
         seed: for the positions.
+        column, chat: see `read_documents`.
 
     Raises:
         RequestError: if the text cannot be read, holds less than one sample or fewer characters than samples, or the
             seed does not fit 64 bits.
     """
-    text, sha256, name = _read(source, samples, length, seed)
+    found = _read(source, samples, length, seed, column, chat)
+    text, specials, path = found.text, found.specials, _shown(source)
     generator = torch.Generator().manual_seed(seed)
     tokens = None
     if len(text) > max(MAX_WHOLE_LENGTH, CHARACTERS_PER_TOKEN * length):
-        tokens = _from_pieces(text, tokenizer, samples, length, generator)
+        tokens = _from_pieces(text, tokenizer, samples, length, generator, specials)
     if tokens is None:
-        lead, ids = _tokenized_sample(text, tokenizer, length, source)
+        lead, ids = _tokenized_sample(text, tokenizer, length, path, specials)
         size = length - len(lead)
         starts = torch.randint(len(ids) - size + 1, (samples,), generator=generator)
         windows = torch.tensor(ids).unfold(0, size, 1)[starts]
         tokens = torch.cat([torch.tensor(lead, dtype=torch.long).expand(samples, len(lead)), windows], dim=1)
-    return Calibration(tokens, sha256, seed, name)
+    count = None if found.documents is None else len(found.documents)
+    return Calibration(tokens, found.sha256, seed, found.source, notes=found.notes, documents=count)
 
 
-def require_calibration(source: str | Path, tokenizer: Tokenizer, *, samples: int, length: int, seed: int) -> None:
+def require_calibration(
+    source: TextSource, tokenizer: Tokenizer, *, samples: int, length: int, seed: int, column: str | None = None,
+    chat: ModelChat = without_chat,
+) -> None:  # fmt: skip
     """Make the checks of `load_calibration`, which raise its errors, without drawing samples."""
-    text, _, _ = _read(source, samples, length, seed)
+    found = _read(source, samples, length, seed, column, chat)
+    text, specials = found.text, found.specials
     beginning = text[: max(MAX_WHOLE_LENGTH, CHARACTERS_PER_TOKEN * length)]
-    lead, ids = tokenized(beginning, tokenizer)
+    lead, ids = tokenized(beginning, tokenizer, specials=specials)
     if len(lead) + len(ids) < length:
-        _tokenized_sample(text, tokenizer, length, source)
+        _tokenized_sample(text, tokenizer, length, _shown(source), specials)
 
 
 def require_samples(samples: int, length: int) -> None:
@@ -103,41 +117,45 @@ def require_samples(samples: int, length: int) -> None:
         )  # fmt: skip
 
 
-def _read(source: str | Path, samples: int, length: int, seed: int) -> tuple[str, str, str | None]:
-    """The text that the samples need, the sha256 for the manifest, and the name of a dataset on the hub."""
+def _shown(source: TextSource) -> str | Path:
+    """A source as errors name it."""
+    return source if isinstance(source, str | Path) else "calibration"
+
+
+def _read(
+    source: TextSource, samples: int, length: int, seed: int, column: str | None, chat: ModelChat
+) -> DocumentText:
+    """The text that the samples need."""
     as_seed("seed", seed)
     require_samples(samples, length)
     limit = max(BYTES_PER_TOKEN * samples * length, MIN_BYTES)
-    dataset = hub_id(source)
-    if dataset is None:
-        text, sha256 = file_text(Path(source), limit)
-    else:
-        text = hub_text(dataset, limit)
-        sha256 = hashlib.sha256(text.encode()).hexdigest()
-    if not text.strip():
-        raise RequestError("the calibration text is empty", path=source)
-    if samples > len(text):
+    found = read_documents(source, limit, column=column, chat=chat)
+    if not found.text.strip():
+        raise RequestError("the calibration text is empty", path=_shown(source))
+    if samples > len(found.text):
         raise RequestError(
-            "more samples than characters in the calibration text", path=source, found=f"{samples} samples",
-            expected=f"at most {len(text)}", hint="give more text, or fewer `samples`",
+            "more samples than characters in the calibration text", path=_shown(source), found=f"{samples} samples",
+            expected=f"at most {len(found.text)}", hint="give more text, or fewer `samples`",
         )  # fmt: skip
-    return text, sha256, None if dataset is None else str(dataset)
+    return found
 
 
-def _tokenized_sample(text: str, tokenizer: Tokenizer, length: int, source: str | Path) -> tuple[list[int], list[int]]:
+def _tokenized_sample(
+    text: str, tokenizer: Tokenizer, length: int, path: str | Path, specials: bool
+) -> tuple[list[int], list[int]]:
     """As `tokenized`; a text with less than one sample is a `RequestError`."""
-    lead, ids = tokenized(text, tokenizer)
+    lead, ids = tokenized(text, tokenizer, specials=specials)
     size = length - len(lead)
     if len(ids) < size:
         raise RequestError(
-            "the calibration text is shorter than one sample", path=source, found=f"{len(ids)} tokens", expected=size,
+            "the calibration text is shorter than one sample", path=path, found=f"{len(ids)} tokens", expected=size,
             hint="give more text, or shorter samples",
         )  # fmt: skip
     return lead, ids
 
 
 def _from_pieces(
-    text: str, tokenizer: Tokenizer, samples: int, length: int, generator: torch.Generator
+    text: str, tokenizer: Tokenizer, samples: int, length: int, generator: torch.Generator, specials: bool
 ) -> Tensor | None:
     """Samples [N, T], each the first tokens after a random space; None if a piece of the text has too few."""
     width = CHARACTERS_PER_TOKEN * length
@@ -145,15 +163,15 @@ def _from_pieces(
     for start in torch.randint(len(text) - width + 1, (samples,), generator=generator).tolist():
         piece = text[start : start + width]
         word = next((i for i, letter in enumerate(piece) if letter.isspace()), 0)
-        lead, ids = tokenized(piece[word:].lstrip(), tokenizer)
+        lead, ids = tokenized(piece[word:].lstrip(), tokenizer, specials=specials)
         if len(lead) + len(ids) <= length:  # the last word may be cut
             return None
         rows.append([*lead, *ids][:length])
     return torch.tensor(rows)
 
 
-def tokenized(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def tokenized(text: str, tokenizer: Tokenizer, *, specials: bool = False) -> tuple[list[int], list[int]]:
     """BOS, where the tokenizer puts it first, and the tokens after it."""
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode(text, specials=specials)
     leads = tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id]
     return ids[:leads], ids[leads:]

@@ -1,4 +1,5 @@
-"""Calibration text from a file (plain, JSON lines or Parquet), or from a dataset on a hub through `datasets`.
+"""Text from a file (plain, JSON lines or Parquet), from a dataset on a hub or on disk through `datasets`, or from
+Python objects.
 
 The data of a hub's dataset are streamed and not kept on disk, and no code of a repository runs: `datasets` has had no
 loading scripts since 4.0.
@@ -6,27 +7,30 @@ loading scripts since 4.0.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import logging
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from quantkit.calibration.collector import Collector, DocumentText, decoded
+from quantkit.calibration.conversations import ModelChat, without_chat
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.files.hub import SECONDS, call_in_time, short
 from quantkit.files.hub_answers import checked_answers, checked_commit
 
-_TEXT = "text"  # the key or column that holds a document
-_SEPARATOR = b"\n\n"
+TextSource = str | Path | Iterable[object]
+"""A file, a folder of `datasets`, a dataset on a hub by its name, a dataset, or strings."""
+
 _JSON_LINES = (".json", ".jsonl")
 _PARQUET = ".parquet"
+_OF_DATASETS = ("state.json", "dataset_dict.json")  # in folders that `datasets` saved
 _MAX_LINE = 64 * 2**20
 _ROWS_AT_ONCE = 256
 _BUFFER = 2**20
@@ -58,46 +62,78 @@ def hub_id(source: str | Path) -> HubId | None:
     return HubId(found[1], found[2] or None, found[3] or "train")
 
 
-def file_text(path: Path, limit: int) -> tuple[str, str]:
-    """The first `limit` bytes of the text of a file, and the sha256 of the whole file: of UTF-8 text, or by its suffix
-    of JSON lines with a ``text`` each, or Parquet with a column ``text``. If the file cannot be read, or is not what
-    its suffix says, a `RequestError` is raised."""
-    suffix = path.suffix.lower()
+def has_documents(path: Path) -> bool:
+    """Whether a path is a file or folder of documents, not plain text."""
+    return path.suffix.lower() in (*_JSON_LINES, _PARQUET) or any((path / name).is_file() for name in _OF_DATASETS)
+
+
+def read_documents(
+    source: TextSource, limit: int, *, column: str | None = None, chat: ModelChat = without_chat
+) -> DocumentText:
+    """The first `limit` bytes of a source's documents, separated by empty lines where no template ends them.
+
+    Args:
+        source: UTF-8 text; by the suffix, JSON lines or Parquet; a folder that `datasets` saved; a dataset on a hub, of
+            which no more than necessary is downloaded; or a `Dataset`, strings or rows in Python.
+        column: has the documents; None is ``text``, ``messages`` or ``conversations``, or the only one of strings.
+        chat: renders conversations, which are lists of messages.
+
+    Raises:
+        UnreachableError: if the hub does not answer in 8 seconds.
+        RequestError: if there is no such source, it cannot be read, is not what its suffix says, or no column has the
+            text.
+        CheckpointError: if the hub's answer names no commit, or a file of it leads out of the hub's cache.
+    """
+    if not isinstance(source, str | os.PathLike):
+        collector = Collector("calibration", limit, column, chat)
+        collector.collect(_dataset_rows(source, collector) if hasattr(source, "features") else _numbered(source))
+        return collector.text()
+    if dataset := hub_id(source):
+        collector = Collector(str(dataset), limit, column, chat)
+        _collect_hub(dataset, collector)
+        return collector.text(source=str(dataset))
+    path = Path(source)
+    if path.is_dir() and has_documents(path):
+        collector = Collector(path, limit, column, chat)
+        with _of_datasets(path, "give a folder that Dataset.save_to_disk wrote"):
+            collector.collect(_dataset_rows(_saved_dataset(path), collector))
+        return collector.text()
+    return _file_text(path, limit, column, chat)
+
+
+def _file_text(path: Path, limit: int, column: str | None, chat: ModelChat) -> DocumentText:
+    suffix, collector = path.suffix.lower(), Collector(path, limit, column, chat)
     try:
         with path.open("rb") as file:
             if suffix in _JSON_LINES:
-                text = _joined(_json_documents(file, path), limit)
+                collector.collect(_json_rows(file))
             elif suffix == _PARQUET:
-                text = _joined(_parquet_documents(path), limit)
+                collector.collect(_parquet_rows(path, collector))
+            elif column is not None:
+                raise RequestError("plain text has no columns", path=path, hint="leave `text_column` out")
             else:
                 raw = bytearray()  # grows with the file, since a limit may be far beyond it
                 while len(raw) < limit and (part := file.read(min(limit - len(raw), _BUFFER))):
                     raw += part
                 # The rest is hashed in the same pass, as a pipe can be read only once.
                 digest = hashlib.file_digest(file, lambda: hashlib.sha256(raw))
-                return _decoded(raw, whole=len(raw) < limit), digest.hexdigest()
+                return DocumentText(decoded(raw, whole=len(raw) < limit), digest.hexdigest())
             file.seek(0)
-            return text, hashlib.file_digest(file, "sha256").hexdigest()
+            return collector.text(hashlib.file_digest(file, "sha256").hexdigest())
     except OSError as error:
         raise RequestError(
-            f"the calibration text cannot be read: {error.strerror or error}", path=path,
+            f"the text cannot be read: {error.strerror or error}", path=path,
             hint="give a file, or a hub dataset as owner/name:config:split",
         ) from error  # fmt: skip
     except ValueError as error:
         expected = {_PARQUET: "Parquet", **dict.fromkeys(_JSON_LINES, "JSON lines")}.get(suffix, "UTF-8 text")
-        raise RequestError(f"is no calibration text: {error}", path=path, expected=expected) from error
+        raise RequestError(f"cannot be read as text: {error}", path=path, expected=expected) from error
 
 
-def hub_text(dataset: HubId, limit: int) -> str:
-    """The first `limit` bytes of a split's documents; no more than necessary is downloaded.
-
-    Raises:
-        UnreachableError: if the hub does not answer in 8 seconds.
-        RequestError: if there is no such dataset, or the split cannot be read or has no ``text``.
-        CheckpointError: if the hub's answer names no commit, or a file of it leads out of the hub's cache.
-    """
+def _collect_hub(dataset: HubId, collector: Collector) -> None:
     path = str(dataset)
     with _quiet_libraries(), checked_answers(path):
+        from datasets import load_dataset  # type: ignore[import-untyped]
         from huggingface_hub import HfApi
 
         try:
@@ -107,18 +143,46 @@ def hub_text(dataset: HubId, limit: int) -> str:
         except RequestError as error:
             hint = "; or ".join([*filter(None, [error.hint]), "give a file of plain text, JSON lines or Parquet"])
             raise type(error)(f"no such file, and {error.problem}", path=path, hint=hint) from error
-        try:
-            return _joined(_hub_documents(dataset, checked_commit(info.sha, path)), limit)
-        except QuantkitError:
-            raise
-        except Exception as error:  # of datasets, fsspec, pyarrow or the HTTP client
-            raise RequestError(
-                f"the hub dataset cannot be read: {short(error)}", path=path,
-                hint="the form is owner/name:config:split; or give a file",
-            ) from error  # fmt: skip
+        with _of_datasets(path, "the form is owner/name:config:split; or give a file"):
+            revision = checked_commit(info.sha, path)
+            rows = load_dataset(dataset.name, dataset.config, split=dataset.split, revision=revision, streaming=True)
+            collector.collect(_dataset_rows(rows, collector))
 
 
-def _json_documents(file: BinaryIO, path: Path) -> Iterator[object]:
+@contextmanager
+def _of_datasets(path: str | Path, hint: str) -> Iterator[None]:
+    """Turn errors of datasets, fsspec, pyarrow or the HTTP client into a `RequestError`."""
+    try:
+        yield
+    except QuantkitError:
+        raise
+    except Exception as error:
+        raise RequestError(f"the dataset cannot be read: {short(error)}", path=path, hint=hint) from error
+
+
+def _saved_dataset(path: Path) -> Any:
+    from datasets import load_from_disk
+
+    found = load_from_disk(str(path))
+    if isinstance(found, dict):
+        one = path / next(iter(found))
+        raise RequestError("has several splits", path=path, found=", ".join(found), hint=f"give one, such as {one}")
+    return found
+
+
+def _dataset_rows(rows: Any, collector: Collector) -> Iterator[tuple[str, object]]:
+    """The rows of a `Dataset` or `IterableDataset`, with the column of the documents alone if the columns are known."""
+    if rows.features is not None:
+        columns = {name: str(getattr(kind, "dtype", "")).endswith("string") for name, kind in rows.features.items()}
+        rows = rows.select_columns([collector.column(columns)])
+    return _numbered(rows)
+
+
+def _numbered(rows: Iterable[object]) -> Iterator[tuple[str, object]]:
+    return ((f"row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _json_rows(file: BinaryIO) -> Iterator[tuple[str, object]]:
     for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), b""), 1):
         if not line.strip():
             continue
@@ -127,60 +191,21 @@ def _json_documents(file: BinaryIO, path: Path) -> Iterator[object]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} is not JSON: {error}") from error
         if not isinstance(document, dict):
-            raise ValueError(f"line {number} is no JSON object")
-        _require_text(document, path)
-        yield document[_TEXT]
+            raise ValueError(f"line {number} is not a JSON object")
+        yield f"line {number}", document
 
 
-def _parquet_documents(path: Path) -> Iterator[object]:
+def _parquet_rows(path: Path, collector: Collector) -> Iterator[tuple[str, object]]:
     from pyarrow import ArrowException  # type: ignore[import-untyped]
     from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
 
     try:
         with ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as table:
-            _require_text(table.schema_arrow.names, path)
-            for batch in table.iter_batches(_ROWS_AT_ONCE, columns=[_TEXT], use_threads=False):
-                yield from batch.column(0).to_pylist()
+            name = collector.column({one.name: str(one.type).endswith("string") for one in table.schema_arrow})
+            batches = table.iter_batches(_ROWS_AT_ONCE, columns=[name], use_threads=False)
+            yield from _numbered(value for batch in batches for value in batch.column(0).to_pylist())
     except ArrowException as error:
         raise ValueError(str(error)) from error
-
-
-def _hub_documents(dataset: HubId, revision: str) -> Iterator[object]:
-    from datasets import load_dataset  # type: ignore[import-untyped]
-
-    rows = load_dataset(dataset.name, dataset.config, split=dataset.split, revision=revision, streaming=True)
-    if rows.column_names is not None:
-        _require_text(rows.column_names, str(dataset))
-        rows = rows.select_columns([_TEXT])
-    for row in rows:
-        _require_text(row, str(dataset))
-        yield row[_TEXT]
-
-
-def _require_text(names: Collection[str], path: str | Path) -> None:
-    if _TEXT not in names:
-        raise RequestError(
-            "has no text to calibrate on", path=path, found=", ".join(names) or "nothing", expected=_TEXT
-        )
-
-
-def _joined(documents: Iterable[object], limit: int) -> str:
-    """The documents, separated by empty lines and cut after `limit` bytes of UTF-8; None is an empty document."""
-    parts: list[bytes] = []
-    size = 0
-    for number, document in enumerate(documents, 1):
-        if not isinstance(document, str | None):
-            raise ValueError(f"the {_TEXT} of document {number} is of type {type(document).__name__}")
-        parts.append((document or "").encode())
-        size += len(parts[-1]) + len(_SEPARATOR)
-        if size >= limit:
-            break
-    return _decoded(_SEPARATOR.join(parts)[:limit], whole=False)
-
-
-def _decoded(raw: bytes | bytearray, *, whole: bool) -> str:
-    """The text of UTF-8 bytes; unless `whole`, a last character that was cut is left out."""
-    return codecs.getincrementaldecoder("utf-8")().decode(raw, final=whole)
 
 
 @contextmanager

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.calibration.conversations import TEMPLATE_SECONDS, plain, rendered
 from quantkit.calibration.data import Calibration, tokenized
 from quantkit.data.files import CALIBRATION
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.progress import Progress, silent
 from quantkit.quality.measures import token_losses
-from quantkit.text.chat import Chat
+from quantkit.text.chat import TemplateChat
 from quantkit.text.template_process import Budget
 from quantkit.text.tokenizer import Tokenizer
 
@@ -39,7 +40,6 @@ _SPREAD = 4  # tokenized tokens of a kind per token drawn
 _MAX_PASSES = 2  # through the text, in windows that overlap
 _MIN_DISTINCT = 16  # different tokens
 _BETWEEN = "\n\n"
-TEMPLATE_SECONDS = 60.0  # of a chat template for all dialogues
 TEMPLATE_LENGTH = 1 << 22
 
 
@@ -63,7 +63,7 @@ class PackagedText:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, chat: Chat | None, *, seed: int, wanted: int) -> PackagedText:
+    def of(cls, tokenizer: Tokenizer, chat: TemplateChat | None, *, seed: int, wanted: int) -> PackagedText:
         """Tokenize the text, the documents of each kind in an order that depends on the seed, and no more of them than
         the tokens that are `wanted` need. `chat` renders dialogues; None is for a base model, which reads them as plain
         text. If the text has nearly no tokens, a `RequestError` is raised."""
@@ -202,20 +202,16 @@ def require_plausible(samples: int, length: int, tokens: int | None = None) -> N
 
 
 def _document_tokens(
-    document: Mapping[str, Any], tokenizer: Tokenizer, chat: Chat | None, budget: Budget
+    document: Mapping[str, Any], tokenizer: Tokenizer, chat: TemplateChat | None, budget: Budget
 ) -> list[int] | None:
     """The tokens of a document; None for a dialogue that the chat template refuses, or for which no time is left."""
     if chat is None or "messages" not in document:
         return tokenizer.encode(_plain(document) + _BETWEEN, bos=False)
-    messages = document["messages"]
-    variants = [messages, messages[1:]]  # the second for templates without system messages
-    for variant in variants if messages[0]["role"] == "system" else variants[:1]:
-        try:
-            ids = chat.encode(variant, add_generation_prompt=False, budget=budget)
-        except (RequestError, CheckpointError):
-            continue
-        return ids[1:] if tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id] else ids
-    return None
+    try:
+        ids = tokenizer.encode(rendered(document["messages"], chat, budget), specials=True, bos=False)
+    except (RequestError, CheckpointError):
+        return None
+    return ids[1:] if tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id] else ids
 
 
 def _template_notes(dialogues: Sequence[Sequence[int] | None], budget: Budget) -> tuple[str, ...]:
@@ -234,6 +230,4 @@ def _template_notes(dialogues: Sequence[Sequence[int] | None], budget: Budget) -
 
 def _plain(document: Mapping[str, Any]) -> str:
     """A document as text."""
-    if "messages" not in document:
-        return str(document["text"])
-    return "\n\n".join(f"{one['role'].capitalize()}: {one['content']}" for one in document["messages"])
+    return plain(document["messages"]) if "messages" in document else str(document["text"])

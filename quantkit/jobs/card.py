@@ -17,6 +17,7 @@ from quantkit.architectures.disk import unread_experts
 from quantkit.architectures.names import CANONICAL, EMBEDDING
 from quantkit.bit_allocation.allocation import PICTURE, picture
 from quantkit.calibration.data import Calibration
+from quantkit.calibration.documents import TextSource
 from quantkit.calibration.effort import SAMPLES, SEED
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
@@ -143,11 +144,15 @@ def _calibration(prepared: Prepared, drawn: Calibration | None) -> dict[str, obj
     """The text of the samples, by name, and how many samples were dropped."""
     if prepared.settings is None or drawn is None:
         return {}
-    name, text = "quantkit's own text", prepared.settings.text
-    if text is not None:
-        named = drawn.source or file_name(text)
+    name = "quantkit's own text"
+    if prepared.settings.text is not None:
+        named = _text_name(prepared.settings.text, drawn)
         name = f"`{named}`" if named else "an unnamed text"
     return {"calibration": name, "dropped": sum((drawn.dropped or {}).values())}
+
+
+def _text_name(text: TextSource, drawn: Calibration) -> str | None:
+    return drawn.source or (file_name(text) if isinstance(text, str | Path) else None)
 
 
 def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
@@ -250,7 +255,7 @@ def _method_options(prepared: Prepared, drawn: Calibration | None) -> dict[str, 
     settings = prepared.settings
     if settings is None or drawn is None:
         return {"method": "rtn"}
-    text = None if settings.text is None else drawn.source or file_name(settings.text) or "TEXT"
+    text = None if settings.text is None else _text_name(settings.text, drawn) or "TEXT"
     return {
         "method": "gptq", "calibration": text, "samples": None if settings.samples == SAMPLES else settings.samples,
         "seed": None if settings.seed == SEED else settings.seed,

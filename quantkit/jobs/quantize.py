@@ -184,8 +184,8 @@ def _work(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) ->
             "number of threads": torch.get_num_threads(), "instruction set": torch.backends.cpu.get_cpu_capability(),
             "column kernels": kernels_name(settings.device),
         }  # fmt: skip
-        if settings.text is None:
-            computed_by["calibration samples"] = drawn.fingerprint()  # the source's own figures have chosen them
+        if settings.text is None or drawn.documents is not None:  # a model or a template has made or chosen them
+            computed_by["calibration samples"] = drawn.fingerprint()
         _, scratch, _ = settings.activation_bytes(source.config, drawn.tokens.shape)
     if options.template is not None:
         recorded["template"] = Path(options.template).name

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from quantkit.arguments import as_integer, as_path, as_seed, as_string, require_flags
+from quantkit.arguments import as_integer, as_path, as_seed, as_string, is_several, require_flags
 from quantkit.calibration.effort import ACTIVATION_MEMORY, MAX_LENGTH, SAMPLES, SEED
 from quantkit.errors import RequestError
 from quantkit.formats.registry import TargetName
@@ -43,7 +43,7 @@ _FLAGS = (
     "thorough", "strict", "accept_quality_loss", "resume", "allow_nonfinite", "source_check", "dequantize",
     "tensors_only",
 )  # fmt: skip
-_FOR_GPTQ = ("calibration", "samples", "length", "seed", "thorough", "activation_memory", "device")
+_FOR_GPTQ = ("calibration", "text_column", "samples", "length", "seed", "thorough", "activation_memory", "device")
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,12 @@ class QuantizeOptions:
         keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
         strict: refuse a linear whose shape does not fit its scheme.
         method: ``rtn`` (round to nearest) or ``gptq``; None is gptq if any linear gets int4, else rtn.
-        calibration: a file, or a hub dataset as ``owner/name:config:split``; None is the text that ships with the
-            package. This option and those down to `device` are for gptq only.
+        calibration: a file, a folder that ``Dataset.save_to_disk`` wrote, or a hub dataset as
+            ``owner/name:config:split``; a ``datasets.Dataset`` or ``IterableDataset``; or an iterable of strings, which
+            is read once. None is the text that ships with the package. This option and those down to `device` are for
+            gptq only.
+        text_column: the column or key of `calibration` that has the text or the messages; None is ``text``,
+            ``messages`` or ``conversations``, or else the only column of strings.
         samples, length, seed: the number of calibration samples, the tokens in each, and the seed of their positions
             in the text; by default 128 samples of the model's context, at most 2048 tokens, and seed 0.
         thorough: follow the float model on all samples instead of some of them; slower, and closer to the source.
@@ -122,9 +126,13 @@ class QuantizeOptions:
     method: Method | None = option(
         METHOD, "Round to nearest, or GPTQ. Default: GPTQ for int4, rounding for int8.", choices=METHODS
     )
-    calibration: str | Path | None = option(
+    calibration: str | Path | Iterable[object] | None = option(
         CALIBRATION, "Calibration text: a file, or a hub dataset owner/name:config:split. Default: the packaged text.",
         "file",
+    )  # fmt: skip
+    text_column: str | None = option(
+        CALIBRATION, "Column or key that has the text. Default: text, messages, or the only one of strings.",
+        metavar="NAME",
     )  # fmt: skip
     samples: int | None = option(CALIBRATION, f"Number of calibration samples. Default: {SAMPLES}.", int)
     length: int | None = option(
@@ -200,8 +208,12 @@ class QuantizeOptions:
             raise RequestError("a size to fit goes with GPTQ", found='`method="rtn"`', expected='`method="gptq"`')
         if self.method == "rtn":
             self.require_no_calibration()
-        if self.calibration is not None:
+        if isinstance(self.calibration, str) or not (self.calibration is None or is_several(self.calibration)):
             as_path("calibration", self.calibration)  # the string itself is kept: it may also name a dataset
+        if self.text_column is not None:
+            as_string("text_column", self.text_column)
+            if self.calibration is None:
+                raise RequestError("`text_column` goes with `calibration`")
         for name in ("samples", "length"):
             if (value := getattr(self, name)) is not None:
                 as_integer(name, value)

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.calibration import effort
+from quantkit.calibration.conversations import model_chat
 from quantkit.calibration.data import Calibration, load_calibration, require_calibration, require_samples
+from quantkit.calibration.documents import TextSource
 from quantkit.calibration.effort import Effort
 from quantkit.calibration.estimate import gpu_activation_bytes
 from quantkit.calibration.packaged import PackagedText, near_uniform_pieces, require_plausible
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.errors import CheckpointError, RequestError
+from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.model.device import usable_device
 from quantkit.progress import Progress, in_phase, silent
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.text.chat import Chat, chat_format
-from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.tokenizer import Tokenizer
 
 _SOLVED_BITS = 4  # by GPTQ, unless another method is requested; layers of more bits are rounded
@@ -33,13 +34,14 @@ class GptqSettings:
     """How GPTQ is calibrated.
 
     Attributes:
-        text, samples, length, seed: see `load_calibration`; without a text the packaged one is used.
+        text, column, samples, length, seed: see `load_calibration`; without a text the packaged one is used.
         thorough: follow the float model on all samples.
         memory_bytes: of activations kept in memory.
         device: computes.
     """
 
-    text: str | Path | None
+    text: TextSource | None
+    column: str | None
     samples: int
     length: int
     seed: int
@@ -68,7 +70,7 @@ class GptqSettings:
         """
         tokenizer = _required(tokenizer, source)
         if self.text is not None:
-            return load_calibration(self.text, tokenizer, samples=self.samples, length=self.length, seed=self.seed)
+            return load_calibration(self.text, tokenizer, **self._drawn_from(tokenizer, source))
         choices = min(tokenizer.vocab_size, source.config.vocab_size)
         report = in_phase(progress, "calibration samples")
 
@@ -85,10 +87,16 @@ class GptqSettings:
         if self.text is None:
             self._packaged(tokenizer, source).require(self.samples, self.length)
         else:
-            require_calibration(self.text, tokenizer, samples=self.samples, length=self.length, seed=self.seed)
+            require_calibration(self.text, tokenizer, **self._drawn_from(tokenizer, source))
+
+    def _drawn_from(self, tokenizer: Tokenizer, source: Checkpoint) -> dict[str, Any]:
+        chat = partial(model_chat, source.path, tokenizer)
+        return {
+            "samples": self.samples, "length": self.length, "seed": self.seed, "column": self.column, "chat": chat
+        }  # fmt: skip
 
     def _packaged(self, tokenizer: Tokenizer, source: Checkpoint) -> PackagedText:
-        chat, notes = _chat(source, tokenizer)
+        chat, notes = model_chat(source.path, tokenizer)
         text = PackagedText.of(tokenizer, chat, seed=self.seed, wanted=self.samples * self.length)
         return replace(text, notes=(*notes, *text.notes))
 
@@ -132,7 +140,9 @@ def gptq_settings(
     require_samples(samples, length)
     memory_bytes = effort.ACTIVATION_MEMORY if options.activation_memory is None else int(options.activation_memory)
     seed = effort.SEED if options.seed is None else options.seed
-    return GptqSettings(options.calibration, samples, length, seed, options.thorough, memory_bytes, device)
+    return GptqSettings(
+        options.calibration, options.text_column, samples, length, seed, options.thorough, memory_bytes, device
+    )
 
 
 def _required(tokenizer: Tokenizer | None, source: Checkpoint) -> Tokenizer:
@@ -143,14 +153,3 @@ def _required(tokenizer: Tokenizer | None, source: Checkpoint) -> Tokenizer:
             hint='round it with `method="rtn"`',
         )  # fmt: skip
     return tokenizer
-
-
-def _chat(source: Checkpoint, tokenizer: Tokenizer) -> tuple[Chat | None, list[str]]:
-    """The chat format of a source, and a note if it has one that cannot be used; None for a base model."""
-    try:
-        if not ChatTemplates(source.path):
-            return None, []
-        return chat_format(source.path, tokenizer), []
-    except (RequestError, CheckpointError) as error:
-        problem = f"{error.path or source.path}: {error.problem.rstrip('.')}"
-        return None, [f"{problem}; dialogues of the calibration text are used as plain text"]

@@ -55,12 +55,23 @@ class TemplateChat:
         """
         self._choose, self._tokenizer = choose, tokenizer
 
+    @property
+    def bos(self) -> str:
+        """How BOS is spelled; empty if no text spells it."""
+        names = {number: name for name, number in (self._tokenizer.special_tokens or {}).items()}
+        return "" if self._tokenizer.bos_id is None else names.get(self._tokenizer.bos_id, "")
+
+    def text(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> str:
+        """The text whose tokens `encode` returns."""
+        _require_messages(messages)
+        return self._choose(tools is not None).render(messages, tools=tools, **variables)
+
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> list[int]:
-        _require_messages(messages)
-        text = self._choose(tools is not None).render(messages, tools=tools, **variables)
-        return self._tokenizer.encode(text, specials=True, bos=False)
+        return self._tokenizer.encode(self.text(messages, tools=tools, **variables), specials=True, bos=False)
 
 
 class Llama2Chat:
@@ -154,7 +165,6 @@ def chat_format(
         >>> ids = chat.encode([{"role": "user", "content": "What is the capital of France?"}])
     """
     named = as_path("folder", folder)
-    folder = text_folder(named)
     require_tokenizer(tokenizer)
     if template is not None:
         as_string("template", template)
@@ -162,6 +172,12 @@ def chat_format(
         return Llama2Chat(tokenizer)
     if template == "llama3":
         return Llama3Chat(tokenizer)
+    return template_chat(named, tokenizer, template)
+
+
+def template_chat(named: Path, tokenizer: Tokenizer, template: str | None = None) -> TemplateChat:
+    """`chat_format` for a template in Jinja."""
+    folder = text_folder(named)
     known = tokenizer.special_tokens or {}
     spelled = {number: name for name, number in known.items()}
     ends = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}

@@ -152,9 +152,9 @@ def test_of_a_long_text_only_the_samples_are_tokenized(
     monkeypatch.setattr(data, "MAX_WHOLE_LENGTH", 1000)
     taken, encode = [], type(tokenizer).encode
 
-    def watched(self: Tokenizer, piece: str) -> list[int]:
+    def watched(self: Tokenizer, piece: str, **given: bool) -> list[int]:
         taken.append(piece)
-        return encode(self, piece)
+        return encode(self, piece, **given)
 
     monkeypatch.setattr(type(tokenizer), "encode", watched)
     first, again = (load_calibration(text, tokenizer, samples=6, length=50, seed=3).tokens for _ in range(2))
@@ -206,17 +206,17 @@ def test_a_large_text_takes_little_memory(tmp_path: Path) -> None:
         ("text.txt", b" \n\n ", ["is empty"]),
         ("text.jsonl", b"\n", ["is empty"]),
         ("text.txt", b"too short", ["shorter than one sample", "expected 99"]),
-        ("text.txt", b"\xff\xfe\x00", ["no calibration text", "expected UTF-8 text"]),
-        ("text.txt", b"cut off \xc3", ["no calibration text", "expected UTF-8 text"]),
-        ("text.json", b'{"text": "a"}\n[{"text": "b"}]', ["line 2 is no JSON object", "expected JSON lines"]),
+        ("text.txt", b"\xff\xfe\x00", ["cannot be read as text", "expected UTF-8 text"]),
+        ("text.txt", b"cut off \xc3", ["cannot be read as text", "expected UTF-8 text"]),
+        ("text.json", b'{"text": "a"}\n[{"text": "b"}]', ["line 2 is not a JSON object", "expected JSON lines"]),
         ("text.json", b'{"text": "a"}\n\n{"text": ', ["line 3 is not JSON", "expected JSON lines"]),
         ("text.jsonl", b"[" * 100_000, ["line 1 is not JSON"]),
         ("text.jsonl", b'{"text": "\xff"}', ["line 1 is not JSON"]),
         ("text.jsonl", b'{"text": "\\ud800"}', ["surrogates not allowed"]),
-        ("text.jsonl", b'{"text": "a"}\n{"text": 3}', ["the text of document 2 is of type int"]),
-        ("text.jsonl", b'{"title": "a", "body": "b"}', ["found title, body, expected text"]),
+        ("text.jsonl", b'{"text": "a"}\n{"text": 3}', ["the text of line 2 is of type int"]),
+        ("text.jsonl", b'{"title": "a", "body": "b"}', ["found title, body, expected text or messages"]),
         ("text.jsonl", b"{}", ["found nothing, expected text"]),
-        ("text.parquet", b"<!doctype html>", ["no calibration text", "expected Parquet"]),
+        ("text.parquet", b"<!doctype html>", ["cannot be read as text", "expected Parquet"]),
         ("text.parquet", b"PAR1 and nothing more PAR1", ["expected Parquet"]),
     ],
 )
@@ -239,8 +239,8 @@ def test_unusable_text_is_named(
     ("columns", "words"),
     [
         ({"title": ["a"], "body": ["b"]}, "found title, body, expected text"),
-        ({"text": [1, 2]}, "the text of document 1 is of type int"),
-        ({"text": [["a"]]}, "the text of document 1 is of type list"),
+        ({"text": [1, 2]}, "the text of row 1 is of type int"),
+        ({"text": [["a"]]}, "the text of row 1 is of type list"),
         ({"text": [None]}, "is empty"),
     ],
 )

@@ -172,7 +172,7 @@ def test_a_hub_dataset_gives_what_a_file_of_its_text_gives(answers: Answers, tmp
     assert found["tokens"] == expected.tokens.tolist()
     assert found["manifest"] == {
         "sha256": hashlib.sha256(text.encode()).hexdigest(), "samples": 6, "length": 50, "seed": 3,
-        "source": "some/lines",
+        "source": "some/lines", "documents": 400,
     }  # fmt: skip
 
 

@@ -1,0 +1,152 @@
+"""Documents from rows: the column that has them, conversations rendered, cut after a number of bytes."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.calibration.conversations import TEMPLATE_SECONDS, ModelChat, rendered
+from quantkit.errors import CheckpointError, RequestError
+from quantkit.text.chat import TemplateChat
+from quantkit.text.template_process import Budget
+
+COLUMNS = ("text", "messages", "conversations")
+"""Columns or keys that have the documents, unless one is named."""
+_SEPARATOR = b"\n\n"
+
+
+@dataclass(frozen=True)
+class DocumentText:
+    """The text of a source.
+
+    Attributes:
+        text: all documents, cut at the limit.
+        sha256: of the file, or of `text` if there is no file.
+        source: the name of a dataset on a hub.
+        documents: one by one; None for plain text.
+        specials: whether the text spells special tokens, as a chat template does.
+        notes: for the user.
+    """
+
+    text: str
+    sha256: str
+    source: str | None = None
+    documents: tuple[str, ...] | None = None
+    specials: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class Collector:
+    """Takes the documents from the rows of one source."""
+
+    def __init__(self, path: str | Path, limit: int, column: str | None, chat: ModelChat) -> None:
+        """
+        Args:
+            path: of the source, for messages.
+            limit: bytes of text, after which no more rows are read.
+            column: has the documents; None is the first of `COLUMNS`, or the only one of strings.
+            chat: renders conversations.
+        """
+        self._path, self._limit, self._chat_of = path, limit, chat
+        self._columns: tuple[str, ...] = COLUMNS if column is None else (column,)
+        self._settled = column is not None
+        self._chat: TemplateChat | None = None
+        self._specials: bool | None = None  # None before the first conversation
+        self._budget = Budget(TEMPLATE_SECONDS, sys.maxsize, repeatable=True)
+        self._documents: list[str] = []
+        self._parts: list[bytes] = []
+        self._refused: list[str] = []
+        self._notes: list[str] = []
+
+    def column(self, columns: Mapping[str, bool], place: str = "the table") -> str:
+        """The column that has the documents. Raises `RequestError` if there is none.
+
+        Args:
+            columns: by name, whether each has strings.
+            place: of the row, for the error.
+        """
+        strings = [name for name, is_string in columns.items() if is_string]
+        if not self._settled and len(strings) == 1 and not any(name in columns for name in self._columns):
+            self._columns = (strings[0],)
+            self._notes.append(f"{self._path}: the text is taken from '{strings[0]}', the only column of strings")
+        self._settled = True
+        for name in self._columns:
+            if name in columns:
+                return name
+        raise RequestError(
+            f"no column of {place} has the text", path=self._path, found=", ".join(columns) or "nothing",
+            expected=" or ".join(self._columns), hint="name the column that has it with `text_column`",
+        )  # fmt: skip
+
+    def collect(self, rows: Iterable[tuple[str, object]]) -> None:
+        """Read rows, each with its place for messages: a string, or a mapping with the columns.
+
+        Raises:
+            RequestError: for a row without text, or if no conversation can be rendered.
+        """
+        size = 0
+        for place, row in rows:
+            value = row
+            if isinstance(row, Mapping):
+                value = row[self.column({name: isinstance(one, str) for name, one in row.items()}, place)]
+            document = "" if value is None else value
+            is_chat = False
+            if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
+                document, is_chat = self._rendered(value, place), True
+            if document is None:
+                continue
+            if not isinstance(document, str):
+                raise RequestError(f"the text of {place} is of type {type(value).__name__}", path=self._path)
+            try:
+                part = document.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"the text of {place} is not valid Unicode: {error}", path=self._path) from error
+            self._documents.append(document)
+            self._parts += [part, b"" if is_chat and self._specials else _SEPARATOR]
+            size += len(part) + len(self._parts[-1])
+            if size >= self._limit:
+                break
+        if self._refused and not self._documents:
+            raise RequestError(f"no conversation can be rendered: {self._refused[0]}", path=self._path)
+
+    def text(self, sha256: str | None = None, source: str | None = None) -> DocumentText:
+        """All that was collected; without a `sha256`, with that of the text."""
+        text = decoded(b"".join(self._parts[:-1])[: self._limit], whole=False)
+        notes = list(self._notes)
+        if self._refused:
+            count = len(self._refused) + len(self._documents)
+            notes.append(
+                f"{self._path}: {len(self._refused)} of {count} documents are left out, as the chat template does not "
+                f"render them: {self._refused[0]}"
+            )
+        digest = sha256 or hashlib.sha256(text.encode()).hexdigest()
+        return DocumentText(text, digest, source, tuple(self._documents), bool(self._specials), tuple(notes))
+
+    def _rendered(self, messages: list[Mapping[str, object]], place: str) -> str | None:
+        """The text of a conversation; None if it cannot be rendered."""
+        if self._specials is None:
+            self._chat, notes = self._chat_of()
+            self._specials = self._chat is not None
+            if self._chat is None:
+                notes = notes or [f"{self._path}: the model has no chat template; conversations are used as plain text"]
+            self._notes += notes
+        try:
+            text = rendered(messages, self._chat, self._budget)
+        except (RequestError, CheckpointError) as error:
+            if self._budget.spent:  # what is rendered in time depends on the machine
+                problem = f"the chat template takes more than {TEMPLATE_SECONDS:g} seconds for the conversations"
+                raise RequestError(
+                    problem, path=self._path, hint="give fewer or shorter ones, or plain text"
+                ) from error
+            self._refused.append(f"{place}: {error.problem}")
+            return None
+        return text.removeprefix(self._chat.bos) if self._chat else text
+
+
+def decoded(raw: bytes | bytearray, *, whole: bool) -> str:
+    """The text of UTF-8 bytes; unless `whole`, a last character that was cut is left out."""
+    return codecs.getincrementaldecoder("utf-8")().decode(raw, final=whole)

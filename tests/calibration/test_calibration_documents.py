@@ -1,0 +1,300 @@
+"""Documents in rows: which column has them, conversations in the chat template, and datasets and strings in Python."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from command import Capture, run
+
+import quantkit
+from quantkit.calibration import collector
+from quantkit.calibration.conversations import ModelChat, model_chat
+from quantkit.calibration.data import load_calibration
+from quantkit.calibration.documents import read_documents
+from quantkit.data.files import DEMO_MODEL, excerpt
+from quantkit.errors import RequestError, ResumeError
+from quantkit.text.chat import TemplateChat
+from quantkit.text.chat_template import ChatTemplate
+from quantkit.text.tokenizer import load_tokenizer
+
+DOCUMENTS = [part for part in excerpt().split("\n") if part]
+TEXT = "\n\n".join(DOCUMENTS)
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}],
+    [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}],
+]
+TURNS = "{{ bos_token }}{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}{{ '\\n' }}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TURNS
+REFUSED = [{"role": "user", "content": "no"}]
+REFUSING = "{% if messages[0].content == 'no' %}{{ raise_exception('not this') }}{% endif %}" + TURNS
+RENDERED = "<system>Be brief.<user>Why?\n<user>How?<assistant>So.\n"
+
+
+class Spelled:
+    """A tokenizer of letters whose BOS is spelled."""
+
+    bos_id = 0
+    vocab_size = 0x500
+    special_tokens: Mapping[str, int] = {"<s>": 0}
+
+    def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
+        parts = text.split("<s>") if specials else [text]
+        ids = list(itertools.chain.from_iterable([0, *map(ord, part)] for part in parts))[1:]
+        return [0] * bos + ids
+
+
+def chat(template: str = TURNS) -> ModelChat:
+    found = TemplateChat(lambda _: ChatTemplate(template, tokens={"bos_token": "<s>"}), Spelled())  # type: ignore[arg-type]
+    return lambda: (found, [])
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def parquet(path: Path, **columns: list[Any]) -> Path:
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    write_table(pyarrow.table(columns), path)
+    return path
+
+
+def sharegpt(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = {"user": "human", "assistant": "gpt"}
+    return [{"from": names.get(one["role"], one["role"]), "value": one["content"]} for one in messages]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "sharegpt", "parquet", "dataset", "rows", "disk"])
+def test_conversations_are_rendered_by_the_models_template(kind: str, tmp_path: Path) -> None:
+    rows = [{"id": str(number), "messages": one} for number, one in enumerate(CHATS)]
+    sources: dict[str, Any] = {
+        "jsonl": lambda: lines(tmp_path / "a.jsonl", *rows),
+        "sharegpt": lambda: lines(tmp_path / "a.json", *({"conversations": sharegpt(one)} for one in CHATS)),
+        "parquet": lambda: parquet(tmp_path / "a.parquet", messages=CHATS, id=["0", "1"]),
+        "dataset": lambda: datasets.Dataset.from_list(rows),
+        "rows": lambda: iter(rows),
+        "disk": lambda: saved(tmp_path, rows),
+    }
+    found = read_documents(sources[kind](), 10**6, chat=chat())
+    assert found.text == RENDERED  # without BOS, which leads each sample
+    assert (found.specials, found.documents, found.notes) == (True, tuple(RENDERED.splitlines(keepends=True)), ())
+
+
+def saved(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    datasets.Dataset.from_list(rows).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def test_what_a_template_spells_becomes_special_tokens(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"messages": CHATS[0]})
+    template = "{{ messages[1].content }}<s>"
+    found = load_calibration(path, Spelled(), samples=1, length=6, seed=0, chat=chat(template))  # type: ignore[arg-type]
+    assert found.tokens.tolist() == [[0, *map(ord, "Why?"), 0]]
+    assert found.documents == 1
+
+
+def test_a_template_without_a_system_role_gets_no_system_message(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", *({"messages": one} for one in CHATS))
+    assert read_documents(path, 10**6, chat=chat(NO_SYSTEM)).text == RENDERED.removeprefix("<system>Be brief.")
+
+
+def test_conversations_that_cannot_be_rendered_are_counted_or_the_error(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"messages": CHATS[0]}, {"messages": REFUSED}, {"messages": []})
+    (note,) = read_documents(path, 10**6, chat=chat(REFUSING)).notes
+    assert re.search("2 of 3 documents are left out.*line 2: .*not this", note)
+    path = lines(tmp_path / "b.jsonl", {"messages": REFUSED}, {"messages": REFUSED})
+    with pytest.raises(RequestError, match=r"no conversation can be rendered: line 1: .*not this") as caught:
+        read_documents(path, 10**6, chat=chat(REFUSING))
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_a_template_that_takes_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "TEMPLATE_SECONDS", 0.5)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    path = lines(tmp_path / "a.jsonl", {"messages": CHATS[0]})
+    with pytest.raises(RequestError, match=r"takes more than 0\.5 seconds"):
+        read_documents(path, 10**6, chat=chat(endless))
+
+
+def test_a_model_without_a_template_reads_conversations_as_plain_text(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", *({"messages": one} for one in CHATS))
+    found = read_documents(path, 10**6, chat=partial(model_chat, DEMO_MODEL, load_tokenizer(DEMO_MODEL)))
+    assert found.text == "System: Be brief.\n\nUser: Why?\n\nUser: How?\n\nAssistant: So."
+    assert not found.specials
+    assert "no chat template" in found.notes[0]
+    path = lines(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": [{"type": "image"}]}]})
+    with pytest.raises(RequestError, match="no conversation can be rendered: line 1: a message is an object with"):
+        read_documents(path, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "text", "noted"),
+    [
+        ({"text": "a", "body": "b", "messages": CHATS[0]}, None, "a", False),
+        ({"body": "b", "messages": CHATS[0]}, None, RENDERED.partition("\n")[0] + "\n", False),
+        ({"body": "b", "n": 3}, None, "b", True),
+        ({"text": "a", "body": "b"}, "body", "b", False),
+        ({"text": "a", "chat": CHATS[0]}, "chat", RENDERED.partition("\n")[0] + "\n", False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
+def test_the_column_is_the_requested_one_or_the_one_that_can_be_meant(
+    kind: str, row: dict[str, Any], column: str | None, text: str, noted: bool, tmp_path: Path
+) -> None:
+    source: Any = datasets.Dataset.from_list([row])
+    if kind != "dataset":
+        make = {"jsonl": partial(lines, tmp_path / "a.jsonl", row), "parquet": None}[kind]
+        columns = {name: [value] for name, value in row.items()}
+        source = make() if make else parquet(tmp_path / "a.parquet", **columns)
+    found = read_documents(source, 10**6, column=column, chat=chat())
+    assert found.text == text
+    assert bool(found.notes) == noted
+    assert not noted or "'body', the only column of strings" in found.notes[0]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (None, r"has the text \(found title, body, expected text or messages or conversations\).*`text_column`"),
+        ("bodies", r"no column of .* has the text \(found title, body, expected bodies\)"),
+    ],
+)
+def test_a_column_that_cannot_be_known_is_an_error_with_the_columns(
+    kind: str, column: str | None, words: str, tmp_path: Path
+) -> None:
+    row = {"title": "a", "body": "b"}
+    source: Any = datasets.Dataset.from_list([row])
+    if kind == "jsonl":
+        source = lines(tmp_path / "a.jsonl", row)
+    elif kind == "parquet":
+        source = parquet(tmp_path / "a.parquet", title=["a"], body=["b"])
+    with pytest.raises(RequestError, match=words):
+        read_documents(source, 10**6, column=column)
+
+
+def test_a_later_row_without_the_column_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"no column of line 2 has the text \(found body"):
+        read_documents(lines(tmp_path / "a.jsonl", {"text": "a"}, {"body": "b"}), 10**6)
+    with pytest.raises(RequestError, match="plain text has no columns"):
+        read_documents(DEMO_MODEL.parent / "excerpt.txt", 10**6, column="body")
+
+
+def _endless() -> Iterator[str]:
+    yield from DOCUMENTS
+    yield "no document " * 10**6
+    raise AssertionError("read past the limit")
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "dataset", "streamed", "disk"])
+def test_python_objects_give_what_a_file_of_their_text_gives(kind: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    rows = [{"text": one} for one in DOCUMENTS]
+    sources: dict[str, Any] = {
+        "list": lambda: DOCUMENTS,
+        "generator": lambda: (one for one in DOCUMENTS),
+        "dataset": lambda: datasets.Dataset.from_list(rows),
+        "streamed": lambda: datasets.IterableDataset.from_generator(lambda: iter(rows)),
+        "disk": lambda: str(saved(tmp_path, rows)),
+    }
+    (tmp_path / "text.txt").write_text(TEXT)
+    given: dict[str, Any] = {"samples": 4, "length": 50, "seed": 3}
+    expected = load_calibration(tmp_path / "text.txt", tokenizer, **given)
+    found = load_calibration(sources[kind](), tokenizer, **given)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert found.to_json() == {
+        "sha256": hashlib.sha256(TEXT.encode()).hexdigest(), **given, "documents": len(DOCUMENTS)
+    }  # fmt: skip
+
+
+def test_no_more_strings_are_read_than_the_samples_need() -> None:
+    found = read_documents(_endless(), len(TEXT.encode()) + 100)
+    assert found.text.startswith(TEXT + "\n\nno document")
+    assert len(found.text.encode()) == len(TEXT.encode()) + 100
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (["a", 3], "calibration: the text of row 2 is of type int"),
+        (["a", "\ud800"], "the text of row 2 is not valid Unicode"),
+        ([{"title": "a", "body": "b"}], r"no column of row 1 has the text \(found title, body"),
+        (["", None], "calibration: the calibration text is empty"),
+    ],
+)
+def test_unusable_objects_are_named(source: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        load_calibration(source, load_tokenizer(DEMO_MODEL), samples=1, length=8, seed=0)
+
+
+def test_a_saved_dataset_of_several_splits_needs_the_name_of_one(tmp_path: Path) -> None:
+    one = datasets.Dataset.from_list([{"text": TEXT}])
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "both")
+    with pytest.raises(RequestError, match=r"has several splits \(found train, test\).*both/train"):
+        read_documents(tmp_path / "both", 10**6)
+    assert read_documents(tmp_path / "both/train", 10**6).text == TEXT
+    (tmp_path / "both/train/state.json").write_text("{")
+    with pytest.raises(RequestError, match="the dataset cannot be read"):
+        read_documents(tmp_path / "both/train", 10**6)
+
+
+def test_a_generator_calibrates_and_other_strings_do_not_resume(demo_model: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"method": "gptq", "samples": 4, "length": 32, "source_check": False}
+
+    def interrupt(phase: str, done: int, *_: object) -> None:
+        if (phase, done) == ("quantize", 14):
+            raise KeyboardInterrupt
+
+    def quantized(source: Any, **more: Any) -> quantkit.QuantizeResult:
+        return quantkit.quantize(demo_model, tmp_path / "out", "int8", calibration=source, **given, **more)
+
+    with pytest.raises(KeyboardInterrupt):
+        quantized((one for one in DOCUMENTS), progress=interrupt)
+    with pytest.raises(ResumeError, match=r"option calibration \(documents, sha256\)"):
+        quantized(DOCUMENTS[1:], resume=True)
+    made = quantized((one for one in DOCUMENTS), resume=True)
+    recorded = json.loads((tmp_path / "out/quantkit.json").read_text())["calibration"]
+    assert recorded == made.calibration
+    assert (recorded["sha256"], recorded["documents"]) == (hashlib.sha256(TEXT.encode()).hexdigest(), len(DOCUMENTS))
+    assert "--calibration TEXT" in (tmp_path / "out/README.md").read_text()
+
+
+def test_the_command_takes_a_column(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    file = lines(tmp_path / "a.jsonl", *({"title": "t", "body": one} for one in DOCUMENTS))
+    command: list[str | Path] = [
+        "plan",
+        "quantize",
+        demo_model,
+        tmp_path / "out",
+        "--scheme",
+        "int8",
+        "--method",
+        "gptq",
+    ]
+    command += ["--samples", "4", "--length", "32", "--calibration", file]
+    code, _, err = run(capfd, *command)
+    assert code == 2
+    assert "found title, body" in err
+    assert "--text-column" in err
+    assert run(capfd, *command, "--text-column", "body")[0] == 0
+    code, _, err = run(capfd, *command[:-2], "--text-column", "body")
+    assert code == 2
+    assert "--text-column goes with --calibration" in err
+
+
+@pytest.mark.parametrize("wrong", [3, b"text", {"train": ["a"]}])
+def test_what_is_no_source_is_refused(wrong: Any, demo_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="`calibration` is of the wrong type"):
+        quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=wrong)
