@@ -28,7 +28,14 @@ _MEASURED = "What is measured"
 @click.argument("models", metavar="[NAME=]PATH...", nargs=-1, required=True, shell_complete=options.complete_named)
 @section(
     _MEASURED,
-    click.option("--text", "texts", type=options.PATH, multiple=True, help="UTF-8 text to measure on; repeatable."),
+    click.option(
+        "--text", "texts", type=options.PATH, multiple=True,
+        help="Text to measure on: UTF-8, JSON lines or Parquet; repeatable.",
+    ),
+    click.option(
+        "--text-column", metavar="NAME",
+        help="Column or key of the texts. Default: text, messages, or the only one of strings.",
+    ),
     click.option("--tasks", default="", help="Tasks of lm-evaluation-harness, separated by commas."),
     click.option(
         "--task-data", type=options.PATH, help="Folder with data of tasks: TASK.jsonl, .json, .parquet or .txt."
@@ -55,9 +62,10 @@ _MEASURED = "What is measured"
     options.plot("KL or perplexity by bits per weight, and the worst layers"),
 )  # fmt: skip
 def evaluate(
-    models: tuple[str, ...], texts: tuple[Path, ...], tasks: str, task_data: Path | None, against: str | None,
-    window: int | None, positions: int | None, position_windows: int | None, cache_logits: Path | None, speed: bool,
-    device: str | None, table: Style, report: Path | None, data: str | None, plot: Path | None,
+    models: tuple[str, ...], texts: tuple[Path, ...], text_column: str | None, tasks: str, task_data: Path | None,
+    against: str | None, window: int | None, positions: int | None, position_windows: int | None,
+    cache_logits: Path | None, speed: bool, device: str | None, table: Style, report: Path | None, data: str | None,
+    plot: Path | None,
 ) -> None:  # fmt: skip
     """Measure models: perplexity, divergence, tasks, speed.
 
@@ -73,14 +81,14 @@ def evaluate(
     from quantkit.evals.report import markdown, sheet, tables
     from quantkit.evals.table import render
 
-    shared = {"tasks": tasks, "window": window, "speed": speed, "device": device}
+    shared = {"text_column": text_column, "tasks": tasks, "window": window, "speed": speed, "device": device}
     with together({**shared, "positions": [positions, position_windows]}, "cpu") as group:
         outputs = Outputs(data, report=report, plot=plot, reads=texts)
         with ProgressDisplay(show=group.is_rank0) as progress:
             found = job(
-                models, texts=texts, tasks=names, task_data=task_data, against=against, window=window,
-                positions=positions, position_windows=position_windows, cache_logits=cache_logits, speed=speed,
-                details=outputs.wants_page, device=device, group=group, progress=progress,
+                models, texts=texts, text_column=text_column, tasks=names, task_data=task_data, against=against,
+                window=window, positions=positions, position_windows=position_windows, cache_logits=cache_logits,
+                speed=speed, details=outputs.wants_page, device=device, group=group, progress=progress,
             )  # fmt: skip
         if group.is_rank0:
 

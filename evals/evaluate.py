@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.arguments import as_integer, as_path, as_paths, as_strings, require_flags, require_instance
+from quantkit.arguments import as_integer, as_path, as_paths, as_string, as_strings, require_flags, require_instance
+from quantkit.calibration.conversations import ModelChat, model_chat
 from quantkit.data.files import EXCERPT, excerpt
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
@@ -35,6 +38,7 @@ from quantkit.quality.positions import PositionDivergence
 
 def evaluate(
     paths: str | Path | Sequence[str | Path], *, texts: str | Path | Sequence[str | Path] = (),
+    text_column: str | None = None,
     tasks: str | Sequence[str] = (), task_data: str | Path | None = None, against: str | Path | None = None,
     window: int | None = None, positions: int | None = None, position_windows: int | None = None,
     cache_logits: str | Path | None = None, speed: bool = False, details: bool = False,
@@ -47,9 +51,11 @@ def evaluate(
 
     Args:
         paths: a Meta or Hugging Face folder, or several; ``NAME=PATH`` gives one a name in the tables.
-        texts: a file of UTF-8, or several. The result calls each by its name without the suffix (``wiki`` for
-            ``data/wiki.txt``) or, if two would be called the same, all by the shortest distinct ends of their
-            paths (``a/wiki.txt`` and ``b/wiki.txt``).
+        texts: a file of UTF-8, JSON lines or Parquet, a folder that ``Dataset.save_to_disk`` wrote, or several.
+            Conversations are rendered through the chat template of the reference, or of the first model. The result
+            calls each by its name without the suffix (``wiki`` for ``data/wiki.txt``) or, if two would be called the
+            same, all by the shortest distinct ends of their paths (``a/wiki.txt`` and ``b/wiki.txt``).
+        text_column: the column or key of the texts, as in `quantize`.
         tasks: a name of lm-evaluation-harness, or several.
         task_data: a folder with tasks' data: TASK.jsonl, .json, .parquet or .txt.
         against: the reference's folder, or ``NAME=PATH``.
@@ -83,6 +89,10 @@ def evaluate(
     data = None if task_data is None else as_path("task_data", task_data)
     kept = None if cache_logits is None else as_path("cache_logits", cache_logits)
     window = None if window is None else as_integer("window", window)
+    if text_column is not None:
+        as_string("text_column", text_column)
+        if not files:
+            raise RequestError("`text_column` goes with `texts`")
     require_flags(speed=speed, details=details)
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress = deduplicated(progress)
@@ -97,7 +107,8 @@ def evaluate(
     if tasks:
         require_tasks(tasks)
     models = open_models(folders, against, window, group)
-    chosen, notes = _texts(files, use_excerpt=not tasks)
+    chat = partial(model_chat, models[0].checkpoint.path, models[0].tokenizer)
+    chosen, notes = _texts(files, text_column, chat, use_excerpt=not tasks)
     notes += [text.note for text in chosen if text.note is not None]
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = window or min(FIXED_WINDOW, *(model.checkpoint.config.max_context for model in models))
@@ -141,7 +152,7 @@ def evaluate(
 
 
 def _facts(text: Text) -> TextFacts:
-    return TextFacts(text.sha256, text.is_wikitext, len(text.documents), text.words, text.bytes)
+    return TextFacts(text.sha256, text.is_wikitext, text.in_template, len(text.documents), text.words, text.bytes)
 
 
 def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.device:
@@ -153,16 +164,18 @@ def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.devic
     return usable_device(name) if used and group.size == 1 else torch.device("cpu")
 
 
-def _texts(paths: Sequence[Path], *, use_excerpt: bool) -> tuple[list[Text], list[str]]:
+def _texts(
+    paths: Sequence[Path], column: str | None, chat: ModelChat, *, use_excerpt: bool
+) -> tuple[list[Text], list[str]]:
     """The texts by distinct names, and notes about them."""
-    texts = [read_text(path) for path in paths]
+    texts = [read_text(path, column, chat) for path in paths]
     if len({text.name for text in texts}) < len(texts):
         names = short_names(paths)
         if twice := [name for index, name in enumerate(names) if name in names[:index]]:
             raise RequestError("the same text is given twice", found=twice[0])
-        texts = [Text(name, text.sha256, text.raw) for name, text in zip(names, texts, strict=True)]
+        texts = [replace(text, name=name) for name, text in zip(names, texts, strict=True)]
     if texts or not use_excerpt:
-        return texts, []
+        return texts, [note for text in texts for note in text.notes]
     raw = EXCERPT.read_bytes()
     note = f"No text was given: measured on the excerpt that ships with quantkit, {len(raw)} bytes of speeches."
     return [Text("excerpt", hashlib.sha256(raw).hexdigest(), excerpt())], [note]

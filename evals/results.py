@@ -23,10 +23,12 @@ _MIN_TEXTS = 3
 
 @dataclass(frozen=True)
 class TextFacts:
-    """A text that was measured on. WikiText is detokenized, others are read as they are; counts are of the raw text."""
+    """A text that was measured on. WikiText is detokenized, conversations are in the chat template of the first model
+    (`in_template`), others are read as they are; counts are of the raw text."""
 
     sha256: str
     is_wikitext: bool
+    in_template: bool
     documents: int
     words: int
     bytes: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import torch
 
+from quantkit.calibration.conversations import ModelChat, without_chat
+from quantkit.calibration.documents import has_documents, read_documents
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.located import text_of
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import checked_tokenizer
@@ -32,20 +35,26 @@ class Text:
     """A text as it is in its file, `raw`, with the file's sha256 and a name for tables; and its documents.
 
     WikiText's raw form, known by its title lines (`` = Title = ``), is one document per article, as in the data set of
-    lm-evaluation-harness's task; any other text is one document.
+    lm-evaluation-harness's task; any other plain text is one document. JSON lines, Parquet and folders of `datasets`
+    have `rows`; `in_template` is set if these are conversations in a chat template. `notes` are for the user.
     """
 
     name: str
     sha256: str
     raw: str
+    rows: tuple[str, ...] | None = None
+    in_template: bool = False
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def is_wikitext(self) -> bool:
-        return _TITLE.search(self.raw) is not None
+        return self.rows is None and _TITLE.search(self.raw) is not None
 
     @cached_property
     def documents(self) -> list[str]:
         """The documents as they are in the file."""
+        if self.rows is not None:
+            return [*self.rows]
         return articles(self.raw) if self.is_wikitext else [self.raw]
 
     @property
@@ -70,10 +79,20 @@ class Text:
         return f"the text '{self.name}' has few spaces, so word ppl is not meaningful for it; see bits/byte"
 
 
-def read_text(path: Path) -> Text:
-    """A text from a file. Raises `RequestError` if it cannot be read, is not UTF-8, or is empty but for white space."""
-    text, digest = text_of(path)
-    return Text(path.stem, digest, text)
+def read_text(path: Path, column: str | None = None, chat: ModelChat = without_chat) -> Text:
+    """A text from a file or folder; `column` and `chat` are those of `read_documents`.
+
+    Raises:
+        RequestError: if it cannot be read, is not what its suffix says, or has nothing but white space.
+    """
+    if column is None and not has_documents(path):
+        text, digest = text_of(path)
+        return Text(path.stem, digest, text)
+    found = read_documents(path, sys.maxsize, column=column, chat=chat)
+    rows = tuple(one for one in found.documents or () if one.strip())
+    if not rows:
+        raise RequestError("the text is empty", path=path)
+    return Text(path.stem, found.sha256, found.text, rows, found.specials, found.notes)
 
 
 def articles(raw: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import quantkit
+from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import RequestError
 from quantkit.evals.texts import articles, detokenize, read_text, rolling
 from quantkit.quality.measures import NOT_SCORED
@@ -119,3 +122,22 @@ def test_counts_are_the_harness_s(task: Any, tmp_path: Path) -> None:
 def test_a_text_with_few_spaces_has_a_note(raw: str, noted: bool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(raw, encoding="utf-8")
     assert (read_text(tmp_path / "text.txt").note is not None) == noted
+
+
+def test_rows_are_documents_by_their_column_and_conversations_in_the_models_format(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    messages = [{"role": "user", "content": "Who are the people?"}, {"role": "assistant", "content": "All of us."}]
+    rows = [{"title": "a", "messages": messages}, {"title": " ", "messages": messages}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain = "User: Who are the people?\n\nAssistant: All of us."
+    text = read_text(path)
+    assert (text.documents, text.raw, text.words) == ([plain, plain], f"{plain}\n\n{plain}", 18)
+    assert "no chat template" in text.notes[0]
+    assert read_text(path, "title").documents == ["a"]  # an empty one has no words
+    found = quantkit.evaluate(DEMO_MODEL, texts=path, window=32)
+    assert found.texts["chat"].documents == 2
+    assert found.notes == list(text.notes)
+    with pytest.raises(RequestError, match=r"found title, messages, expected body"):
+        quantkit.evaluate(DEMO_MODEL, texts=path, text_column="body")
+    with pytest.raises(RequestError, match="`text_column` goes with `texts`"):
+        quantkit.evaluate(DEMO_MODEL, text_column="body")
