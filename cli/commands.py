@@ -76,7 +76,7 @@ def inspect(path: Path, weights: WeightKind | None, tensors_only: bool, data: st
 @click.argument("path", type=click.Path())
 @click.option("--for", "runtime", type=click.Choice(RUNTIMES), help="Also check what this runtime requires.")
 @click.option("--tp", type=int, default=1, show_default=True, help="Degree of tensor parallelism to check for.")
-@click.option("--deep", is_flag=True, help="Also read the weights, and run a small model on a sample text.")
+@click.option("--deep", is_flag=True, help="Also read the weights, and run the model on a sample text if it is small.")
 @click.option("--against", type=click.Path(), metavar="SRC", help="Compare each linear with its float source.")
 @options.data
 def doctor(
@@ -104,8 +104,8 @@ def doctor(
 def verify(a: Path, b: Path | None, allow_bound: bool, data: str | None) -> None:
     """Check if two models are the same, or how far apart.
 
-    With A alone, its files are checked against the sha256 in its manifest, and a quantized model against the
-    perplexities there.
+    With A alone, its files are compared with the sha256 in its manifest, and the perplexities of a quantized model,
+    measured again, with those in the manifest.
     """
     if allow_bound and b is None:
         raise RequestError("--allow-bound goes with two models")

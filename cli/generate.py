@@ -41,7 +41,7 @@ _OWN_OPTIONS = {
     ),
     "max_new_tokens": options.max_new_tokens(MAX_NEW_TOKENS),
     "n": click.option(
-        "-n", "--n", "n", type=int, default=1, help=f"Samples of each prompt, up to {MAX_SAMPLES}; 1 by default."
+        "-n", "--n", "n", type=int, default=1, help=f"Samples of each prompt, up to {MAX_SAMPLES}. Default: 1."
     ),
     "logit_bias": click.option(
         "--logit-bias", type=options.token_bias, metavar="ID=NUMBER", multiple=True,
@@ -94,10 +94,10 @@ class GenerateArgs:
     int8_cache: bool = option(RUN, default=False)
     compiled: bool | None = option(RUN)
     warmup: bool = option(
-        RUN, "Compile all steps before the first one, and print how many there are.", bool, default=False
+        RUN, "Compile steps of all sizes before the first request, and print how many there are.", bool, default=False
     )
     stats: bool = option(
-        RUN, "Print at the end the speed, and the share of the memory bandwidth used.", bool, default=False
+        RUN, "At the end, print the speed and the share of the memory bandwidth used.", bool, default=False
     )
     weights: WeightKind | None = option(OTHER)
 

@@ -30,11 +30,12 @@ _MEASURED = "What is measured"
     _MEASURED,
     click.option(
         "--text", "texts", type=options.PATH, multiple=True,
-        help="Text to measure on: UTF-8, JSON lines or Parquet; repeatable.",
+        help="Text to measure on: plain UTF-8, JSON lines or Parquet; repeatable. Default, without --tasks: a small"
+        " included text.",
     ),
     click.option(
         "--text-column", metavar="NAME",
-        help="Column or key of the texts. Default: text, messages, or the only one of strings.",
+        help="Column or key of the texts. Default: text, messages, conversations, or the only column of strings.",
     ),
     click.option("--tasks", default="", help="Tasks of lm-evaluation-harness, separated by commas."),
     click.option(
@@ -42,7 +43,7 @@ _MEASURED = "What is measured"
     ),
     click.option(
         "--against", metavar="[NAME=]PATH", shell_complete=options.complete_named,
-        help="The model that the others are compared with.",
+        help="The reference model, with which the others are compared.",
     ),
     click.option("--window", type=int, help="Tokens in a window. Default: see docs/evals.md."),
     click.option(
@@ -54,7 +55,7 @@ _MEASURED = "What is measured"
         help=f"Number of --positions windows in each text. Default: as many as fit in {TOKENS} tokens.",
     ),
     click.option("--cache-logits", type=options.PATH, help="Folder that keeps the reference's results for later runs."),
-    click.option("--speed", is_flag=True, help="Also measure decoding."),
+    click.option("--speed", is_flag=True, help="Also measure the speed of decoding."),
 )  # fmt: skip
 @section(RUN, options.device)
 @section(
@@ -107,7 +108,7 @@ def evaluate(
 @section(
     "Random weights",
     click.option(
-        "--synthetic", metavar="SHAPE", help="Random weights of a named shape instead, such as tinyllama-1.1b."
+        "--synthetic", metavar="SHAPE", help="Instead of PATH: random weights in a named shape, such as tinyllama-1.1b."
     ),
     click.option(
         "--scheme", "quantized", type=options.Scheme(), multiple=True,
@@ -120,15 +121,15 @@ def evaluate(
 )  # fmt: skip
 @section(
     _MEASURED,
-    click.option("--prompt-lengths", default="16,128,512", show_default=True, help="Tokens of prefill."),
-    click.option("--batch", "batches", default="1,4,8", show_default=True, help="Sequences decoded together."),
-    click.option("--contexts", help="Context lengths to decode at as well, for each --batch, such as 1024,2048,4096."),
+    click.option("--prompt-lengths", default="16,128,512", show_default=True, help="Lengths of prefill, in tokens."),
+    click.option("--batch", "batches", default="1,4,8", show_default=True, help="Numbers of sequences in a batch."),
+    click.option("--contexts", help="Also decode at these context lengths, for each --batch, such as 1024,2048,4096."),
     click.option(
         "--price-per-hour", type=float, metavar="PRICE",
         help="Price of an hour of the machine, in any currency, for the cost of a thousand tokens.",
     ),
     click.option(
-        "--runs", type=int, default=5, show_default=True, help="Runs of each measurement, after one to warm up."
+        "--runs", type=int, default=5, show_default=True, help="Runs of each measurement, after a warm-up run."
     ),
 )  # fmt: skip
 @section(

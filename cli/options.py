@@ -36,21 +36,21 @@ BROKEN = 12
 """The exit code of `quantkit doctor` if something would break."""
 
 EXIT_CODES: dict[int, str] = {
-    0: "done",
+    0: "success",
     errors.QuantkitError.exit_code: "a bug in quantkit",
-    errors.RequestError.exit_code: "a request that makes no sense",
+    errors.RequestError.exit_code: "an invalid request",
     errors.CheckpointError.exit_code: "the source is damaged or incomplete",
     errors.UnsupportedError.exit_code: "the source is of a kind that is not supported",
     errors.DestinationError.exit_code: "the destination cannot be written",
-    errors.ResumeError.exit_code: "an interrupted or running job is in the way",
+    errors.ResumeError.exit_code: "an interrupted or running job uses the destination",
     errors.NonFiniteError.exit_code: "weights or logits are NaN or Inf",
     errors.QualityError.exit_code: "the result is too far from its source",
     errors.GroupError.exit_code: "processes of one job differ, or one is lost",
     10: "verify: within the bound of the scheme",
     11: "verify: different",
-    BROKEN: "doctor: something would break",
+    BROKEN: "doctor: the model would break",
     130: "Ctrl-C",
-    143: "ended by SIGTERM",
+    143: "SIGTERM",
 }
 
 RUN = "How it runs"
@@ -196,7 +196,9 @@ weights = click.option(
     "--weights", type=click.Choice(["meta", "safetensors", "bin", "gguf", "gpt-fast", "gpt-fast-int8"]), metavar="KIND",
     help="Which weights to read if a folder has several: meta, safetensors, bin, gguf or gpt-fast.",
 )  # fmt: skip
-device = click.option("--device", metavar="DEVICE", help="Where to compute: cpu or cuda; a GPU if there is one.")
+device = click.option(
+    "--device", metavar="DEVICE", help="Where to compute: cpu or cuda. Default: a GPU if there is one."
+)
 dtype = click.option(
     "--dtype", type=click.Choice(list(FLOAT_NAMES)), metavar=f"[{'|'.join(SHORT_NAMES)}]",
     help="Float type. Default: the model's own.",
