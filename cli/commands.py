@@ -136,9 +136,9 @@ _CONVERT = {
 def convert(data: str | None, **given: Any) -> None:
     """Write a model in another format, sharding or float type.
 
-    The model in SRC is written to the new folder DST, or to a file DST.gguf. Codes of a quantized model stay exactly
-    the same, or the conversion fails. The result is read back and compared with SRC. Under torchrun, rank 0 does the
-    work.
+    The model in SRC is written to the new folder DST, or to a file DST.gguf. Without
+    --requantize and --dequantize, the codes of a quantized model stay exactly the same, or the conversion fails. The
+    result is read back and compared with SRC. Under torchrun, rank 0 does the work.
     """
     require_models(given["src"], makes=given["dst"])
 

@@ -194,7 +194,7 @@ src = click.argument("src", type=PATH)
 dst = click.argument("dst", type=PATH)
 weights = click.option(
     "--weights", type=click.Choice(["meta", "safetensors", "bin", "gguf", "gpt-fast", "gpt-fast-int8"]), metavar="KIND",
-    help="Which weights to read if a folder has several: meta, safetensors, bin, gguf or gpt-fast.",
+    help="Which weights to read if a folder has several: meta, safetensors, bin, gguf, gpt-fast, gpt-fast-int8.",
 )  # fmt: skip
 device = click.option(
     "--device", metavar="DEVICE", help="Where to compute: cpu or cuda. Default: a GPU if there is one."
@@ -215,7 +215,7 @@ template = click.option(
 )  # fmt: skip
 split_max_size = click.option(
     "--split-max-size", type=file_size, metavar="AMOUNT",
-    help="Maximum size of a file of weights, such as 2GB. Default: 2GiB, and one file for GGUF.",
+    help="Maximum size of a weight file, such as 2GB. Default: 2GiB, and one file for GGUF.",
 )  # fmt: skip
 data = click.option(
     "--json", "data", metavar="PATH", shell_complete=complete_files,
@@ -226,9 +226,7 @@ table = click.option(
     "--table", type=click.Choice(["terminal", "markdown", "latex", "csv"]), default="terminal", show_default=True,
     help="How tables are printed.",
 )  # fmt: skip
-tensors_only = click.option(
-    "--tensors-only", is_flag=True, help="Use the tensors as they are, whatever the architecture."
-)
+tensors_only = click.option("--tensors-only", is_flag=True, help="Accept any architecture, without running the model.")
 resume = click.option("--resume", is_flag=True, help="Continue an interrupted run of the same command.")
 allow_nonfinite = click.option(
     "--allow-nonfinite", is_flag=True, help="Write NaN, Inf and floats that overflow as they are."

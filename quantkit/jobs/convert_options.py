@@ -57,11 +57,9 @@ class ConvertOptions:
     mp: int = option(_TARGET, default=1)
     split_max_size: int | None = option(_TARGET)
     template: str | None = option(_TARGET)
-    dequantize: bool = option(
-        _QUANTIZED, "Write the floats that the codes of a quantized model mean.", bool, default=False
-    )
+    dequantize: bool = option(_QUANTIZED, "Write a quantized model as floats.", bool, default=False)
     requantize: bool = option(
-        _QUANTIZED, "Cast scales, or round again, what the target cannot hold exactly.", bool, default=False
+        _QUANTIZED, "Cast scales or round again where the target format is not exact.", bool, default=False
     )
     source_check: bool = option(_CHECKS, default=True)
     allow_nonfinite: bool = option(_CHECKS, default=False)

@@ -100,25 +100,25 @@ class QuantizeOptions:
     src: str | Path
     dst: str | Path
     scheme: str | QuantScheme | Recipe | None = option(
-        SCHEMES, f"{SPELLINGS}; int4 with zero points: int4-g128-asym.", "scheme"
+        SCHEMES, f"{SPELLINGS}; add -asym to int4 for zero points.", "scheme"
     )
     _: KW_ONLY
     head: str | QuantScheme | None = option(
-        SCHEMES, "Scheme of the output head, which keeps its floats by default.", "scheme", metavar="SCHEME"
+        SCHEMES, "Scheme of the output head. Default: it stays in floats.", "scheme", metavar="SCHEME"
     )
     embedding: str | QuantScheme | None = option(
         SCHEMES, "Scheme of the embedding, one scale per token; also of a head that is tied to it.", "scheme",
         metavar="int8",
     )  # fmt: skip
     target_bits: float | None = option(
-        SCHEMES, "Instead of a scheme: choose each linear's, for this average number of bits per weight, such as 4.5.",
+        SCHEMES, "Instead of `scheme`: choose each linear's, for this average number of bits per weight, such as 4.5.",
         float, metavar="BITS",
     )  # fmt: skip
     max_size: int | None = option(
-        SCHEMES, "The same for the total size of the files of weights, such as 5GB.", "size", metavar="SIZE"
+        SCHEMES, "The same, for this total size of the weight files, such as 5GB.", "size", metavar="SIZE"
     )
     keep: str | Iterable[str] = option(
-        SCHEMES, "Linears that keep their floats, a glob; repeatable.", "patterns", default=(), metavar="PATTERN"
+        SCHEMES, "Glob of linears that stay in floats; repeatable.", "patterns", default=(), metavar="PATTERN"
     )
     strict: bool = option(
         SCHEMES, "Fail if a linear's shape does not fit the scheme.", bool, default=False, changes_result=False
@@ -127,11 +127,11 @@ class QuantizeOptions:
         METHOD, "Round to nearest, or GPTQ. Default: GPTQ for int4, rounding for int8.", choices=METHODS
     )
     calibration: str | Path | Iterable[object] | None = option(
-        CALIBRATION, "Calibration text: a file, or a hub dataset owner/name:config:split. Default: the packaged text.",
+        CALIBRATION, "A file, a saved dataset, or a hub dataset owner/name:config:split. Default: the included text.",
         "file",
     )  # fmt: skip
     text_column: str | None = option(
-        CALIBRATION, "Column or key that has the text. Default: text, messages, or the only one of strings.",
+        CALIBRATION, "Column or key of the text. Default: text, messages, conversations, or the only one of strings.",
         metavar="NAME",
     )  # fmt: skip
     samples: int | None = option(CALIBRATION, f"Number of calibration samples. Default: {SAMPLES}.", int)
@@ -159,7 +159,7 @@ class QuantizeOptions:
     )  # fmt: skip
     base_model: str | None = option(MODEL_CARD, "Name of SRC on a hub: owner/name.", metavar="NAME")
     license: str | None = option(
-        MODEL_CARD, "Licence as hubs spell it: apache-2.0, ... Default: SRC's own.", metavar="ID"
+        MODEL_CARD, "License, as hubs spell it: apache-2.0, ... Default: SRC's own.", metavar="ID"
     )
     to: TargetName | None = option(OUTPUT)
     split_max_size: int | None = option(OUTPUT)

@@ -157,7 +157,7 @@ def test_json_with_a_path_has_no_note(demo_model: Path, tmp_path: Path, capfd: C
         code, _, err = run(capfd, "inspect", *arguments)
         assert (code, err) == (0, "")
         assert json.loads((tmp_path / "a").read_text())
-    assert run(capfd, "inspect", "--json", tmp_path / "b")[0] == 3  # as it is taken for the model
+    assert run(capfd, "inspect", "--json", tmp_path / "b")[0] == 2  # as it is taken for the model
     assert not (tmp_path / "b").exists()
 
 
