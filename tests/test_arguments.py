@@ -110,7 +110,7 @@ WRONG: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     ("QuantScheme", ("bits",), (*WHOLE, 4.0, None)),
     ("QuantScheme", ("group_size",), ("128", 64.0, True)),
     *((name, ("src", "dst"), PATHS) for name in ("convert", "quantize", "plan.convert", "plan.quantize")),
-    ("gptq", ("calibration",), (["a", "b"], "", 3, b"text")),
+    ("gptq", ("calibration",), ("", 3, b"text")),
     ("verify", ("a", "b"), PATHS),
     *((name, ("path",), PATHS) for name in ("inspect", "open_checkpoint", "load", "load_xla", "from_json")),
     ("evaluate", ("paths",), (*SEVERAL, [], "", [""])),

@@ -63,12 +63,12 @@ def headline(evaluation: Evaluation) -> tuple[str, str | None, list[str]]:
     others = [_summary(evaluation, row) for row in compared if row is not main]
     if evaluation.reference is None:
         return _summary(evaluation, main), None, others
-    least = f", the least of {len(compared)} models" if others and evaluation.texts else ""
+    rank = f", the least of {len(compared)} models" if others and evaluation.texts else ""
     lead = f"Compared with {_size(evaluation.rows[0])}"
     if evaluation.texts:
         agreement = _range([one.times(100) for one in _divergences(evaluation, main)[1]])
         lead += f"; {main.name} predicts the same likeliest token at {agreement}\u00a0% of positions"
-    return _summary(evaluation, main) + least, f"{lead}.", others
+    return _summary(evaluation, main) + rank, f"{lead}.", others
 
 
 def main_model(evaluation: Evaluation) -> Row:

@@ -110,7 +110,8 @@ def dequantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rounded(stored: dict[str, Tensor], source: dict[str, Tensor]) -> str | None:
-    """Where a quantized model is no rounding of its source, each weight within half a step; None if it is one.
+    """Where a quantized model is not a rounding of its source, with each weight within half a step or clipped to the
+    last code; None if it is one.
 
     A symmetric scale is stored in the float type of the weights: what its rounding moves the largest weights
     by is allowed on top.
@@ -131,7 +132,12 @@ def rounded(stored: dict[str, Tensor], source: dict[str, Tensor]) -> str | None:
         info = torch.finfo(stored[name + "_scale"].dtype)
         allowed = 0.5 * step.abs() * (1 + 1e-3) + weight.abs() * info.eps + 256 * info.smallest_normal * info.eps
         excess = (values - weight).abs() - allowed
-        if not bool((excess <= 0).all()):
+        wanted, codes = (
+            weight / step,
+            (values / step).round(),
+        )  # symmetric codes, of which a search for scales clips some
+        clipped = ((wanted < -8) & (codes == -8)) | ((wanted > 7) & (codes == 7))
+        if not bool(((excess <= 0) | clipped).all()):
             return f"tensor {name}: {excess.max().item():.3g} beyond half a step"
     return None
 

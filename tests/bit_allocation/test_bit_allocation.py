@@ -164,7 +164,8 @@ def test_the_choice_is_reported(made: quantkit.QuantizeResult) -> None:
     assert made.allocation is not None
     lines = made.lines()
     assert lines[0].split() == ["layer", "q", "k", "v", "o", "gate", "up", "down", "KL", "x", "1e-4"]
-    assert lines[-2].startswith("chosen for 4.5 bits a weight: 4.")
+    (wrote,) = [index for index, line in enumerate(lines) if line.startswith("wrote ")]
+    assert lines[wrote - 1].startswith("chosen for 4.5 bits a weight: 4.")
     readme = (made.path / "README.md").read_text()
     assert "| layer | q k v | o | gate up | down | KL x 1e-4 |" in readme
     assert "--target-bits 4.5" in readme

@@ -244,7 +244,7 @@ def test_experts_that_change_too_much_on_any_tokens_are_rounded(
     expected, _ = round_to_nearest(weight, found.scheme, found.scale.dtype, column_kernels)
     assert torch.equal(found.codes, expected.codes)
     (line,) = [note for note in made.notes if "calibration tokens" in note]
-    assert line.endswith("all tokens calibrated them, and 54 of their layers were rounded to nearest")
+    assert line.endswith("all tokens calibrated them, and 54 of their linears were rounded to nearest")
     assert not made.quality.fallbacks
 
 

@@ -80,7 +80,8 @@ def test_the_figures_are_those_of_the_measures(found: Evaluation, folders: dict[
     score = whole.documents
     assert math.log(score.word_perplexity) * facts.words == pytest.approx(math.log(score.byte_perplexity) * facts.bytes)
     assert 2**score.bits_per_byte == pytest.approx(score.byte_perplexity)
-    assert found.texts["wiki"].kind == "WikiText, detokenized"
+    assert [found.texts[name].is_wikitext for name in ("wiki", "first")] == [True, False]
+    assert not any(one.in_template for one in found.texts.values())
     assert all(row.speed is not None and row.speed.tokens_per_second > 0 for row in found.rows)
 
 

@@ -17,7 +17,7 @@ from fake_hub import COMMIT, hub
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL
-from quantkit.errors import CheckpointError, RequestError
+from quantkit.errors import RequestError
 from quantkit.files.hub import HubModel, hub_model, needed_files, origin
 from quantkit.files.source import SourceFile
 
@@ -72,10 +72,10 @@ def test_what_cannot_be_downloaded_is_reported_in_one_line(home: Path) -> None:
     for name, (code, out, err) in runs.items():
         assert (code, out, err.count("\n")) == (2, "", 1), name
         assert problems[name] in err
-    assert (bare[0], bare[2].count("\n")) == (3, 1)
+    assert (bare[0], bare[2].count("\n")) == (2, 1)
     assert "if it is a model of the Hugging Face hub: hf:some/model" in bare[2]
     for name in ("https://huggingface.co/some/model", "HF:some/model"):
-        with pytest.raises(CheckpointError, match="the Hugging Face hub: hf:some/model"):
+        with pytest.raises(RequestError, match="the Hugging Face hub: hf:some/model"):
             quantkit.inspect(name)
 
 

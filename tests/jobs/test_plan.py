@@ -92,9 +92,9 @@ def test_no_samples_are_drawn(demo_model: Path, tmp_path: Path, monkeypatch: pyt
     calls: list[int] = []
     tokenized = data.tokenized
 
-    def counted(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    def counted(text: str, tokenizer: Tokenizer, *, specials: bool) -> tuple[list[int], list[int]]:
         calls.append(len(text))
-        return tokenized(text, tokenizer)
+        return tokenized(text, tokenizer, specials=specials)
 
     monkeypatch.setattr(data, "tokenized", counted)
     found = quantkit.plan.quantize(
