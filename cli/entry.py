@@ -25,6 +25,8 @@ _received: list[int] = []
 def main() -> None:
     """Run the command line and exit with its code."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for torch, loaded later: fewer page faults
+    if "OMP_WAIT_POLICY" not in os.environ:  # threads that wait for long take the processor from other programs
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         with interruptible():
             from quantkit.cli.main import main as command

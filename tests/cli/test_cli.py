@@ -20,6 +20,7 @@ from command import PROGRESS, Capture, run, without_progress
 from paths import ROOT
 
 import quantkit
+from quantkit.cli import entry
 from quantkit.cli.main import main
 from quantkit.errors import (
     CheckpointError,
@@ -479,3 +480,19 @@ def test_generate_without_a_tokenizer_says_so(tmp_path: Path, capfd: Capture) ->
     code, out, err = run(capfd, "generate", src, "--prompt", "a")
     assert (code, out) == (3, "")
     assert f"{src}: has no tokenizer" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_that_wait_leave_the_processors_to_others(
+    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "")  # so that it is as before at the end
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["quantkit", "--version"])
+    with pytest.raises(SystemExit):
+        entry.main()
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
