@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import input_groups, layer_kinds, sizes
+from quantkit.architectures.topology import InputGroup, input_groups, layer_kinds, sizes
 
+EffortName = Literal["quick", "default", "thorough"]
 SAMPLES = 128
-MAX_LENGTH = 2048
-"""The most tokens of a sample by default: the model's context, or this if it is shorter."""
+MIN_LENGTH, MAX_LENGTH = 128, 2048
+"""Tokens of a sample by default, unless the model's context is shorter."""
 SEED = 0
 ACTIVATION_MEMORY = 4 * 10**9
 """Bytes of activations in memory."""
@@ -27,15 +29,28 @@ _MIN_TOKENS_PER_INPUT = 2  # of the widest linear; its drift is not known from f
 
 @dataclass(frozen=True)
 class Effort:
-    """The effort against the drift between the quantized model and the float one: the float stream has every
-    `stride`-th batch, but at least four."""
+    """How much calibration GPTQ does.
 
+    Attributes:
+        tokens_per_input: calibration tokens by default, in units of the inputs of the widest linear; infinite for
+            samples of `MAX_LENGTH`.
+        stride: the float stream, which shows the drift of the quantized model, has every `stride`-th batch, but at
+            least four.
+    """
+
+    tokens_per_input: float
     stride: int
+
+    def length(self, config: ModelConfig) -> int:
+        """The tokens of a sample by default: a power of two, or the model's context if that is shorter."""
+        wanted = self.tokens_per_input * _inputs_per_token(config) / SAMPLES
+        length = MAX_LENGTH if wanted > MAX_LENGTH else max(MIN_LENGTH, 1 << math.ceil(math.log2(wanted)))
+        return min(length, config.max_context)
 
     def for_samples(self, config: ModelConfig, shape: Sequence[int]) -> Effort:
         """The same, or half of it where samples of a shape [N, T] are too few to measure the drift."""
         few = math.prod(shape) < self.stride * _MIN_TOKENS_PER_INPUT * inner_width(config)
-        return Effort(2 * self.stride) if few and self.stride > 1 else self
+        return replace(self, stride=2 * self.stride) if few and self.stride > 1 else self
 
     def follows(self, index: int, batches: int) -> bool:
         """Whether the float stream has a batch."""
@@ -49,8 +64,10 @@ class Effort:
         return max(1, min(self.stride, batches // _MIN_FOLLOWED))
 
 
-STANDARD = Effort(4)
-THOROUGH = Effort(1)
+QUICK = Effort(8, 4)
+STANDARD = Effort(32, 4)
+THOROUGH = Effort(math.inf, 1)
+EFFORTS: dict[EffortName, Effort] = {"quick": QUICK, "default": STANDARD, "thorough": THOROUGH}
 
 
 def batch_samples(config: ModelConfig, length: int) -> int:
@@ -63,6 +80,19 @@ def inner_width(config: ModelConfig) -> int:
     counts = sizes(config)
     groups = [group for layer in layer_kinds(config) for group in input_groups(config, layer)]
     return max(counts[group.linears[0].dims[1]] for group in groups if group.branch == "mlp" and group.writes)
+
+
+def share_of_tokens(config: ModelConfig, group: InputGroup) -> float:
+    """The share of all tokens that go through a group of linears: in a mixture, of those that an expert is sent."""
+    experts = config.experts
+    return 1.0 if experts is None or group.expert is None else experts.per_token / experts.count
+
+
+def _inputs_per_token(config: ModelConfig) -> float:
+    """The inputs of the widest linear, over the share of all tokens that it gets."""
+    counts = sizes(config)
+    groups = (group for layer in layer_kinds(config) for group in input_groups(config, layer))
+    return max(counts[group.linears[0].dims[1]] / share_of_tokens(config, group) for group in groups)
 
 
 def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, layer_kinds, sizes
-from quantkit.calibration.effort import Effort, batch_samples, followed_share
+from quantkit.calibration.effort import Effort, batch_samples, followed_share, share_of_tokens
 from quantkit.solver.grid import refit_bytes, weights_at_once
 
 _SOLVER_MATRICES = 10  # of the size of the solved rows, at a time
@@ -43,12 +43,10 @@ class Group:
 def groups_of(config: ModelConfig, layer: int) -> list[Group]:
     """The groups of a block."""
     counts = sizes(config)
-    experts = config.experts
-    share = 1.0 if experts is None else experts.per_token / experts.count
     return [
         Group(
             sum(counts[linear.dims[0]] for linear in group.linears), counts[group.linears[0].dims[1]], group.writes,
-            1.0 if group.expert is None else share,
+            share_of_tokens(config, group),
         )
         for group in input_groups(config, layer)
     ]  # fmt: skip

@@ -241,7 +241,7 @@ def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
         seconds += _pass_seconds(config, 3 * len(certified.windows))
     if settings is not None:
         shape = settings.samples, settings.length
-        effort = settings.effort(config, shape)
+        effort = settings.effort_on(config, shape)
         notes += too_few_tokens(shape, config)
         device = settings.device
         held, scratch, on_device = settings.activation_bytes(config, shape)

@@ -152,7 +152,7 @@ def _quantizer(prepared: Prepared, drawn: Calibration | None, group: ProcessGrou
         return RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
     return GptqQuantizer(
         source, drawn, prepared.scheme_map.schemes, device=settings.device, memory_bytes=settings.memory_bytes,
-        effort=settings.effort(source.config, drawn.tokens.shape), allow_nonfinite=allow_nonfinite, group=group,
+        effort=settings.effort_on(source.config, drawn.tokens.shape), allow_nonfinite=allow_nonfinite, group=group,
         progress=progress,
     )  # fmt: skip
 
@@ -177,7 +177,7 @@ def _work(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) ->
     computed_by: dict[str, object] = {}
     scratch = 0
     if settings is not None and drawn is not None:
-        recorded |= {"calibration": drawn.to_json(), "thorough": settings.thorough}
+        recorded |= {"calibration": drawn.to_json(), "effort": settings.effort}
         computed_by = {
             "torch": torch.__version__, "number of processes": group.size, "kind of device": settings.device.type,
             "samples multiplied in": str(compute_dtype(settings.device)),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from quantkit.arguments import as_integer, as_path, as_seed, as_string, is_several, require_flags
-from quantkit.calibration.effort import ACTIVATION_MEMORY, MAX_LENGTH, SAMPLES, SEED
+from quantkit.calibration.effort import ACTIVATION_MEMORY, EFFORTS, MAX_LENGTH, SAMPLES, SEED, EffortName
 from quantkit.errors import RequestError
 from quantkit.formats.registry import TargetName
 from quantkit.jobs.option_fields import OTHER, option
@@ -43,7 +43,9 @@ _FLAGS = (
     "thorough", "strict", "accept_quality_loss", "resume", "allow_nonfinite", "source_check", "dequantize",
     "tensors_only",
 )  # fmt: skip
-_FOR_GPTQ = ("calibration", "text_column", "samples", "length", "seed", "thorough", "activation_memory", "device")
+_FOR_GPTQ = (
+    "calibration", "text_column", "effort", "thorough", "samples", "length", "seed", "activation_memory", "device",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,12 @@ class QuantizeOptions:
             gptq only.
         text_column: the column or key of `calibration` that has the text or the messages; None is ``text``,
             ``messages`` or ``conversations``, or else the only column of strings.
-        samples, length, seed: the number of calibration samples, the tokens in each, and the seed of their positions
-            in the text; by default 128 samples of the model's context, at most 2048 tokens, and seed 0.
-        thorough: follow the float model on all samples instead of some of them; slower, and closer to the source.
+        effort: how much calibration: ``quick``, ``default`` or ``thorough``. The first two draw as many tokens as the
+            width of the model pays; ``thorough`` draws samples of the model's context, at most 2048 tokens, and follows
+            the float model on all samples instead of some of them.
+        thorough: the same as ``effort="thorough"``.
+        samples, length, seed: the number of calibration samples, 128 by default; the tokens in each, which the effort
+            determines by default; and the seed of their positions in the text, 0 by default.
         activation_memory: bytes of calibration activations kept in memory, by default 4_000_000_000;
             the rest goes to the disk of `dst`.
         device: where GPTQ computes, as torch spells it; None is a GPU if there is one.
@@ -134,12 +139,13 @@ class QuantizeOptions:
         CALIBRATION, "Column or key of the text. Default: text, messages, conversations, or the only one of strings.",
         metavar="NAME",
     )  # fmt: skip
-    samples: int | None = option(CALIBRATION, f"Number of calibration samples. Default: {SAMPLES}.", int)
-    length: int | None = option(
-        CALIBRATION, f"Tokens in each sample. Default: the model's context, at most {MAX_LENGTH}.", int
+    effort: EffortName | None = option(
+        CALIBRATION, "How much calibration; `plan` has the time of each. Default: default.", choices=tuple(EFFORTS)
     )
+    thorough: bool = option(CALIBRATION, 'The same as `effort="thorough"`.', bool, default=False)
+    samples: int | None = option(CALIBRATION, f"Number of calibration samples. Default: {SAMPLES}.", int)
+    length: int | None = option(CALIBRATION, f"Tokens in each sample. Default: by `effort`, at most {MAX_LENGTH}.", int)
     seed: int | None = option(CALIBRATION, f"Seed of the samples' positions in the text. Default: {SEED}.", int)
-    thorough: bool = option(CALIBRATION, "Slower GPTQ, closer to the source.", bool, default=False)
     activation_memory: int | None = option(
         CALIBRATION,
         f"Calibration activations kept in memory; the rest goes to DST's disk. Default: {ACTIVATION_MEMORY / 1e9:g}GB.",
@@ -195,6 +201,11 @@ class QuantizeOptions:
 
         return size_target(self.target_bits, self.max_size, self.scheme)
 
+    @property
+    def effort_name(self) -> EffortName:
+        """The effort of GPTQ, with the default."""
+        return "thorough" if self.thorough else self.effort or "default"
+
     def require_no_calibration(self) -> None:
         """Raise a `RequestError` for an option that only GPTQ uses."""
         for name in _FOR_GPTQ:
@@ -204,6 +215,10 @@ class QuantizeOptions:
     def _check_method(self) -> None:
         if self.method is not None and as_string("method", self.method) not in METHODS:
             raise RequestError("unknown method", found=self.method, expected=" or ".join(METHODS))
+        if self.effort is not None and as_string("effort", self.effort) not in EFFORTS:
+            raise RequestError("unknown effort", found=self.effort, expected=" or ".join(EFFORTS))
+        if self.thorough and self.effort not in (None, "thorough"):
+            raise RequestError('`thorough=True` is `effort="thorough"`', found=f'`effort="{self.effort}"`')
         if self.method == "rtn" and self.size is not None:
             raise RequestError("a size to fit goes with GPTQ", found='`method="rtn"`', expected='`method="gptq"`')
         if self.method == "rtn":

@@ -14,7 +14,7 @@ from quantkit.calibration import effort
 from quantkit.calibration.conversations import model_chat
 from quantkit.calibration.data import Calibration, load_calibration, require_calibration, require_samples
 from quantkit.calibration.documents import TextSource
-from quantkit.calibration.effort import Effort
+from quantkit.calibration.effort import Effort, EffortName
 from quantkit.calibration.estimate import gpu_activation_bytes
 from quantkit.calibration.packaged import PackagedText, near_uniform_pieces, require_plausible
 from quantkit.distributed.group import SINGLE, ProcessGroup
@@ -35,7 +35,7 @@ class GptqSettings:
 
     Attributes:
         text, column, samples, length, seed: see `load_calibration`; without a text the packaged one is used.
-        thorough: follow the float model on all samples.
+        effort: its name; see `EFFORTS`.
         memory_bytes: of activations kept in memory.
         device: computes.
     """
@@ -45,18 +45,22 @@ class GptqSettings:
     samples: int
     length: int
     seed: int
-    thorough: bool
+    effort: EffortName
     memory_bytes: int
     device: torch.device
 
-    def effort(self, config: ModelConfig, shape: Sequence[int]) -> Effort:
-        """How samples of shape [N, T] follow the float model."""
-        return (effort.THOROUGH if self.thorough else effort.STANDARD).for_samples(config, shape)
+    def effort_on(self, config: ModelConfig, shape: Sequence[int]) -> Effort:
+        """The effort with samples of shape [N, T]."""
+        return effort.EFFORTS[self.effort].for_samples(config, shape)
+
+    def with_effort(self, name: EffortName, length: int | None, config: ModelConfig) -> GptqSettings:
+        """The same with another effort, and samples of a length; None is the effort's own."""
+        return replace(self, effort=name, length=effort.EFFORTS[name].length(config) if length is None else length)
 
     def activation_bytes(self, config: ModelConfig, shape: Sequence[int]) -> tuple[int, int, int]:
         """Bytes of the activations of samples of shape [N, T] in memory, on disk, and on the GPU that computes."""
         room = gpu_activation_bytes(config, shape, self.device)
-        return effort.activation_bytes(config, shape, self.effort(config, shape), self.memory_bytes, room)
+        return effort.activation_bytes(config, shape, self.effort_on(config, shape), self.memory_bytes, room)
 
     def draw(
         self, tokenizer: Tokenizer | None, source: Checkpoint, *, group: ProcessGroup = SINGLE,
@@ -129,7 +133,7 @@ def gptq_settings(
         )  # fmt: skip
     device, context = usable_device(options.device), source.config.max_context
     samples = effort.SAMPLES if options.samples is None else options.samples
-    length = min(context, effort.MAX_LENGTH) if options.length is None else options.length
+    length = effort.EFFORTS[options.effort_name].length(source.config) if options.length is None else options.length
     if length > context:
         raise RequestError(
             "samples are longer than the model's context", found=f"{length} tokens", expected=f"at most {context}",
@@ -141,7 +145,7 @@ def gptq_settings(
     memory_bytes = effort.ACTIVATION_MEMORY if options.activation_memory is None else int(options.activation_memory)
     seed = effort.SEED if options.seed is None else options.seed
     return GptqSettings(
-        options.calibration, options.text_column, samples, length, seed, options.thorough, memory_bytes, device
+        options.calibration, options.text_column, samples, length, seed, options.effort_name, memory_bytes, device
     )
 
 
