@@ -17,8 +17,9 @@ import click
 from quantkit.cli import options
 from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.options import RUN, Command, section
-from quantkit.cli.output import ProgressDisplay, as_options, is_rank0_process, mention, note, require_stdout
+from quantkit.cli.output import as_options, is_rank0_process, mention, note, require_stdout
 from quantkit.cli.processes import require_models, together
+from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 from quantkit.runtime.generation_config import sampling_defaults

@@ -12,8 +12,9 @@ import click
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.options import BROKEN, Command, exit_codes, section
-from quantkit.cli.output import ProgressDisplay, as_options, columns, mention, note
+from quantkit.cli.output import as_options, columns, mention, note
 from quantkit.cli.processes import require_models, together
+from quantkit.cli.progress import ProgressDisplay
 from quantkit.doctor.findings import RUNTIMES, Runtime
 from quantkit.errors import RequestError
 from quantkit.jobs.convert_options import ConvertOptions
@@ -23,6 +24,7 @@ from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
 if TYPE_CHECKING:
     from quantkit.formats.detect import WeightKind
+    from quantkit.jobs.estimate import Estimate
     from quantkit.jobs.result import ConvertResult, QuantizeResult
     from quantkit.tensors.recipe import Recipe
 
@@ -149,7 +151,7 @@ def convert(data: str | None, **given: Any) -> None:
         if not group.is_rank0:
             return
         with ProgressDisplay() as progress:
-            made = job(**given, progress=progress)
+            made = job(**given, on_estimate=lambda estimate: progress.expect(estimate.steps), progress=progress)
     _report_written(outputs, made)
 
 
@@ -185,9 +187,12 @@ def quantize(data: str | None, **given: Any) -> None:
             require_same_checkpoint(open_checkpoint(arguments["src"], arguments["weights"]), group)
         if shared or group.is_rank0:
             with ProgressDisplay(show=group.is_rank0) as progress:
-                made = job(
-                    **arguments, group=group, on_estimate=lambda estimate: note(estimate.line()), progress=progress
-                )
+
+                def begin(estimate: Estimate) -> None:
+                    note(estimate.line())
+                    progress.expect(estimate.steps)
+
+                made = job(**arguments, group=group, on_estimate=begin, progress=progress)
     if group.is_rank0:
         _report_written(outputs, made)
 

@@ -11,8 +11,9 @@ import click
 from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.options import RUN, Command, section
-from quantkit.cli.output import ProgressDisplay, columns, note, warn
+from quantkit.cli.output import columns, note, warn
 from quantkit.cli.processes import require_models, together
+from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.evals.table import named
 from quantkit.json_values import shown

@@ -12,7 +12,8 @@ import click
 
 from quantkit.arguments import as_path
 from quantkit.cli.entry import raise_if_interrupted
-from quantkit.cli.output import ProgressDisplay, mention, note, require_stdout, say
+from quantkit.cli.output import mention, note, require_stdout, say
+from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.formats.output.lines import encoded
 from quantkit.jobs.generate_file import FileJob, warmed_up

@@ -62,13 +62,13 @@ if TYPE_CHECKING:
     from quantkit.formats.detect import open_checkpoint as open_checkpoint
     from quantkit.jobs import plan as plan
     from quantkit.jobs.convert import convert as convert
+    from quantkit.jobs.estimate import Estimate as Estimate
     from quantkit.jobs.generate_file import GeneratedFile as GeneratedFile
     from quantkit.jobs.generate_file import generate_file as generate_file
     from quantkit.jobs.inspect import Inspection as Inspection
     from quantkit.jobs.inspect import inspect as inspect
     from quantkit.jobs.llama import Llama as Llama
     from quantkit.jobs.load import load as load
-    from quantkit.jobs.plan import Estimate as Estimate
     from quantkit.jobs.quantize import quantize as quantize
     from quantkit.jobs.result import ConvertResult as ConvertResult
     from quantkit.jobs.result import QuantizeResult as QuantizeResult

@@ -19,7 +19,6 @@ _FINEST = 32  # columns of a group
 _GPU_SHARE = 0.85  # of a GPU's free memory; the rest is lost to fragmentation
 _OF_ONE_SQUARE = 0.5625  # the share of the products of a symmetric sum that is computed
 _SOLVER_PRODUCTS = 3.6  # of a weight with a matrix of the size of its Hessian, where there is drift
-_LOGIT_FLOPS = 50  # for a softmax over one logit, and its use
 _SECONDS_OF_BATCH = 0.001  # through the linears that share an input
 _SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
 _SECONDS_OF_GPU_COLUMN = 1e-5  # a guess, not measured
@@ -89,8 +88,8 @@ def largest_block(config: ModelConfig) -> int:
 
 
 def forward_flops(config: ModelConfig, tokens: int) -> int:
-    """Operations of a pass through blocks, head and softmax."""
-    head = config.vocab_size * (2 * config.hidden_size + _LOGIT_FLOPS)
+    """Operations of a pass through blocks and head."""
+    head = 2 * config.vocab_size * config.hidden_size
     active = sum(count * group.share * group.weights for group, count in every_group(config))
     return tokens * int(2 * active + head)
 

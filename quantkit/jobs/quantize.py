@@ -20,9 +20,9 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Written, weight_size
 from quantkit.formats.output.staging import mark_kept, partial_folder
 from quantkit.jobs.card import model_card_files
+from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
 from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.output import Work, Writer, model_summary, writing
-from quantkit.jobs.plan import Estimate, estimate_quantization, require_buildable
 from quantkit.jobs.prepare import BIT_ALLOCATION, Prepared, choose_schemes, prepare, size_fit, too_few_tokens
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.result import QuantizeResult

@@ -19,7 +19,9 @@ from partial import interrupted
 from terminal import on_terminal, screen
 
 import quantkit
-from quantkit.cli.output import ProgressDisplay, note
+from quantkit.cli.job_steps import JobSteps
+from quantkit.cli.output import note
+from quantkit.cli.progress import ProgressDisplay
 from quantkit.data.files import EXCERPT
 from quantkit.progress import Progress
 
@@ -151,6 +153,72 @@ def test_a_stderr_that_takes_nothing_is_no_obstacle(monkeypatch: pytest.MonkeyPa
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # for what is left of it
 
 
+# The steps of a job
+
+
+def test_of_a_job_the_time_left_is_that_of_all_steps(clock: Clock, capfd: Capture) -> None:
+    display = _display(clock)
+    display.expect({"check": 60, "quantize": 600, "gate": 120})
+    display("check", 0, 2, "layers")
+    clock.passes(60)
+    display("quantize", 0, 10, "linears")
+    clock.passes(60)
+    display("quantize", 1, 10, "linears")
+    clock.passes(540)
+    display("gate", 0, 4, "layers")
+    clock.passes(90)
+    display("gate", 3, 4, "layers")
+    assert _said(capfd) == [
+        "quantkit: step 1 of 3, check: 0/2 layers, 13:00 left",
+        "quantkit: step 2 of 3, quantize: 0/10 linears, 12:00 left",
+        "quantkit: step 2 of 3, quantize: 1/10 linears, 11:00 left",
+        "quantkit: step 3 of 3, gate: 0/4 layers, 2:00 left",
+        "quantkit: step 3 of 3, gate: 3/4 layers, 0:30 left",
+    ]
+
+
+def test_later_steps_are_expected_to_be_as_slow_as_what_was_seen() -> None:
+    steps = JobSteps({"quantize": 100, "gate": 100}, 0)
+    steps.report("quantize", 0, 0)
+    assert steps.left(0) == pytest.approx(200)
+    steps.report("quantize", 0.5, 200)  # four times as slow as estimated
+    assert 300 < steps.left(200) < 600  # 200 of its own, and more than the 100 that the gate was estimated to take
+    steps.report("gate", 0, 400)
+    assert 200 < steps.left(400) < 400
+    steps.report("gate", 0.5, 410)  # but the gate is fast
+    assert steps.left(410) == pytest.approx(10)
+
+
+def test_the_share_of_a_job_never_goes_back_and_ends_only_with_the_job() -> None:
+    steps, shares = JobSteps({"quantize": 10, "gate": 10}, 0), []
+    reports = [("quantize", 0, 0), ("quantize", 0.9, 9), ("quantize", 0.9, 90), ("gate", 0, 100), ("gate", 1, 120)]
+    for phase, done, now in reports:
+        steps.report(phase, done, now)
+        shares.append(steps.share(now))
+    assert shares == sorted(shares)
+    assert shares[0] == 0
+    assert shares[-1] == 0.99
+
+
+def test_what_an_interrupted_run_did_counts_neither_in_steps_nor_in_time() -> None:
+    steps = JobSteps({"check": 10, "quantize": 100, "gate": 10}, 0)
+    steps.report("check", 0, 0)
+    steps.report("calibrate", 0, 10)
+    assert steps.label("calibrate") == "calibrate"
+    assert steps.label("quantize") == "step 2 of 3, quantize"
+    steps.report("quantize", 0.8, 30)
+    assert steps.left(30) == pytest.approx(20 + 10)
+
+
+def test_a_phase_in_several_rounds_does_not_go_back() -> None:
+    steps = JobSteps({"samples": 30, "quantize": 100}, 0)
+    steps.report("samples", 0, 0)
+    steps.report("samples", 1, 20)
+    assert steps.left(20) == pytest.approx(100)
+    steps.report("samples", 0, 21)
+    assert steps.left(21) <= 100
+
+
 # A bar
 
 
@@ -215,8 +283,12 @@ def test_times_are_read_off_a_clock(
 def test_a_command_leaves_nothing_but_its_result_on_a_terminal(demo_model: Path, tmp_path: Path) -> None:
     code, text = on_terminal("convert", demo_model, "out", cwd=tmp_path)
     assert code == 0
-    assert "check of the source:   0%|" in text
-    assert "convert:   0%|" in text
+    drawn = [part for part in text.split("\r") if "%|" in part]
+    assert drawn[0].startswith("step 1 of 2, check of the source: ")
+    assert drawn[-1].startswith("step 2 of 2, convert: ")
+    shares = [int(re.search(r"(\d+)%\|", part)[1]) for part in drawn]  # type: ignore[index]
+    assert shares == sorted(shares)
+    assert max(shares) <= 99
     assert "4 layers" in text
     line, end = screen(text)
     assert line.startswith("wrote out: ")

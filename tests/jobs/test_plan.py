@@ -107,7 +107,7 @@ def test_no_samples_are_drawn(demo_model: Path, tmp_path: Path, monkeypatch: pyt
 def test_time_counts_what_does_not_shrink_with_the_model(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.jobs.plan._flop_rate", lambda *_: 1e30)
+    monkeypatch.setattr("quantkit.jobs.speed._shortest", lambda work: 1e-30)
     dst = tmp_path / "out"
     seconds = [
         quantkit.plan.convert(demo_model, dst, source_check=False).seconds,
@@ -118,6 +118,37 @@ def test_time_counts_what_does_not_shrink_with_the_model(
     ]
     assert seconds == sorted(set(seconds))
     assert seconds[0] > 0.1
+
+
+def test_the_steps_are_the_phases_that_the_job_reports(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    gptq = {"method": "gptq", "samples": 20, "length": 64}
+    jobs: list[tuple[Any, dict[str, Any]]] = [
+        (quantkit.convert, {}),
+        (quantkit.quantize, {"scheme": "int4-g64", "method": "rtn"}),
+        (quantkit.quantize, {"scheme": "int8", **gptq, "certify_positions": 64}),
+        (quantkit.quantize, {"target_bits": 6, "calibration": text, "samples": 20, "length": 64}),
+    ]
+    for number, (job, options) in enumerate(jobs):
+        phases: list[str] = []
+        estimates: list[quantkit.Estimate] = []
+        job(
+            demo_model, tmp_path / str(number), **options, on_estimate=estimates.append,
+            progress=lambda phase, done, total, unit, phases=phases: phases.append(phase),
+        )  # fmt: skip
+        (estimate,) = estimates
+        reported = [phase for phase in dict.fromkeys(phases) if phase != "sha256 of the source"]
+        assert list(estimate.steps) == reported
+        assert estimate.seconds == pytest.approx(sum(estimate.steps.values()))
+        assert min(estimate.steps.values()) > 0
+
+
+def test_the_time_of_each_effort_is_reported(demo_model: Path, tmp_path: Path) -> None:
+    planned = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", effort="quick")
+    assert list(planned.efforts) == ["quick", "default", "thorough"]
+    assert list(planned.efforts.values()) == sorted(planned.efforts.values())
+    assert planned.efforts["quick"] == planned.seconds
+    assert any(line.startswith("time by `effort`: quick ") for line in planned.lines())
+    assert quantkit.plan.quantize(demo_model, tmp_path / "out", "int8").efforts == {}
 
 
 def test_small_amounts_are_not_zero(demo_model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ Capture = pytest.CaptureFixture[str]
 
 
 PROGRESS = re.compile(
-    r"^quantkit: (?P<phase>.+): (?P<done>\d+)/(?P<total>\d+) (?P<unit>[a-z]+)(?P<left>, [\d:]+ left)?\n", re.M
+    r"^quantkit: (step \d of \d, )?(?P<phase>.+): (?P<done>\d+)/(?P<total>\d+) (?P<unit>[a-z]+)"
+    r"(?P<left>, [\d:]+ left)?\n",
+    re.M,
 )
 
 

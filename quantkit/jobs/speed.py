@@ -1,0 +1,125 @@
+"""How fast this machine does the work of a job, measured in a fraction of a second on numbers of the model's shapes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import torch
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.topology import input_groups, layer_kinds
+from quantkit.calibration.effort import inner_width
+from quantkit.calibration.estimate import every_group, forward_flops
+from quantkit.model.column_kernels import column_kernels
+from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
+from quantkit.quality.measures import LOGITS_BYTES, TOKENS_THROUGH_THE_HEAD, Tally
+from quantkit.solver.rounding import round_to_nearest
+from quantkit.tensors.products import bfloat16_linear, times
+from quantkit.tensors.qtensor import quantize_rtn
+from quantkit.tensors.scheme import QuantScheme
+
+_REPEATS = 3
+_WEIGHTS = 1 << 19  # that are rounded
+_MAX_WIDTH = 2048  # of matrices that are multiplied
+_CPU = torch.device("cpu")
+# As measured on small models:
+_SECONDS_OF_LINEAR = 0.0015  # in one pass, to load and set up
+_SECONDS_OF_WEIGHT = 1.5e-9  # in one pass, to read and convert
+_SECONDS_OF_STATE = 3e-8  # for each element of a token's hidden state in a layer: norms, RoPE, attention, additions
+_GUESSED_DISK_RATE = 5e8  # bytes a second through reading, hashing and writing; not measured here
+_SECONDS_OF_FILES = 0.12  # opened, hashed, synced and read back
+
+
+class Speed:
+    """The seconds that parts of a job take for a model on this machine while it does nothing else."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._rates: dict[tuple[torch.dtype, str], float] = {}
+        self._rounding: dict[tuple[QuantScheme, bool], float] = {}
+
+    def products(self, flops: float, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> float:
+        """The time of operations in matrix products."""
+        key = dtype, device.type
+        if key not in self._rates:
+            self._rates[key] = self._measured_rate(dtype, device)
+        return flops / self._rates[key]
+
+    def forward(self, tokens: int, *, models: int = 1, passes: int = 1) -> float:
+        """The time of a number of tokens through models on disk, up to their logits, in a number of passes."""
+        config = self.config
+        states = tokens * config.num_layers * config.hidden_size * _SECONDS_OF_STATE
+        logits = tokens * config.vocab_size * self._logit_seconds
+        head = config.vocab_size * config.hidden_size * max(1, tokens // self._tokens_of_head)
+        loaded = passes * (self.linears * _SECONDS_OF_LINEAR + (self._weights + head) * _SECONDS_OF_WEIGHT)
+        return models * (self.products(forward_flops(config, tokens)) + states + logits + loaded)
+
+    def rounding(self, schemes: Mapping[QuantScheme, int], *, searched: bool) -> float:
+        """The time to round numbers of weights, by scheme; int4 on searched scales or on those that span the groups."""
+        return sum(count * self._seconds_of_rounding(scheme, searched) for scheme, count in schemes.items())
+
+    def writing(self, size: int, source: int) -> float:
+        """The time to hash files of a source and write those of an output, of these sizes in bytes."""
+        return _SECONDS_OF_FILES + (source + 2 * size) / _GUESSED_DISK_RATE
+
+    @cached_property
+    def linears(self) -> int:
+        """The number of linears in the decoder."""
+        kinds = layer_kinds(self.config).items()
+        return sum(count * len(own.modules) for layer, count in kinds for own in input_groups(self.config, layer))
+
+    @cached_property
+    def _weights(self) -> int:
+        return sum(count * group.weights for group, count in every_group(self.config))
+
+    @property
+    def _tokens_of_head(self) -> int:
+        """The tokens that go through the head together."""
+        return max(TOKENS_THROUGH_THE_HEAD, LOGITS_BYTES // (4 * self.config.vocab_size))
+
+    @cached_property
+    def _logit_seconds(self) -> float:
+        """For a softmax over one logit, and its use."""
+        p, q = torch.randn(2, TOKENS_THROUGH_THE_HEAD, self.config.vocab_size)
+        targets = torch.zeros(len(p), dtype=torch.long)
+        seconds: float = _shortest(lambda: Tally().add(p, q, targets)) / (2 * p.numel())
+        return seconds
+
+    def _seconds_of_rounding(self, scheme: QuantScheme, searched: bool) -> float:
+        key = scheme, searched and scheme.bits == 4
+        if key not in self._rounding:
+            columns = scheme.group_size or min(self.config.hidden_size, _WEIGHTS)
+            columns *= max(1, self.config.hidden_size // columns)
+            weight = torch.randn(max(1, _WEIGHTS // columns), columns, dtype=torch.bfloat16)
+            if key[1]:
+                seconds = _shortest(lambda: round_to_nearest(weight, scheme, weight.dtype, column_kernels))
+            else:
+                seconds = _shortest(lambda: quantize_rtn(weight, scheme, weight.dtype))
+            self._rounding[key] = seconds / weight.numel()
+        return self._rounding[key]
+
+    def _measured_rate(self, dtype: torch.dtype, device: torch.device) -> float:
+        """Operations a second."""
+        inputs, outputs = (min(_MAX_WIDTH, width) for width in (self.config.hidden_size, inner_width(self.config)))
+        rows = TOKENS_THROUGH_A_BLOCK if device.type == "cpu" else 4096
+        a, weight = torch.randn(rows, inputs, device=device), torch.randn(outputs, inputs, device=device)
+        narrow = weight.bfloat16()
+
+        def multiply() -> None:
+            product = bfloat16_linear(a, narrow) if dtype == torch.bfloat16 else times(a, weight.t())
+            product[0, 0].item()  # waits for the GPU
+
+        return 2 * rows * inputs * outputs / _shortest(multiply)
+
+
+def _shortest(work: Callable[[], object]) -> float:
+    """The seconds of the fastest of some runs."""
+    best = math.inf
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - started)
+    return best

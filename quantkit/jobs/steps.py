@@ -1,0 +1,101 @@
+"""The steps of a quantization, by the names of their phases in reports of progress, and the seconds that each takes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from quantkit.bit_allocation.fit import Fit
+from quantkit.bit_allocation.losses import choice_flops
+from quantkit.calibration import estimate as costs
+from quantkit.calibration.effort import EFFORTS
+from quantkit.calibration.packaged import PREFIX, ROUNDS
+from quantkit.jobs.prepare import Prepared
+from quantkit.jobs.settings import GptqSettings
+from quantkit.jobs.sizes import WeightSizes
+from quantkit.jobs.speed import Speed
+from quantkit.quality.bounds import measured_tokens
+from quantkit.tensors.products import compute_dtype
+from quantkit.tensors.scheme import QuantScheme
+
+SOURCE_CHECK = "check of the source"
+_PASSES_OF_CERTIFICATE = 3  # of the source, and of the result with each cache
+
+
+def quantization_steps(
+    prepared: Prepared, fit: Fit | None, sizes: WeightSizes, checked: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The seconds of each step, in order; and of all with each effort of GPTQ, if it solves.
+
+    Args:
+        fit: what chooses the schemes, if it does.
+        sizes: of the weights of the source and of the output.
+        checked: tokens on which the source is checked.
+    """
+    settings, config = prepared.settings, prepared.source.config
+    speed = Speed(config)
+    steps = _steps(prepared, settings, fit, speed, sizes, checked)
+    efforts = dict[str, float]()
+    if settings is not None:
+        for name in EFFORTS:
+            own = settings.with_effort(name, prepared.options.length, config)
+            efforts[name] = math.fsum(_steps(prepared, own, fit, speed, sizes, checked).values())
+    return steps, efforts
+
+
+def _steps(
+    prepared: Prepared, settings: GptqSettings | None, fit: Fit | None, speed: Speed, sizes: WeightSizes, checked: int
+) -> dict[str, float]:
+    source, certified, config = prepared.source, prepared.certified, prepared.source.config
+    weights = _weights(prepared)
+    writing, measured = (
+        speed.writing(sizes.output_bytes, sizes.source_bytes),
+        measured_tokens(source) if config.runnable else 0,
+    )
+    steps: dict[str, float] = {}
+    if settings is None and not config.runnable:
+        steps["rounding errors"] = speed.rounding(weights, searched=True)
+    if settings is not None:
+        steps |= _before(settings, fit, speed)
+    if checked:
+        steps[SOURCE_CHECK] = speed.forward(checked)
+    if settings is None:
+        steps["quantize"] = writing + speed.rounding(weights, searched=True)
+    else:
+        steps["quantize"] = writing + _calibrated(settings, speed)
+    if config.runnable and settings is None:  # which is its own baseline, and so is rounded once more
+        steps["gate"] = speed.forward(measured, models=2) + speed.rounding(weights, searched=True)
+    elif config.runnable:  # the baseline is rounded, and so is each weight that its error is compared with
+        steps["gate"] = speed.forward(measured, models=3) + 2 * speed.rounding(weights, searched=False)
+    if certified is not None:
+        passes = _PASSES_OF_CERTIFICATE * len(certified.windows)
+        attention = speed.products(certified.attention_flops(config))
+        steps["certificate"] = speed.forward(certified.tokens, passes=passes) + attention
+    return steps
+
+
+def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, float]:
+    """The steps before the source is checked: the choice of samples, and of schemes."""
+    steps, shape, config = {}, (settings.samples, settings.length), speed.config
+    if settings.text is None:  # replacements are fewer each time
+        steps["calibration samples"] = speed.forward(2 * shape[0] * min(shape[1], PREFIX), passes=ROUNDS)
+    if fit is not None:
+        steps["choose schemes"] = speed.products(choice_flops(config, shape, settings.memory_bytes))
+    return steps
+
+
+def _calibrated(settings: GptqSettings, speed: Speed) -> float:
+    """The time of GPTQ."""
+    config, device, shape = speed.config, settings.device, (settings.samples, settings.length)
+    effort = settings.effort_on(config, shape)
+    solving = speed.products(costs.solving_flops(config, shape, effort), device=device)
+    samples = speed.products(costs.calibration_flops(config, shape, effort), compute_dtype(device), device)
+    return solving + samples + costs.calibration_seconds(config, shape, effort, device)
+
+
+def _weights(prepared: Prepared) -> Counter[QuantScheme]:
+    """The number of weights in each scheme."""
+    found = Counter[QuantScheme]()
+    for module, scheme in prepared.scheme_map.schemes.items():
+        found[scheme] += math.prod(prepared.source.info(f"{module}.weight").shape)
+    return found
