@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
@@ -19,7 +19,7 @@ from quantkit import errors
 from quantkit.cli.output import as_options, note
 from quantkit.errors import RequestError
 from quantkit.formats.registry import targets
-from quantkit.jobs.option_fields import OTHER, OptionInfo, declared
+from quantkit.jobs.option_fields import OTHER, IfExists, OptionInfo, declared
 from quantkit.json_values import shown
 from quantkit.kernels import BACKENDS
 from quantkit.runtime.sampling_params import OPTIONS as SAMPLING_OPTIONS
@@ -228,6 +228,10 @@ table = click.option(
 )  # fmt: skip
 tensors_only = click.option("--tensors-only", is_flag=True, help="Accept any architecture, without running the model.")
 resume = click.option("--resume", is_flag=True, help="Continue an interrupted run of the same command.")
+if_exists = click.option(
+    "--if-exists", type=click.Choice(get_args(IfExists)), default="fail", show_default=True,
+    help="skip: accept a DST that this command would write again.",
+)  # fmt: skip
 allow_nonfinite = click.option(
     "--allow-nonfinite", is_flag=True, help="Write NaN, Inf and floats that overflow as they are."
 )
@@ -266,8 +270,9 @@ _SHARED: dict[str, Decorator] = {
     "sampling_options": _sampling,
     "stop": click.option("--stop", metavar="TEXT", multiple=True, help="Stop before this text; repeatable."),
     "to": target("compressed-tensors", quantized=True), "device": device, "template": template, "weights": weights,
-    "split_max_size": split_max_size, "resume": resume, "allow_nonfinite": allow_nonfinite, "dtype": dtype,
-    "source_check": source_check, "tensors_only": tensors_only, "int8_cache": int8_cache, "compiled": compiled,
+    "split_max_size": split_max_size, "resume": resume, "if_exists": if_exists, "allow_nonfinite": allow_nonfinite,
+    "dtype": dtype, "source_check": source_check, "tensors_only": tensors_only, "int8_cache": int8_cache,
+    "compiled": compiled,
 }  # fmt: skip
 _KINDS: dict[type | str, dict[str, Any]] = {
     "scheme": {"type": Scheme()}, "size": {"type": file_size}, "memory": {"type": memory}, "path": {"type": PATH},

@@ -91,6 +91,10 @@ class Encoder(Protocol):
         """The names of the files with tensors."""
         ...
 
+    def headers(self) -> Mapping[str, bytes]:
+        """The bytes with which files begin, by their names; empty if they are not known in advance."""
+        return {}
+
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
         """What tensor number `index` appends to which file.
 

@@ -11,14 +11,17 @@ from torch import Tensor
 
 from quantkit.formats.checkpoint import schemes, stored_name
 from quantkit.formats.container import StoredCheckpoint, weight_size
+from quantkit.formats.output.destination import manifest_path
 from quantkit.jobs import carried_codes
 from quantkit.jobs.conversion import Conversion, plan_conversion, suggest_requantize
 from quantkit.jobs.convert_options import ConvertOptions
 from quantkit.jobs.estimate import Estimate, estimate_conversion
+from quantkit.jobs.existing import Existing, is_finished
 from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.output import Writer, model_summary, writing
 from quantkit.jobs.result import ConvertResult
 from quantkit.progress import Progress, deduplicated, in_phase
+from quantkit.quality.figures import read_record
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.transcoded import Exact, require_exact, require_same_kv_cache
 from quantkit.quality.weights_only import carried_tensors
@@ -63,6 +66,8 @@ def convert(options: ConvertArguments) -> ConvertResult:
     started = time.monotonic()
     progress = deduplicated(options.progress)
     plan = plan_conversion(options)
+    if is_finished(plan.dst, options.if_exists):
+        return _skipped(plan, started, progress)
     if options.on_estimate is not None:
         options.on_estimate(estimate_conversion(plan))
     checked = options.source_check
@@ -78,6 +83,20 @@ def convert(options: ConvertArguments) -> ConvertResult:
     return ConvertResult(
         plan.dst, *size, exact, len(plan.changes.rounded), gate, time.monotonic() - started,
         [*plan.notes, *writer.notes], manifest,
+    )  # fmt: skip
+
+
+def _skipped(plan: Conversion, started: float, progress: Progress) -> ConvertResult:
+    """The result that exists. Raises `DestinationError` if it is another one than this job would write."""
+    work, there = plan.work, Existing.read(plan.dst, progress)
+    there.require_inputs(work, _planned(plan), source_check=plan.options.source_check, progress=progress)
+    there.require_files(work)
+    made, path = there.manifest, manifest_path(plan.dst)
+    gate = there.passed(Gate, "quality") if "quality" in made else None
+    exact = read_record(Exact, made["exact"], path, "what is equal") if "exact" in made else None
+    return ConvertResult(
+        plan.dst, *weight_size(there.opened(work)), exact, len(plan.changes.rounded), gate,
+        time.monotonic() - started, plan.notes, made, skipped=True,
     )  # fmt: skip
 
 
@@ -129,8 +148,7 @@ def _details(
     """The job's part of the manifest."""
     source, assigned = plan.work.source, schemes(result)
     details: dict[str, object] = {
-        "model": model_summary(source, plan.options.float_type or source.config.dtype), "options": plan.work.options,
-        "schemes": {module: str(scheme) for module, scheme in assigned.items()},
+        **_planned(plan), "schemes": {module: str(scheme) for module, scheme in assigned.items()}
     }  # fmt: skip
     if exact is not None:
         details["exact"] = exact.to_json()
@@ -141,5 +159,14 @@ def _details(
         }
         details |= {"quality": gate.to_json(), "modules": modules}
     if not source.config.runnable:
-        details |= {"tensors_only": True, "carried": carried_tensors(source, result)}
+        details["carried"] = carried_tensors(source, result)
     return details
+
+
+def _planned(plan: Conversion) -> dict[str, object]:
+    """The part of it that is known before anything is written."""
+    source, options = plan.work.source, plan.work.options
+    details: dict[str, object] = {
+        "model": model_summary(source, plan.options.float_type or source.config.dtype), "options": options,
+    }  # fmt: skip
+    return details if source.config.runnable else {**details, "tensors_only": True}

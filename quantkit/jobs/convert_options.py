@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from quantkit.arguments import as_integer, require_flags
 from quantkit.formats.detect import WeightKind
 from quantkit.formats.registry import TargetName
-from quantkit.jobs.option_fields import OTHER, option
+from quantkit.jobs.option_fields import OTHER, IfExists, option, require_if_exists
 from quantkit.tensors.dtypes import SHORT_NAMES, DType, FloatName, float_name
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class ConvertOptions:
         weights: picks one of several sets of weights in `src`: ``meta``, ``safetensors``, ``bin``, ``gpt-fast`` or
             ``gpt-fast-int8``.
         resume: continue an interrupted run, if there is one.
+        if_exists: ``fail``, or ``skip`` to accept a `dst` that this call would write again, after a comparison of all
+            hashes of source and output.
         allow_nonfinite: write NaN and Inf, and values that overflow `dtype`, as they are.
         source_check: first check that the source predicts a sample text, if it has a tokenizer.
         tensors_only: copy the tensors as they are, whatever the architecture.
@@ -64,6 +66,7 @@ class ConvertOptions:
     source_check: bool = option(_CHECKS, default=True)
     allow_nonfinite: bool = option(_CHECKS, default=False)
     resume: bool = option("Output", default=False)
+    if_exists: IfExists = option("Output", default="fail")
     weights: WeightKind | None = option(OTHER)
     tensors_only: bool = option(OTHER, default=False)
 
@@ -74,6 +77,7 @@ class ConvertOptions:
             tensors_only=self.tensors_only, dequantize=self.dequantize, requantize=self.requantize,
         )  # fmt: skip
         float_name(self.dtype)
+        require_if_exists(self.if_exists)
         object.__setattr__(self, "mp", as_integer("mp", self.mp))
 
     @property

@@ -6,11 +6,17 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
+
+from quantkit.arguments import as_string
+from quantkit.errors import RequestError
 
 P = ParamSpec("P")
 Options = TypeVar("Options")
 Result = TypeVar("Result")
+
+IfExists = Literal["fail", "skip"]
+"""What a job does if its output exists."""
 
 OTHER = "Other options"
 """The last section of a help page."""
@@ -45,6 +51,12 @@ def option(
     """A field of a job's options; see `OptionInfo`."""
     info = OptionInfo(section, help, kind, metavar, choices, changes_result)
     return field(default=default, metadata={_KEY: info})
+
+
+def require_if_exists(value: object) -> None:
+    """Raise a `RequestError` for an unknown value of `if_exists`."""
+    if as_string("if_exists", value) not in get_args(IfExists):
+        raise RequestError("unknown value of `if_exists`", found=value, expected=" or ".join(get_args(IfExists)))
 
 
 def declared(options: type) -> dict[str, OptionInfo]:

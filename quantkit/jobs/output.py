@@ -37,6 +37,8 @@ from quantkit.version import __version__
 
 CHECKPOINT_BYTES = 256 << 20
 """The writer makes a checkpoint after this many bytes."""
+NOT_CHECKED = "skipped as requested"
+"""The manifest's ``source_check`` without one."""
 _RESUMABLE = (DestinationError, QualityError, ResumeError)
 """Errors that are not the source's: another run can continue from what is there."""
 
@@ -66,9 +68,16 @@ class Work:
         return {
             "job": self.job, "quantkit": __version__, "source": manifest.identity(self.source.files()),
             **{option_key(key): value for key, value in self.options.items()},
-            **{f"file {name}": _sha256(written[name]) for name in TOKENIZER_FILES if name in written},
+            **{f"file {name}": content_hash(written[name]) for name in TOKENIZER_FILES if name in written},
             **self.computed_by, **{f"file {name}": digest for name, digest in copied_hashes.items()},
         }  # fmt: skip
+
+
+def source_hashes(source: StoredCheckpoint) -> manifest.SourceHashes:
+    """The sha256 of all files of a source that an output depends on."""
+    path = source.path
+    extra = tokenizer_files(path) if path.is_dir() else []  # a single file contains its tokenizer
+    return manifest.SourceHashes([*source.files(), *extra], path if path.is_dir() else path.parent)
 
 
 def option_key(name: str) -> str:
@@ -108,7 +117,7 @@ class Writer:
         """See `writing`, which also closes it."""
         self._work, self._encoder, self._progress = work, work.encoder, progress
         self._copied_hashes = {
-            name: _sha256(_content(value)) for name, value in work.side_files.items() if isinstance(value, Path)
+            name: content_hash(value) for name, value in work.side_files.items() if isinstance(value, Path)
         }
         fingerprint = work.fingerprint(self._copied_hashes)
         files = output_files(dst, self._encoder.files())
@@ -124,7 +133,7 @@ class Writer:
         self._unsaved_bytes = 0
         self._hashes: dict[str, str] = {}
         self._source_hashes: dict[str, str] = {}
-        self._source_check: SourceCheck | str = "skipped as requested"
+        self._source_check: SourceCheck | str = NOT_CHECKED
         try:
             last = self._last_safe_point()
             self._sink = Sink(self._staging.folder, last.files, last.sha256, progress=progress)
@@ -154,9 +163,7 @@ class Writer:
     def read_source(self, *, check: bool) -> None:
         """Hash the source in the background, and `check` it on a sample text; see `check_source`."""
         source = self._work.source
-        path = source.path
-        extra = tokenizer_files(path) if path.is_dir() else []  # a single file contains its tokenizer
-        self._hashing = manifest.SourceHashes([*source.files(), *extra], path if path.is_dir() else path.parent)
+        self._hashing = source_hashes(source)
         if check:
             found = check_source(
                 source, allow_nonfinite=self._work.options["allow_nonfinite"] is True,
@@ -266,7 +273,7 @@ class Writer:
 
     def _add_file(self, name: str, content: bytes) -> None:
         self._staging.folder.write(name, content)
-        self._hashes[name] = _sha256(content)
+        self._hashes[name] = content_hash(content)
 
     def _mark_kept(self, error: BaseException) -> None:
         """Note what is kept on an interruption, or on an error without a hint."""
@@ -303,8 +310,9 @@ def _content(path: Path) -> bytes:
         raise CheckpointError(f"cannot be read: {error.strerror or error}", path=path) from error
 
 
-def _sha256(content: bytes) -> str:
-    return sha256(content).hexdigest()
+def content_hash(content: bytes | Path) -> str:
+    """The sha256 of a side file."""
+    return sha256(_content(content) if isinstance(content, Path) else content).hexdigest()
 
 
 def _read_back(path: Path, *, tensors_only: bool) -> StoredCheckpoint:

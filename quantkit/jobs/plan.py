@@ -21,6 +21,7 @@ from quantkit.formats.output.destination import require_space
 from quantkit.jobs.conversion import plan_conversion
 from quantkit.jobs.convert_options import ConvertOptions
 from quantkit.jobs.estimate import Estimate, estimate_conversion, estimate_quantization, require_buildable
+from quantkit.jobs.existing import is_finished
 from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.prepare import prepare, size_fit
 from quantkit.jobs.quantize_options import QuantizeOptions
@@ -46,7 +47,7 @@ def convert(options: ConvertOptions) -> Estimate:
     """
     planned = plan_conversion(options, headers_only=True)
     estimate = estimate_conversion(planned)
-    _require_room(planned.dst, planned.work.encoder, estimate, resume=options.resume)
+    _require_room(planned.dst, planned.work.encoder, estimate, options)
     return estimate
 
 
@@ -62,7 +63,7 @@ def quantize(options: QuantizeOptions) -> Estimate:
     """
     prepared = prepare(options)
     estimate = estimate_quantization(prepared, size_fit(prepared))
-    _require_room(prepared.dst, prepared.encoder, estimate, resume=options.resume)
+    _require_room(prepared.dst, prepared.encoder, estimate, options)
     if prepared.settings is not None:
         prepared.settings.require_text(prepared.tokenizer, prepared.source)
     return estimate
@@ -101,6 +102,9 @@ def generate(
     return estimate_slice(checkpoint, target, batch=batch, context=context, dtype=float_dtype)
 
 
-def _require_room(dst: Path, encoder: Encoder, estimate: Estimate, *, resume: bool) -> None:
-    require_buildable(dst, encoder, resume=resume)
+def _require_room(dst: Path, encoder: Encoder, estimate: Estimate, options: ConvertOptions | QuantizeOptions) -> None:
+    if is_finished(dst, options.if_exists):
+        estimate.notes.append(f"{dst}: exists already; it would only be compared")
+        return
+    require_buildable(dst, encoder, resume=options.resume)
     require_space(dst, estimate.disk_bytes + estimate.scratch_bytes)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import unread_experts
@@ -109,6 +110,22 @@ class Prepared:
     def side_files(self) -> Mapping[str, bytes | Path]:
         """The files next to the weights."""
         return self.target.container.side_files(self.output)
+
+    def recorded_allocation(self, found: Any) -> Allocation | None:
+        """A choice from a journal or a manifest; None if it is for another size, or has another form."""
+        try:
+            allocation = Allocation.from_json(found)
+        except (AttributeError, LookupError, TypeError):
+            return None
+        return allocation if allocation.target == self.options.size else None
+
+    def with_allocation(self, allocation: Allocation) -> Prepared:
+        """With schemes that were chosen for a size. Raises `QuantkitError` as `quantize` does."""
+        source, before = self.source, self.scheme_map.recipe
+        _, notes_before = _assigned(source, before, self.dst, self.target)
+        scheme_map, more = _assigned(source, allocation.recipe(before.overrides), self.dst, self.target)
+        notes = [*(note for note in self.notes if note not in notes_before), *more]
+        return replace(self, scheme_map=scheme_map, notes=notes, allocation=allocation)
 
 
 def prepare(options: QuantizeOptions) -> Prepared:
@@ -255,21 +272,15 @@ def choose_schemes(
         allocation = fit.chosen(
             drawn.tokens, device=settings.device, memory_bytes=settings.memory_bytes, group=group, progress=progress
         )
-    source, before = prepared.source, prepared.scheme_map.recipe
-    _, notes_before = _assigned(source, before, prepared.dst, prepared.target)
-    scheme_map, more = _assigned(source, allocation.recipe(before.overrides), prepared.dst, prepared.target)
-    notes = [*(note for note in prepared.notes if note not in notes_before), *more]
-    return replace(prepared, scheme_map=scheme_map, notes=notes, allocation=allocation)
+    return prepared.with_allocation(allocation)
 
 
 def _of_interrupted(prepared: Prepared, drawn: Calibration) -> Allocation | None:
     """The choice of an interrupted run for the same size and samples; the writer compares all other options."""
     fingerprint = interrupted_fingerprint(prepared.dst)
-    found, calibration = fingerprint.get(option_key(BIT_ALLOCATION)), fingerprint.get(option_key("calibration"))
-    if not isinstance(found, dict) or calibration != drawn.to_json():
+    if fingerprint.get(option_key("calibration")) != drawn.to_json():
         return None
-    allocation = Allocation.from_json(found)
-    return allocation if allocation.target == prepared.options.size else None
+    return prepared.recorded_allocation(fingerprint.get(option_key(BIT_ALLOCATION)))
 
 
 def _not_chosen(prepared: Prepared) -> dict[str, QuantScheme | None]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from quantkit.formats.container import Written, weight_size
 from quantkit.formats.output.staging import mark_kept, partial_folder
 from quantkit.jobs.card import model_card_files
 from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
+from quantkit.jobs.existing import Existing, is_finished
 from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.output import Work, Writer, model_summary, writing
 from quantkit.jobs.prepare import BIT_ALLOCATION, Prepared, choose_schemes, prepare, size_fit, too_few_tokens
@@ -88,6 +90,11 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     require_instance("group", options.group, ProcessGroup, "a ProcessGroup")
     group, progress = options.group, deduplicated(options.progress)
     prepared = prepare(options)
+    there = is_finished(prepared.dst, options.if_exists) if group.is_rank0 else group.receive_from_rank0()
+    if group.is_rank0:
+        group.send_from_rank0(there)
+    if there:
+        return _skipped(prepared, group, began, progress) if group.is_rank0 else group.receive_from_rank0()
     fit = size_fit(prepared)
     if group.is_rank0:
         require_buildable(prepared.dst, prepared.encoder, resume=options.resume)  # before anything takes long
@@ -111,17 +118,51 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         gate, certificate = _check(prepared, result, writer, progress)
         card = model_card_files(prepared, drawn, *size, gate, certificate)
         manifest = writer.commit(_details(prepared, work, result, writer, gate, certificate), card)
+    found = _result(prepared, drawn, size, gate, certificate, began, manifest)
+    found.notes.extend([*_starved_experts(writer.records, source.config), *writer.notes])
+    group.send_from_rank0(found)
+    return found
+
+
+def _result(
+    prepared: Prepared, drawn: Calibration | None, size: tuple[int, float], gate: Gate | WeightsOnly,
+    certificate: PositionCertificate | None, began: float, manifest: dict[str, Any], *, skipped: bool = False,
+) -> QuantizeResult:  # fmt: skip
     notes = [
-        *source.notes, *prepared.notes, *prepared.target.container.notes(prepared.output),
-        *_starved_experts(writer.records, source.config), *_accepted(dst, gate, certificate), *writer.notes,
+        *prepared.source.notes, *prepared.notes, *prepared.target.container.notes(prepared.output),
+        *_accepted(prepared.dst, gate, certificate),
     ]  # fmt: skip
     embedding = prepared.scheme_map.embedding
-    found = QuantizeResult(
-        dst, prepared.scheme_map.counts(), *size, prepared.method, None if drawn is None else drawn.to_json(), gate,
-        options.accept_quality_loss, time.monotonic() - began, notes, manifest,
+    return QuantizeResult(
+        prepared.dst, prepared.scheme_map.counts(), *size, prepared.method, None if drawn is None else drawn.to_json(),
+        gate, prepared.options.accept_quality_loss, time.monotonic() - began, notes, manifest,
         weight_sizes(prepared, prepared.encoder.total_bytes()), None if embedding is None else str(embedding),
-        certificate, prepared.allocation,
+        certificate, prepared.allocation, skipped,
     )  # fmt: skip
+
+
+def _skipped(prepared: Prepared, group: ProcessGroup, began: float, progress: Progress) -> QuantizeResult:
+    """The result that exists. Raises `DestinationError` if it is another one than this job would write."""
+    options, there = prepared.options, Existing.read(prepared.dst, progress)
+    if options.size is not None:
+        if (allocation := prepared.recorded_allocation(there.manifest.get(BIT_ALLOCATION))) is None:
+            raise there.differs(BIT_ALLOCATION)
+        prepared = prepared.with_allocation(allocation)
+    known = {"job": "quantize", **_work(prepared, None, group).options}
+    there.require({key: there.manifest.get(key) for key in known}, known)  # before anything takes long
+    prepared, drawn = _settled(prepared, None, SINGLE, progress)  # rank 0 draws for all
+    work = _work(prepared, drawn, group)
+    there.require_inputs(work, _planned(prepared, work), source_check=options.source_check, progress=progress)
+    accepted, certificate, text = options.accept_quality_loss, None, prepared.certified
+    gate = there.passed(Gate if prepared.source.config.runnable else WeightsOnly, "quality", accepted=accepted)
+    if ("positions" in there.manifest) != (text is not None):
+        raise there.differs("certify_positions")
+    if text is not None:
+        stated = {"text": text.name, "sha256": text.sha256, "asked": text.requested}
+        certificate = there.passed(PositionCertificate, "positions", accepted=accepted, **stated)
+    size = weight_size(there.opened(work))
+    there.require_files(work, model_card_files(prepared, drawn, *size, gate, certificate))
+    found = _result(prepared, drawn, size, gate, certificate, began, there.manifest, skipped=True)
     group.send_from_rank0(found)
     return found
 
@@ -178,11 +219,13 @@ def _work(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) ->
     scratch = 0
     if settings is not None and drawn is not None:
         recorded |= {"calibration": drawn.to_json(), "effort": settings.effort}
+        device = settings.device
         computed_by = {
-            "torch": torch.__version__, "number of processes": group.size, "kind of device": settings.device.type,
-            "samples multiplied in": str(compute_dtype(settings.device)),
+            "torch": torch.__version__, "number of processes": group.size,
+            "samples multiplied in": str(compute_dtype(device)),
+            "kind of device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "number of threads": torch.get_num_threads(), "instruction set": torch.backends.cpu.get_cpu_capability(),
-            "column kernels": kernels_name(settings.device),
+            "column kernels": kernels_name(device),
         }  # fmt: skip
         if settings.text is None or drawn.documents is not None:  # a model or a template has made or chosen them
             computed_by["calibration samples"] = drawn.fingerprint()
@@ -219,7 +262,7 @@ def _details(
     """The manifest's own part of a quantization."""
     source, accepted = prepared.source, prepared.options.accept_quality_loss
     details: dict[str, object] = {
-        "model": model_summary(source, source.config.dtype), **work.options,
+        **_planned(prepared, work),
         "quality": gate.to_json(accepted=accepted), "modules": prepared.scheme_map.describe(writer.records),
     }  # fmt: skip
     if work.computed_by:
@@ -229,6 +272,11 @@ def _details(
     if not source.config.runnable:
         details["carried"] = carried_tensors(source, result)
     return details
+
+
+def _planned(prepared: Prepared, work: Work) -> dict[str, object]:
+    """The part of it that is known before anything is written."""
+    return {"model": model_summary(prepared.source, prepared.source.config.dtype), **work.options}
 
 
 def _write(

@@ -14,7 +14,7 @@ from quantkit.arguments import as_integer, as_path, as_seed, as_string, is_sever
 from quantkit.calibration.effort import ACTIVATION_MEMORY, EFFORTS, MAX_LENGTH, SAMPLES, SEED, EffortName
 from quantkit.errors import RequestError
 from quantkit.formats.registry import TargetName
-from quantkit.jobs.option_fields import OTHER, option
+from quantkit.jobs.option_fields import OTHER, IfExists, option, require_if_exists
 from quantkit.jobs.target import quantized_target
 from quantkit.json_values import shown
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
@@ -95,7 +95,7 @@ class QuantizeOptions:
             spell it; by default what the source's own files say.
         to: ``compressed-tensors`` (the default), ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf``; any of
             them with any `method`.
-        split_max_size, template, weights, resume: as in `convert`.
+        split_max_size, template, weights, resume, if_exists: as in `convert`.
         dequantize: accept a `src` that is quantized already: its weights are computed in float32, and each is rounded
             once to the model's type, as `convert` does.
         tensors_only: quantize the tensors as they are, whatever the architecture; for rounding only, and no logits
@@ -171,6 +171,7 @@ class QuantizeOptions:
     split_max_size: int | None = option(OUTPUT)
     template: str | None = option(OUTPUT)
     resume: bool = option(OUTPUT, default=False, changes_result=False)
+    if_exists: IfExists = option(OUTPUT, default="fail", changes_result=False)
     weights: WeightKind | None = option(OTHER)
     dequantize: bool = option(OTHER, "Read the weights of a quantized SRC as floats.", bool, default=False)
     tensors_only: bool = option(OTHER, default=False)
@@ -180,6 +181,7 @@ class QuantizeOptions:
         other, as far as this needs no model."""
         require_flags(**{name: getattr(self, name) for name in _FLAGS})
         as_path("dst", self.dst)
+        require_if_exists(self.if_exists)
         for value, pattern, name, expected in (
             (self.base_model, HUB_NAME, "base_model", "owner/name"),
             (self.license, _LICENSE, "license", "apache-2.0, llama3.1, other, ..."),

@@ -31,6 +31,7 @@ class ConvertResult:
         seconds: what it took; a resumed run counts its own time.
         notes: what one should know though it is no error.
         manifest: what ``quantkit.json`` holds.
+        skipped: whether `path` existed and was accepted, with `if_exists="skip"`.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class ConvertResult:
     seconds: float
     notes: list[str]
     manifest: dict[str, Any]
+    skipped: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
@@ -55,7 +57,7 @@ class ConvertResult:
             facts.append(self.exact.line())
         if self.quality is not None:
             facts += [*([f"{self.rounded} rounded anew"] if self.rounded else []), *_lost(self.quality)]
-        return [f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}"]
+        return [f"{_outcome(self)}: {', '.join([*facts, _time(self.seconds)])}"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class QuantizeResult:
         embedding: its scheme; None where it keeps its floats.
         positions: what was lost by position; None if no certificate was requested.
         allocation: how the schemes were chosen for a size; None where they were given.
+        skipped: as in `ConvertResult`.
     """
 
     path: Path
@@ -95,6 +98,7 @@ class QuantizeResult:
     embedding: str | None = None
     positions: PositionCertificate | None = None
     allocation: Allocation | None = None
+    skipped: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values; ``quality`` and ``positions`` as the manifest has them."""
@@ -116,7 +120,7 @@ class QuantizeResult:
         ]  # fmt: skip
         chosen = [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]
         by_position = [] if self.positions is None else self.positions.lines()
-        wrote = f"wrote {self.path}: {', '.join([*facts, _time(self.seconds)])}"
+        wrote = f"{_outcome(self)}: {', '.join([*facts, _time(self.seconds)])}"
         return [*chosen, wrote, *by_position, *self.weights.hints()]
 
 
@@ -124,6 +128,10 @@ def growth_text(ratio: Estimate) -> str:
     """By how much a figure has grown, in percent."""
     growth = Estimate(ratio.value - 1, ratio.error).times(100)
     return f"{'' if growth.value < 0 else '+'}{growth} %".replace(" ±", " % ±")
+
+
+def _outcome(made: ConvertResult | QuantizeResult) -> str:
+    return f"{made.path} exists already, from the same inputs and options" if made.skipped else f"wrote {made.path}"
 
 
 def _schemes(schemes: dict[str, int]) -> str:

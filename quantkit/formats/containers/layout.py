@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -67,6 +67,9 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
 
     def files(self) -> Sequence[str]:
         return self._names
+
+    def headers(self) -> Mapping[str, bytes]:
+        return dict(zip(self._names, self._headers, strict=True))
 
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
         for number in self._of_part[index]:

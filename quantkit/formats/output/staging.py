@@ -173,22 +173,20 @@ class Staging:
         if not isinstance(before, dict):
             raise not_ours(self.path / JOURNAL)
         if before != fingerprint:
-            problem, found = "the interrupted run had other inputs or options", _changes(before, fingerprint)
+            problem, found = "the interrupted run had other inputs or options", changed_keys(before, fingerprint)
             hint = "repeat its command, or remove the folder and start anew"
             raise ResumeError(problem, path=self.path, found=f"changed {', '.join(found)}", hint=hint)
         return rest
 
 
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The keys in which two fingerprints differ; those that only one has, only if there is no other difference."""
     changed = []
     for key in sorted({*before} & {*now}):
         one, other = before[key], now[key]
-        if isinstance(one, dict) and isinstance(other, dict):
-            parts = sorted(part for part in {*one, *other} if one.get(part) != other.get(part))
-            changed += [f"{key} ({', '.join(parts)})"] * bool(parts)
-        elif one != other:
-            changed.append(key)
+        if one != other:
+            nested = isinstance(one, dict) and isinstance(other, dict)
+            changed.append(f"{key} ({', '.join(changed_keys(one, other))})" if nested else key)
     return changed or sorted({*before} ^ {*now})
 
 
