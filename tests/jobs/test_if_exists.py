@@ -309,6 +309,14 @@ def test_an_interrupted_run_is_not_an_output(source: Path, tmp_path: Path) -> No
     assert not partial(dst).exists()
 
 
+def test_an_output_that_is_being_placed_is_not_finished(source: Path, in_gguf: Path, tmp_path: Path) -> None:
+    dst = tmp_path / in_gguf.name
+    shutil.copy(f"{in_gguf}.quantkit.json", f"{dst}.quantkit.json")
+    partial(dst).mkdir()
+    with pytest.raises(InterruptedRunError):
+        quantkit.quantize(source, dst, "int8", if_exists="skip")
+
+
 def test_a_plan_says_that_an_output_would_be_compared(source: Path, converted: Path, quantized: Path) -> None:
     said = "exists already; it would only be compared"
     assert quantkit.plan.convert(source, converted, if_exists="skip").notes[-1] == f"{converted}: {said}"
