@@ -115,7 +115,7 @@ def test_what_differs_in_a_conversion_is_named(source: Path, converted: Path) ->
         ({"seed": 1}, "calibration ("),
         ({"samples": 5}, "calibration ("),
         ({"calibration": ["The people of the United States. " * 99]}, "calibration ("),
-        ({"thorough": True}, "thorough"),
+        ({"thorough": True}, "effort"),
         ({"license": "mit"}, "file README.md"),
         ({"accept_quality_loss": True}, "quality (accepted)"),
         ({"certify_positions": 64}, "certify_positions"),
