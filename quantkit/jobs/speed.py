@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -23,6 +23,7 @@ from quantkit.tensors.scheme import QuantScheme
 
 _REPEATS = 3
 _WEIGHTS = 1 << 19  # that are rounded
+_ROWS_ON_GPU = 4096
 _MAX_WIDTH = 2048  # of matrices that are multiplied
 _CPU = torch.device("cpu")
 # As measured on small models:
@@ -38,28 +39,28 @@ class Speed:
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        self._rates: dict[tuple[torch.dtype, str], float] = {}
-        self._rounding: dict[tuple[QuantScheme, bool], float] = {}
 
     def products(self, flops: float, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> float:
         """The time of operations in matrix products."""
-        key = dtype, device.type
-        if key not in self._rates:
-            self._rates[key] = self._measured_rate(dtype, device)
-        return flops / self._rates[key]
+        inputs, outputs = (min(_MAX_WIDTH, width) for width in (self.config.hidden_size, inner_width(self.config)))
+        return flops * _seconds_of_operation(inputs, outputs, dtype, device)
 
     def forward(self, tokens: int, *, models: int = 1, passes: int = 1) -> float:
         """The time of a number of tokens through models on disk, up to their logits, in a number of passes."""
         config = self.config
         states = tokens * config.num_layers * config.hidden_size * _SECONDS_OF_STATE
-        logits = tokens * config.vocab_size * self._logit_seconds
+        logits = tokens * config.vocab_size * _seconds_of_logit(config.vocab_size)
         head = config.vocab_size * config.hidden_size * max(1, tokens // self._tokens_of_head)
         loaded = passes * (self.linears * _SECONDS_OF_LINEAR + (self._weights + head) * _SECONDS_OF_WEIGHT)
         return models * (self.products(forward_flops(config, tokens)) + states + logits + loaded)
 
     def rounding(self, schemes: Mapping[QuantScheme, int], *, searched: bool) -> float:
         """The time to round numbers of weights, by scheme; int4 on searched scales or on those that span the groups."""
-        return sum(count * self._seconds_of_rounding(scheme, searched) for scheme, count in schemes.items())
+        width = self.config.hidden_size
+        return sum(
+            count * _seconds_of_rounding(scheme, width, searched=searched and scheme.bits == 4)
+            for scheme, count in schemes.items()
+        )
 
     def writing(self, size: int, source: int) -> float:
         """The time to hash files of a source and write those of an output, of these sizes in bytes."""
@@ -80,39 +81,41 @@ class Speed:
         """The tokens that go through the head together."""
         return max(TOKENS_THROUGH_THE_HEAD, LOGITS_BYTES // (4 * self.config.vocab_size))
 
-    @cached_property
-    def _logit_seconds(self) -> float:
-        """For a softmax over one logit, and its use."""
-        p, q = torch.randn(2, TOKENS_THROUGH_THE_HEAD, self.config.vocab_size)
-        targets = torch.zeros(len(p), dtype=torch.long)
-        seconds: float = _shortest(lambda: Tally().add(p, q, targets)) / (2 * p.numel())
-        return seconds
 
-    def _seconds_of_rounding(self, scheme: QuantScheme, searched: bool) -> float:
-        key = scheme, searched and scheme.bits == 4
-        if key not in self._rounding:
-            columns = scheme.group_size or min(self.config.hidden_size, _WEIGHTS)
-            columns *= max(1, self.config.hidden_size // columns)
-            weight = torch.randn(max(1, _WEIGHTS // columns), columns, dtype=torch.bfloat16)
-            if key[1]:
-                seconds = _shortest(lambda: round_to_nearest(weight, scheme, weight.dtype, column_kernels))
-            else:
-                seconds = _shortest(lambda: quantize_rtn(weight, scheme, weight.dtype))
-            self._rounding[key] = seconds / weight.numel()
-        return self._rounding[key]
+@cache
+def _seconds_of_logit(vocab_size: int) -> float:
+    """For a softmax over one logit, and its use."""
+    p, q = torch.randn(2, TOKENS_THROUGH_THE_HEAD, vocab_size)
+    targets = torch.zeros(len(p), dtype=torch.long)
+    seconds: float = _shortest(lambda: Tally().add(p, q, targets)) / (2 * p.numel())
+    return seconds
 
-    def _measured_rate(self, dtype: torch.dtype, device: torch.device) -> float:
-        """Operations a second."""
-        inputs, outputs = (min(_MAX_WIDTH, width) for width in (self.config.hidden_size, inner_width(self.config)))
-        rows = TOKENS_THROUGH_A_BLOCK if device.type == "cpu" else 4096
-        a, weight = torch.randn(rows, inputs, device=device), torch.randn(outputs, inputs, device=device)
-        narrow = weight.bfloat16()
 
-        def multiply() -> None:
-            product = bfloat16_linear(a, narrow) if dtype == torch.bfloat16 else times(a, weight.t())
-            product[0, 0].item()  # waits for the GPU
+@cache
+def _seconds_of_rounding(scheme: QuantScheme, width: int, *, searched: bool) -> float:
+    """For one weight of a matrix as wide as the model."""
+    columns = scheme.group_size or min(width, _WEIGHTS)
+    columns *= max(1, width // columns)
+    weight = torch.randn(max(1, _WEIGHTS // columns), columns, dtype=torch.bfloat16)
+    if searched:
+        seconds = _shortest(lambda: round_to_nearest(weight, scheme, weight.dtype, column_kernels))
+    else:
+        seconds = _shortest(lambda: quantize_rtn(weight, scheme, weight.dtype))
+    return seconds / weight.numel()
 
-        return 2 * rows * inputs * outputs / _shortest(multiply)
+
+@cache
+def _seconds_of_operation(inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> float:
+    """For one of the operations of a matrix product of these widths."""
+    rows = TOKENS_THROUGH_A_BLOCK if device.type == "cpu" else _ROWS_ON_GPU
+    a, weight = torch.randn(rows, inputs, device=device), torch.randn(outputs, inputs, device=device)
+    narrow = weight.bfloat16()
+
+    def multiply() -> None:
+        product = bfloat16_linear(a, narrow) if dtype == torch.bfloat16 else times(a, weight.t())
+        product[0, 0].item()  # waits for the GPU
+
+    return _shortest(multiply) / (2 * rows * inputs * outputs)
 
 
 def _shortest(work: Callable[[], object]) -> float:

@@ -20,6 +20,8 @@ from quantkit.tensors.scheme import QuantScheme
 
 SOURCE_CHECK = "check of the source"
 _PASSES_OF_CERTIFICATE = 3  # of the source, and of the result with each cache
+_OVERHEAD = 1.3  # of samples and the solver, in units of their matrix products
+_TRIED_AGAIN = 1.2  # parts of samples, with those that replace others
 
 
 def quantization_steps(
@@ -77,10 +79,11 @@ def _steps(
 def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, float]:
     """The steps before the source is checked: the choice of samples, and of schemes."""
     steps, shape, config = {}, (settings.samples, settings.length), speed.config
-    if settings.text is None:  # replacements are fewer each time
-        steps["calibration samples"] = speed.forward(2 * shape[0] * min(shape[1], PREFIX), passes=ROUNDS)
+    if settings.text is None:
+        tried = int(_TRIED_AGAIN * shape[0] * min(shape[1], PREFIX))
+        steps["calibration samples"] = speed.forward(tried, passes=ROUNDS)
     if fit is not None:
-        steps["choose schemes"] = speed.products(choice_flops(config, shape, settings.memory_bytes))
+        steps["choose schemes"] = _OVERHEAD * speed.products(choice_flops(config, shape, settings.memory_bytes))
     return steps
 
 
@@ -90,7 +93,7 @@ def _calibrated(settings: GptqSettings, speed: Speed) -> float:
     effort = settings.effort_on(config, shape)
     solving = speed.products(costs.solving_flops(config, shape, effort), device=device)
     samples = speed.products(costs.calibration_flops(config, shape, effort), compute_dtype(device), device)
-    return solving + samples + costs.calibration_seconds(config, shape, effort, device)
+    return _OVERHEAD * (solving + samples) + costs.calibration_seconds(config, shape, effort, device)
 
 
 def _weights(prepared: Prepared) -> Counter[QuantScheme]:
