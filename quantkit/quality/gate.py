@@ -196,8 +196,13 @@ def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path
     if problem is None:
         return
     if remedy is None:
-        rounding = all(one.rounding_kl is not None and one.rounding_kl <= one.kl_bound for one in gate.texts)
-        solver = 'GPTQ with more text, or round with `method="rtn"`' if rounding else "GPTQ with more text"
+        baselines = [one.rounding_kl for one in gate.texts]
+        if None in baselines:  # the result is rounded itself
+            solver = '`method="gptq"`'
+        elif all(kl is not None and kl <= one.kl_bound for kl, one in zip(baselines, gate.texts, strict=True)):
+            solver = 'GPTQ with more text, or round with `method="rtn"`'
+        else:
+            solver = "GPTQ with more text"
         remedy = f"choose a finer scheme or {solver}, or keep it with `accept_quality_loss=True` (and `resume=True`)"
     errors = ((relative_error(*_pair(source, result, module)), module) for module in schemes(result))
     worst = ", ".join(f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_NUM_WORST])
