@@ -97,7 +97,7 @@ def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = 
             kept: Tensor = option.keep(found, value)
         else:
             ranked, order = found.sort(dim=-1, descending=True)
-            dropped = option.drops(ranked, torch.arange(ranked.shape[-1], device=ranked.device), value)
+            dropped = option.drops(torch, ranked, torch.arange(ranked.shape[-1], device=ranked.device), value)
             kept = torch.zeros_like(found).scatter(-1, order, ranked.masked_fill(dropped, 0))
         if kept is not found:
             found = kept / kept.sum(-1, keepdim=True)

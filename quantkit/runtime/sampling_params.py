@@ -147,8 +147,8 @@ class Option:
             tokens the text already contains, bool [..., V].
         needs_seen_tokens: whether `adjust` uses these.
         row: the value as an array [V] for XLA, given the vocabulary size; None where it is a number.
-        drops: which tokens are not drawn. Called with probabilities in falling order [..., V], their ranks from 0, and
-            the value; in torch and in JAX.
+        drops: which tokens are not drawn. Called with ``torch`` or ``jax.numpy``, probabilities in falling order
+            [..., V], their ranks from 0, and the value.
         keep: the same in torch without sorting: probabilities [..., V] with zeros for the tokens that are dropped.
     """
 
@@ -159,7 +159,7 @@ class Option:
     adjust: Callable[[Any, Any, Any, Any], Any] | None = None
     needs_seen_tokens: bool = False
     row: Callable[[Any, int], list[float]] | None = None
-    drops: Callable[[Any, Any, Any], Any] | None = None
+    drops: Callable[[Any, Any, Any, Any], Any] | None = None
     keep: Callable[[Any, Any], Any] | None = None
 
 
@@ -180,17 +180,17 @@ OPTIONS = (
     ),
     Option(
         "top_k", _top_k, "Draw from the K likeliest tokens; 0 is all.", int,
-        drops=lambda ranked, rank, top_k: (top_k > 0) & (rank >= top_k), keep=_keep_top_k,
+        drops=lambda xp, ranked, rank, top_k: (top_k > 0) & (rank >= top_k), keep=_keep_top_k,
     ),
     Option(
         "top_p", _number(lambda x: 0 < x <= 1, "lie in (0, 1]"),
         "Draw from the likeliest tokens whose probabilities together exceed this.", float,
-        drops=lambda ranked, rank, top_p: (top_p < 1) & (ranked.cumsum(-1) - ranked > top_p),
+        drops=lambda xp, ranked, rank, top_p: (top_p < 1) & (ranked.cumsum(-1) - ranked > top_p),
     ),
     Option(
         "min_p", _number(lambda x: 0 <= x <= 1, "lie in [0, 1]"),
         "Draw from tokens with at least this share of the likeliest one's probability.", float,
-        drops=lambda ranked, rank, min_p: ranked < min_p * ranked[..., :1], keep=_keep_min_p,
+        drops=lambda xp, ranked, rank, min_p: ranked < min_p * ranked[..., :1], keep=_keep_min_p,
     ),
     Option(
         "seed", lambda name, value: None if value is None else as_seed(name, value),

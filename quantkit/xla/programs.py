@@ -197,7 +197,7 @@ def _sample_one(
     ranked, order = jax.lax.top_k(scaled, scaled.shape[0])
     for option in OPTIONS:
         if option.drops is not None:
-            drops = partial(option.drops, jax.nn.softmax(ranked), jnp.arange(ranked.shape[0]))
+            drops = partial(option.drops, jnp, jax.nn.softmax(ranked), jnp.arange(ranked.shape[0]))
             ranked = jnp.where(drops(values[option.name]), -jnp.inf, ranked)
     key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
     drawn = order[jax.random.categorical(key, ranked)]

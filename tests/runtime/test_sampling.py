@@ -99,7 +99,7 @@ def test_an_option_keeps_without_sorting_what_it_does_not_drop(option: Option) -
     for value in (2, 7, 400) if option.type is int else (0.1, 0.5, 1.0):
         found = torch.randn(3, 300).softmax(-1)
         ranked, order = found.sort(dim=-1, descending=True)
-        kept = ranked.masked_fill(option.drops(ranked, torch.arange(300), torch.tensor(value)), 0)
+        kept = ranked.masked_fill(option.drops(torch, ranked, torch.arange(300), torch.tensor(value)), 0)
         assert torch.equal(option.keep(found, value), torch.zeros_like(found).scatter(-1, order, kept))
 
 
