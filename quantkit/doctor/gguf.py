@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from quantkit.architectures.gguf import sharing_families
 from quantkit.doctor import text
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import Folder
@@ -21,11 +22,8 @@ _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 _GEMMA2 = {"attention.sliding_window_pattern": 1, "attn_logit_softcapping": 0, "final_logit_softcapping": 0}
 """Values with which llama.cpp stops or divides by zero."""
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
-_EVEN = (
-    "llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "qwen2moe",
-    "qwen3moe", "olmoe", "mistral3",
-)  # fmt: skip
-"""Architectures whose blocks all have the same tensors."""
+_ALSO_EVEN = ("mistral3",)
+"""Architectures that quantkit does not read, and whose blocks all have the same tensors, as in those that it reads."""
 _IDS = ("bos_token_id", "eos_token_id", "padding_token_id", "unknown_token_id", "eot_token_id")
 
 
@@ -68,7 +66,8 @@ def _keys(metadata: Mapping[str, Any], architecture: str, where: str) -> Iterato
 
 
 def _tensors(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, GgufTensor]) -> Iterator[Finding]:
-    for name in ("token_embd.weight", "output_norm.weight") if architecture in _EVEN else ("token_embd.weight",):
+    even = architecture in (*sharing_families(), *_ALSO_EVEN)
+    for name in ("token_embd.weight", "output_norm.weight") if even else ("token_embd.weight",):
         if name not in tensors:
             yield finding("missing-tensor", name, "not in the file")
     blocks = metadata.get(f"{architecture}.block_count")
@@ -92,7 +91,7 @@ def _tensors(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[st
     for layer, found in own.items():
         if not found:
             yield finding("missing-tensor", f"blk.{layer}", "the block has no tensors")
-        elif architecture in _EVEN:
+        elif even:
             for suffix, counts in shapes.items():
                 if suffix not in found and 2 * counts.total() > blocks:
                     yield finding("missing-tensor", f"blk.{layer}.{suffix}", "not in the file; other blocks have it")
