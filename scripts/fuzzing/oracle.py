@@ -12,6 +12,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ _GGUF = {
 _GGUF_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GGUF_CODES = ("Q4_0", "Q8_0")
 _GGUF_EXACT = ("Q4_0", "Q5_0", "Q8_0")  # of embedding and head, which float32 has exactly
+_UNSEEN = 1e-17  # errors whose squares a search in float32 may lose
 _COLUMNS = ("attention.wo", "feed_forward.w2")
 _DERIVED = re.compile(r"(.*\.)?(rope\.freqs|freqs_cis|rotary_emb\.\w+)")
 
@@ -105,17 +107,13 @@ def dequantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {name: tensor for name, tensor in stored.items() if ".weight_" not in name}
     for name, packed in stored.items():
         if name.endswith("_packed"):
-            found[name.removesuffix("_packed")] = _floats(stored, name.removesuffix("_packed"), packed)[0]
+            found[name.removesuffix("_packed")] = _layer(stored, name.removesuffix("_packed"), packed).values
     return found
 
 
 def rounded(stored: dict[str, Tensor], source: dict[str, Tensor]) -> str | None:
-    """Where a quantized model is not a rounding of its source, with each weight within half a step or clipped to the
-    last code; None if it is one.
-
-    A symmetric scale is stored in the float type of the weights: what its rounding moves the largest weights
-    by is allowed on top.
-    """
+    """Where a quantized model is not a rounding of its source, with each weight at its nearest code and no group
+    further from the source than on the scale that spans it; None if it is one."""
     source = _untied(source)
     plain = _untied({name: tensor for name, tensor in stored.items() if ".weight_" not in name})
     packed = {name.removesuffix("_packed"): t for name, t in stored.items() if name.endswith("_packed")}
@@ -125,34 +123,72 @@ def rounded(stored: dict[str, Tensor], source: dict[str, Tensor]) -> str | None:
         if name not in packed and (problem := differs(tensor, source[name])):
             return f"tensor {name}: {problem}"
     for name, words in packed.items():
-        values, step = _floats(stored, name, words)
-        weight = source[name].float()
-        if values.shape != weight.shape:
-            return f"tensor {name}: {list(values.shape)} against {list(weight.shape)}"
-        info = torch.finfo(stored[name + "_scale"].dtype)
-        allowed = 0.5 * step.abs() * (1 + 1e-3) + weight.abs() * info.eps + 256 * info.smallest_normal * info.eps
-        excess = (values - weight).abs() - allowed
-        wanted, codes = (
-            weight / step,
-            (values / step).round(),
-        )  # symmetric codes, of which a search for scales clips some
-        clipped = ((wanted < -8) & (codes == -8)) | ((wanted > 7) & (codes == 7))
-        if not bool(((excess <= 0) | clipped).all()):
-            return f"tensor {name}: {excess.max().item():.3g} beyond half a step"
+        problem = _badly_rounded(stored, name, words, source[name].float())
+        if problem is not None:
+            return f"tensor {name}: {problem}"
     return None
 
 
-def _floats(stored: dict[str, Tensor], name: str, packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights [O, I] of one layer, and the step at each of them."""
+def _badly_rounded(stored: dict[str, Tensor], name: str, packed: Tensor, weight: Tensor) -> str | None:
+    """What is wrong with the rounding of one layer."""
+    layer = _layer(stored, name, packed)
+    if layer.values.shape != weight.shape:
+        return f"{list(layer.values.shape)} against {list(weight.shape)}"
+    dtype = stored[name + "_scale"].dtype
+    info = torch.finfo(dtype)
+    smallest = 256 * info.smallest_normal * info.eps  # what steps of subnormal scales may be wrong by
+    wanted = weight / layer.step + layer.zero
+    clipped = ((wanted < 0) & (layer.codes == 0)) | ((wanted > layer.top) & (layer.codes == layer.top))
+    excess = (layer.values - weight).abs() - (0.5 * layer.step.abs() * (1 + 1e-3) + smallest)
+    if not bool(((excess <= 0) | clipped).all()):
+        return f"{excess.max().item():.3g} beyond half a step"
+    shape = *stored[name + "_scale"].shape, -1
+    found = _norms((layer.values - weight).view(shape))
+    spanning = _norms(_spanning_errors(weight.view(shape), layer.top, name + "_zero_point" in stored, dtype))
+    more = found - spanning * (1 + 1e-3) - smallest - _UNSEEN
+    if not bool((more <= 0).all()):
+        return f"the error of a group is {more.max().item():.3g} larger than on the scale that spans it"
+    return None
+
+
+def _spanning_errors(weight: Tensor, top: int, zeros: bool, dtype: torch.dtype) -> Tensor:
+    """Errors of groups [O, G, S] on the scales, stored in a float type, that spread their largest magnitudes, or with
+    zero points their ranges, over all codes."""
+    low, high = weight.amin(-1, keepdim=True).clamp(max=0), weight.amax(-1, keepdim=True).clamp(min=0)
+    span = (high - low) / top if zeros else torch.maximum(high, -low) / (top / 2)
+    step = span.to(dtype).float()
+    zero = (-low / step).round().clamp(0, top) if zeros else (top + 1) // 2
+    values = ((weight / step).round().add(zero).clamp(0, top) - zero) * step
+    return torch.where(step > 0, values - weight, weight)
+
+
+def _norms(groups: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(groups, dim=-1, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's codes [O, I], from 0 to `top`; the zero point and the step at each of them, and their values."""
+
+    codes: Tensor
+    top: int
+    zero: Tensor
+    step: Tensor
+
+    @property
+    def values(self) -> Tensor:
+        return (self.codes - self.zero) * self.step
+
+
+def _layer(stored: dict[str, Tensor], name: str, packed: Tensor) -> _Layer:
     rows, columns = stored[name + "_shape"].tolist()
     scale = stored[name + "_scale"].float()
     bits, group = packed.shape[1] * 32 // columns, columns // scale.shape[1]
-    codes = _unpacked(packed, bits)[:, :columns]
-    zero: Tensor | float = float(1 << (bits - 1))
+    zero = torch.full_like(scale, 1 << (bits - 1))
     if name + "_zero_point" in stored:
-        zero = _unpacked(stored[name + "_zero_point"].T, bits)[:, :rows].T.repeat_interleave(group, 1)
-    step = scale.repeat_interleave(group, 1)
-    return (codes - zero) * step, step
+        zero = _unpacked(stored[name + "_zero_point"].T, bits)[:, :rows].T
+    wide = (one.repeat_interleave(group, 1) for one in (zero, scale))
+    return _Layer(_unpacked(packed, bits)[:, :columns], (1 << bits) - 1, *wide)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

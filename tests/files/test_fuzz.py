@@ -16,6 +16,7 @@ import torch
 from paths import ROOT
 from safetensors.torch import save
 from schemes import any_scheme
+from torch import Tensor
 
 from fuzzing import oracle
 from fuzzing.bases import CONFIG, Base
@@ -23,9 +24,14 @@ from fuzzing.inputs import WHOLE_EVERY, Inputs
 from quantkit.architectures.gguf_config import metadata_of
 from quantkit.files.gguf_io import build_header
 from quantkit.files.gguf_types import GgmlType, GgufTensor
+from quantkit.formats.codecs.compressed_tensors import PackQuantized
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import HF
-from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
+from quantkit.solver.columns import TORCH
+from quantkit.solver.rounding import round_to_nearest
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.spec import TensorSpec
 
 pytestmark = pytest.mark.processes
 
@@ -115,18 +121,27 @@ def test_one_bit_is_a_difference() -> None:
 
 @pytest.mark.parametrize("text", ["int8", "int8-asym", "int4-g32", "int4-g32-asym"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_rounding_is_within_half_a_step_and_another_weight_is_not(text: str, dtype: torch.dtype) -> None:
-    from quantkit.formats.codecs.compressed_tensors import PackQuantized
-    from quantkit.tensors.dtypes import DType
-    from quantkit.tensors.spec import TensorSpec
-
+def test_a_rounding_passes_and_another_weight_and_scales_that_clip_too_much_do_not(
+    text: str, dtype: torch.dtype
+) -> None:
     source = torch.randn(16, 64).to(dtype)
-    value = quantize_rtn(source, any_scheme(text), dtype)
-    codec = PackQuantized(value.scheme)
-    names = [tensor.name for tensor in codec.stored(TensorSpec("a.weight", value.shape, DType.of(dtype), value.scheme))]
-    quantized = dict(zip(names, codec.encode(value), strict=True))
+    value, _ = round_to_nearest(source, any_scheme(text), dtype, lambda _: TORCH)
+    quantized = compressed_tensors(value)
     assert torch.equal(oracle.dequantized(quantized)["a.weight"], value.dequantize())
     assert oracle.rounded(quantized, {"a.weight": source}) is None
     moved = source.clone()
     moved[3, 5] += 2 * value.scale[3].max()
     assert "beyond half a step" in str(oracle.rounded(quantized, {"a.weight": moved}))
+    scale, groups = value.scale / 2, value.scale.shape[1]
+    steps = (source.float().view(16, groups, -1) / scale.float().unsqueeze(-1)).round().view(16, 64)
+    zero = value.scheme.levels // 2 if value.zero is None else value.zero.repeat_interleave(64 // groups, 1)
+    codes = (steps + zero).clamp(0, value.scheme.levels - 1).to(torch.uint8)
+    clipping = compressed_tensors(QuantTensor(codes, scale, value.zero, value.scheme))
+    assert "the error of a group" in str(oracle.rounded(clipping, {"a.weight": source}))
+
+
+def compressed_tensors(value: QuantTensor) -> dict[str, Tensor]:
+    """A weight `a`, as stored."""
+    codec = PackQuantized(value.scheme)
+    spec = TensorSpec("a.weight", value.shape, DType.of(value.scale.dtype), value.scheme)
+    return dict(zip((tensor.name for tensor in codec.stored(spec)), codec.encode(value), strict=True))
