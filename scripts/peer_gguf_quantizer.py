@@ -81,14 +81,16 @@ def compare(file: Path) -> tuple[int, int, list[str]]:
     return count, coded, differing
 
 
-def quantize(source: str, file: str, kind: str) -> None:
-    """By llama.cpp."""
+def quantize(source: str, file: str, kind: str, only: str = "") -> None:
+    """By llama.cpp; with `--linears-only`, the embedding and the head stay floats."""
     import llama_cpp
 
     quiet = llama_cpp.llama_log_callback(lambda level, message, data: None)
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
+    if only == "--linears-only":
+        options.token_embedding_type = options.output_tensor_type = llama_cpp.GGML_TYPE_F32
     if llama_cpp.llama_model_quantize(source.encode(), file.encode(), ctypes.byref(options)):
         raise SystemExit(f"llama.cpp could not make {file}")
 
