@@ -48,8 +48,8 @@ def quantize_searched(
 
     The scales are searched as for GPTQ, with equally important inputs, so symmetric ones may be negative. Then each is
     replaced by the scale that fits its group's codes best, if the codes nearest to that have a smaller error. No group
-    has a larger error than by `quantize_rtn`. `kernels` are those of the weight's device; the other
-    arguments are as in `round_to_nearest`.
+    has a larger error than by `quantize_rtn`, which finds the scales of groups whose squares overflow. `kernels` are
+    those of the weight's device; the other arguments are as in `round_to_nearest`.
     """
     rows, columns = weight.shape
     groups = scheme.groups(columns)
@@ -65,6 +65,12 @@ def quantize_searched(
             zero[first:last] = offsets.t()
     for start, stop in row_chunks(rows, columns, CACHED_ELEMENTS):
         grouped = weight[start:stop].float().view(stop - start, groups, -1)
+        overflowing = grouped.square().sum(-1).isinf()
+        if overflowing.any():
+            spanning = quantize_rtn(weight[start:stop], scheme, scale_dtype)
+            scale[start:stop][overflowing] = spanning.scale[overflowing]
+            if zero is not None and spanning.zero is not None:
+                zero[start:stop][overflowing] = spanning.zero[overflowing]
         offset = scheme.levels // 2 if zero is None else zero[start:stop].float().unsqueeze(-1)
         own, steps = _fitted(grouped, scale[start:stop], offset, scheme)
         scale[start:stop] = own

@@ -11,7 +11,7 @@ from torch import Tensor
 from quantkit.model.column_kernels import column_kernels
 from quantkit.solver.columns import TORCH, ColumnKernels
 from quantkit.solver.rounding import quantize_searched, round_to_nearest
-from quantkit.tensors.qtensor import ROUNDING, SEARCHED, QuantTensor, quantize_rtn
+from quantkit.tensors.qtensor import ROUNDING, SEARCHED, QuantTensor, quantize_rtn, relative_error
 from quantkit.tensors.scheme import SCHEMES
 
 INT4 = [name for name in SCHEMES if name.startswith("int4")]
@@ -84,3 +84,12 @@ def test_groups_of_zeros_stay_zero_and_scales_that_overflow_are_infinite(name: s
     assert not found.dequantize()[0, :32].any()
     assert found.scale[1, 1].isinf()
     assert found.scale.isfinite().sum() == found.scale.numel() - 1
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "int4-g32-asym"])
+def test_groups_whose_squares_overflow_are_rounded_on_scales_that_span_them(name: str, kernels: ColumnKernels) -> None:
+    weight = torch.randn(4, 64)
+    weight[1, 32:] *= 1e20
+    found = quantize_searched(weight, SCHEMES[name], torch.bfloat16, kernels)
+    assert relative_error(found, weight) < 0.15
+    assert relative_error(found.rows(2, 4), weight[2:]) < 0.1
