@@ -6,6 +6,7 @@ import logging
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -224,6 +225,7 @@ def _questions(path: Path) -> Iterator[str]:
     from prompt_toolkit.keys import Keys
 
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it logs tasks that a signal has ended
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)  # before they began
     words = WordCompleter(list(_COMMANDS), sentence=True)
     keys = KeyBindings()
     keys.add(Keys.Vt100MouseEvent, eager=True)(lambda event: None)  # not requested; a partial one fails
