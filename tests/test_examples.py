@@ -6,7 +6,6 @@ import ast
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import forked
@@ -46,7 +45,7 @@ def test_a_file_of_prompts(int4: Path, tmp_path: Path) -> None:
 
 
 def test_a_conversation(int4: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "chat.py"), str(int4), "llama2"]
+    command = forked.command("-c", (EXAMPLES / "chat.py").read_text(), int4, "llama2")
     done = subprocess.run(command, input="Who are you?\nAnd I?\n", capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     first, second, rest = re.split(r"(?:^|\n)> ", done.stdout)[1:]

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.processes
 README = (ROOT / "README.md").read_text()
 
 
-IN_FOLDER = "import os, sys; os.chdir(sys.argv.pop(1)); from quantkit.cli.main import main; main()"
 HUB_MODEL = "Qwen/Qwen2.5-0.5B"
 
 
@@ -32,10 +31,10 @@ def _run(line: str, folder: Path) -> str:
     """What a command line prints; one that is a command alone runs in a process that has torch imported."""
     words = shlex.split(line)
     if words[0] == "quantkit" and not {"|", ">"} & set(words):
-        done = forked.python(IN_FOLDER, folder, *words[1:])
+        command = forked.quantkit(*words[1:])
     else:
         command = ["bash", "-o", "pipefail", "-c", line]
-        done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, (line, done.stderr)
     return done.stdout
 
@@ -63,7 +62,8 @@ def test_the_examples_run_in_order(tmp_path: Path) -> None:
 
 def _script(text: str, folder: Path) -> str:
     """What a script prints."""
-    done = subprocess.run([sys.executable, "-c", text], cwd=folder, capture_output=True, text=True, check=False)
+    command = forked.command("-c", text)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

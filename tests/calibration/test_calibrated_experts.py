@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import forked
 import oracle
 import pytest
 import torch
 from partial import contents
 from safetensors.torch import load_file, save_file
 from test_architectures import CASES
-from test_distributed import codes, torchrun
+from test_distributed import codes
 from torch import Tensor
 
 import quantkit
@@ -320,12 +321,12 @@ def test_a_store_holds_what_was_reckoned(
 def test_two_processes_decide_the_same_way_and_make_what_one_makes(model: Path, text: Path, tmp_path: Path) -> None:
     kept = "*.self_attn.*"  # so that the first router sees the same states in both
     _quantize(model, tmp_path / "one", text, keep=kept)
-    done = torchrun(
-        2, "quantize", model, tmp_path / "two", "--scheme", "int4-g32", "--method", "gptq", "--calibration", text,
-        "--samples", str(SAMPLES), "--length", str(LENGTH), "--no-source-check", "--accept-quality-loss",
-        "--keep", kept,
+    first, second = forked.group(
+        2, "from quantkit.cli.main import main; main()", "quantize", model, tmp_path / "two", "--scheme", "int4-g32",
+        "--method", "gptq", "--calibration", text, "--samples", str(SAMPLES), "--length", str(LENGTH), "--keep", kept,
+        "--no-source-check", "--accept-quality-loss",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     made = [json.loads((tmp_path / name / "quantkit.json").read_text())["modules"] for name in ("one", "two")]
     both = codes(tmp_path / "one"), codes(tmp_path / "two")
     for module in (_expert(0, expert, part) for expert in range(6) for part in ("gate_proj", "down_proj")):

@@ -8,12 +8,12 @@ import os
 import pty
 import socket
 import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from fake_hub import hub
 
@@ -74,7 +74,7 @@ def test_text_from_a_file_is_read_without_libraries_for_datasets_and_networks(su
     )
     options = ["--scheme", "int8", "--method", "gptq", "--samples", "2", "--length", "32", "--accept-quality-loss"]
     command = ["quantize", DEMO_MODEL, tmp_path / "out", *options, "--calibration", file]
-    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
+    done = forked.python(code, *command)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -124,7 +124,7 @@ def _ask(folder: Path, *sources: str, **environment: str) -> Answers:
     ours, its = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as terminal:
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, *sources], stdout=subprocess.PIPE, stderr=its, check=False, cwd=folder,
+            forked.command("-c", SCRIPT, *sources), stdout=subprocess.PIPE, stderr=its, check=False, cwd=folder,
             timeout=600,
             env={**os.environ, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1",
                  **environment},

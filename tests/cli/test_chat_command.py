@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import oracle
 import pytest
 from command import Capture, run
@@ -65,6 +66,20 @@ def held(self, *arguments):
 ChatSession._fitted = held
 from quantkit.cli.main import main
 main(sys.argv[1:])
+"""
+
+
+# SIGTERM comes while the prompt starts its tasks.
+_TERMINATED = """
+import os, signal
+from prompt_toolkit.application import Application
+
+def begun(self, coroutine):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+Application.create_background_task = begun
+from quantkit.cli.entry import main
+main()
 """
 
 
@@ -151,7 +166,7 @@ def test_a_line_of_a_pipe_that_is_no_command_is_a_question(
 @pytest.mark.parametrize(("closed", "code", "reported"), [("<&-", 0, ""), (">&-", 5, "standard output is closed")])
 def test_streams_that_are_closed(closed: str, code: int, reported: str, demo_model: Path) -> None:
     command = f'exec "$@" {closed}'
-    arguments = [sys.executable, "-m", "quantkit.cli", "chat", demo_model, "--template", "llama2"]
+    arguments = forked.quantkit("chat", demo_model, "--template", "llama2")
     done = subprocess.run(["sh", "-c", command, "sh", *arguments], input=b"", capture_output=True, cwd="/", check=False)
     assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (code, b"", 1 if reported else 0)
     assert reported in done.stderr.decode()
@@ -197,7 +212,7 @@ def test_tokens_are_drawn_as_the_folder_says_by_default(
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_program(demo_model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _ENDLESS, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "40"]
+    command = forked.command("-c", _ENDLESS, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "40")
     terminal = Terminal(*command, cwd=tmp_path)
     assert "/help lists the commands, Ctrl-D exits" in terminal.wait_for(READY)
     terminal.type("Te people?\x01\x1b[C\x1b[C\x7fhe\x05\r")  # to the start, right twice, back, "he", to the end
@@ -216,7 +231,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(demo_model: Path, tmp_path: P
 
 
 def test_ctrl_c_ends_a_question_that_is_not_ready(demo_model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _NEVER_READY, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "6"]
+    command = forked.command("-c", _NEVER_READY, "chat", demo_model, "--template", "llama2", "--max-new-tokens", "6")
     terminal = Terminal(*command, cwd=tmp_path)
     terminal.wait_for(READY)
     terminal.type("The people?\r")
@@ -230,7 +245,7 @@ def test_ctrl_c_ends_a_question_that_is_not_ready(demo_model: Path, tmp_path: Pa
 
 
 def test_sigterm_ends_the_program_at_its_prompt(demo_model: Path, tmp_path: Path) -> None:
-    terminal = Terminal(sys.executable, "-m", "quantkit.cli", "chat", demo_model, "--template", "llama2", cwd=tmp_path)
+    terminal = Terminal(*forked.quantkit("chat", demo_model, "--template", "llama2"), cwd=tmp_path)
     terminal.wait_for(READY)
     terminal.signal(signal.SIGTERM)
     code, got = terminal.end()
@@ -238,11 +253,17 @@ def test_sigterm_ends_the_program_at_its_prompt(demo_model: Path, tmp_path: Path
     assert got.endswith("quantkit: interrupted\r\n")
 
 
+def test_sigterm_ends_the_program_while_its_prompt_begins(demo_model: Path, tmp_path: Path) -> None:
+    terminal = Terminal(*forked.command("-c", _TERMINATED, "chat", demo_model, "--template", "llama2"), cwd=tmp_path)
+    code, got = terminal.end()
+    assert code == 143
+    assert got.endswith("quantkit: interrupted\r\n")
+    assert "Warning" not in got
+
+
 def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
-    terminal = Terminal(
-        sys.executable, "-m", "quantkit.cli", "chat", demo_model, "--template", "llama2", "--max-new-tokens", "6",
-        cwd=tmp_path,
-    )  # fmt: skip
+    command = forked.quantkit("chat", demo_model, "--template", "llama2", "--max-new-tokens", "6")
+    terminal = Terminal(*command, cwd=tmp_path)
     terminal.wait_for(READY)
     for typed, reported in (
         ("/help\r", "start a new conversation"),
@@ -275,5 +296,5 @@ def test_processes_share_a_conversation(demo_model: Path) -> None:
     command = [*launcher, "-m", "quantkit.cli", "chat", demo_model, *options]
     lines = b"The people?\nAnd the Congress?\n"
     ran = subprocess.run(command, input=lines, capture_output=True, cwd="/", check=True)
-    alone = [sys.executable, *command[len(launcher) :]]
+    alone = forked.command(*command[len(launcher) :])
     assert ran.stdout == subprocess.run(alone, input=lines, capture_output=True, cwd="/", check=True).stdout

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import termios
 from pathlib import Path
 from typing import Any
 
+import forked
 import oracle
 import pytest
 import torch
@@ -271,7 +273,7 @@ def test_a_verdict_is_reported_by_the_exit_code_whoever_reads(demo_model: Path, 
     oracle.edit_json(tmp_path / "bf16" / "config.json", rms_norm_eps=1e-3)
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "quantkit.cli", "verify", str(demo_model), str(tmp_path / "bf16")]
+    command = forked.quantkit("verify", demo_model, tmp_path / "bf16")
     found = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=600, check=False)
     os.close(writing)
     assert (found.returncode, without_progress(found.stderr.decode())) == (11, "")
@@ -288,7 +290,7 @@ def test_an_output_that_cannot_be_written_is_an_error_of_one_line(demo_model: Pa
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
 def test_what_is_done_is_done_though_nobody_can_be_reported(demo_model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "quantkit.cli", "convert", str(demo_model), str(tmp_path / "out")]
+    command = forked.quantkit("convert", demo_model, tmp_path / "out")
     with open("/dev/full", "w") as full:
         assert subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=600, check=False).returncode == 0
     assert (tmp_path / "out" / "quantkit.json").is_file()
@@ -296,7 +298,9 @@ def test_what_is_done_is_done_though_nobody_can_be_reported(demo_model: Path, tm
 
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_a_closed_stream_is_no_obstacle(closed: str, demo_model: Path, tmp_path: Path) -> None:
-    command = f"{sys.executable} -m quantkit.cli convert {demo_model} {tmp_path / 'out'} {closed}"
+    convert = ["convert", str(demo_model), str(tmp_path / "out")]
+    fresh = [sys.executable, "-m", "quantkit.cli", *convert]
+    command = f"{shlex.join(fresh if ' ' in closed else forked.quantkit(*convert))} {closed}"
     assert subprocess.run(["sh", "-c", command], timeout=600, check=False).returncode == 0
     assert quantkit.verify(demo_model, tmp_path / "out").verdict is Verdict.SAME
 

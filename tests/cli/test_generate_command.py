@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from command import Capture, run, without_progress
 
@@ -96,8 +97,7 @@ def test_text_that_nobody_could_ever_read_is_not_generated(requested: str, demo_
 
 def test_a_file_is_made_though_stdout_is_closed(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "in").write_text('{"prompt": "The", "max_new_tokens": 2}\n')
-    words = ["generate", str(demo_model), "--prompts", "in", "--output", "out"]
-    command = shlex.join([sys.executable, "-m", "quantkit.cli", *words])
+    command = shlex.join(forked.quantkit("generate", demo_model, "--prompts", "in", "--output", "out"))
     assert subprocess.run(["sh", "-c", f"{command} >&-"], cwd=tmp_path, timeout=600, check=False).returncode == 0
     assert (tmp_path / "out").read_text().count("\n") == 1
 
@@ -108,7 +108,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(requested: str, demo_model: P
     words = [str(tmp_path / "in") if word == "IN" else word for word in requested.split()]
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "quantkit.cli", "generate", str(demo_model), *words]
+    command = forked.quantkit("generate", demo_model, *words)
     found = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=600, check=False)
     os.close(writing)
     assert (found.returncode, without_progress(found.stderr.decode())) == (0, "")

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from fake_hub import COMMIT, Hostile, git_name, hub
 
@@ -84,7 +84,7 @@ def _run(root: Path, address: str, *names: str, **environment: str) -> dict[str,
     }  # fmt: skip
     (root / DEEP).mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, root, DEEP, DEMO_MODEL, *names], capture_output=True, text=True, env=env,
+        forked.command("-c", SCRIPT, root, DEEP, DEMO_MODEL, *names), capture_output=True, text=True, env=env,
         check=False, cwd=root / DEEP,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -481,7 +481,7 @@ def test_ctrl_c_ends_the_check_of_a_file(tmp_path: Path) -> None:
         file.truncate(size)
     with hub({"case/cached": FILES}, hostile={"case/cached": huge}) as (address, _):
         env = {**os.environ, "HF_HOME": str(tmp_path / DEEP), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1"}
-        command = [sys.executable, "-m", "quantkit.cli", "inspect", name]
+        command = forked.quantkit("inspect", name)
         process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
         assert requested.wait(50)
         time.sleep(0.5)  # it is hashed by then

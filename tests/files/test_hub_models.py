@@ -7,11 +7,11 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
+import forked
 import pytest
 from fake_hub import COMMIT, hub
 
@@ -37,7 +37,7 @@ def _run(home: Path, address: str, *arguments: str | Path, offline: bool = False
         **os.environ, "HF_HOME": str(home), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1",
         "HF_HUB_OFFLINE": str(int(offline)),
     }  # fmt: skip
-    command = [sys.executable, "-m", "quantkit.cli", *map(str, arguments)]
+    command = forked.quantkit(*arguments)
     home.mkdir(exist_ok=True)
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=home, check=False)
     return done.returncode, done.stdout, done.stderr
@@ -107,7 +107,7 @@ def test_ctrl_c_ends_a_download(home: Path) -> None:
         address, sent = found
         home.mkdir()
         env = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1"}
-        command = [sys.executable, "-m", "quantkit.cli", "inspect", "hf:some/model"]
+        command = forked.quantkit("inspect", "hf:some/model")
         process = subprocess.Popen(command, env=env, cwd=home, stderr=subprocess.PIPE, text=True)
         while "tokenizer.model" not in sent:  # the others are waited for then
             assert process.poll() is None

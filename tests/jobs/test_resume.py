@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable
@@ -127,8 +126,7 @@ def test_a_resumed_run_does_not_do_again_what_is_on_disk(demo_model: Path, tmp_p
 def test_another_source_of_the_same_names_sizes_and_times_is_noticed(demo_model: Path, tmp_path: Path) -> None:
     source, dst = tmp_path / "source", tmp_path / "out"
     quantkit.convert(demo_model, source)
-    arguments = [sys.executable, "-c", CHILD + CALLS["convert-hf"], str(source), str(dst), "0.6"]
-    subprocess.run(arguments, check=False)
+    forked.python(CHILD + CALLS["convert-hf"], source, dst, "0.6")
     weights = sorted(source.glob("*.safetensors"))[0]
     times = weights.stat()
     raw = bytearray(weights.read_bytes())
@@ -349,7 +347,7 @@ def test_an_interrupted_command_says_what_is_kept_and_can_be_resumed(
     whole, dst = tmp_path / "whole", tmp_path / "out"
     quantkit.convert(demo_model, whole)
     child = subprocess.Popen(
-        [sys.executable, "-c", SLOW, "convert", str(demo_model), str(dst)],
+        forked.command("-c", SLOW, "convert", demo_model, dst),
         stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     while child.poll() is None and not any(file.stat().st_size for file in _partial(dst).glob("*.safetensors")):

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import atexit
+import functools
 import os
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
 from pathlib import Path
 from subprocess import CompletedProcess
 
 _PATIENCE = 240
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "quantkit.cli.main"])
+_HERE = Path(__file__).parent
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """A command line that does what ``python ARGUMENTS`` does; they begin with ``-c CODE`` or ``-m MODULE``."""
+    return [sys.executable, "-IS", str(_HERE / "fork_client.py"), _server(), *map(str, arguments)]
+
+
+def quantkit(*arguments: str | Path) -> list[str]:
+    """A command line that does what ``quantkit ARGUMENTS`` does."""
+    return command("-m", "quantkit.cli", *arguments)
 
 
 def python(code: str, *arguments: str | Path) -> CompletedProcess[str]:
@@ -32,36 +43,39 @@ def group(count: int, code: str, *arguments: str | Path) -> list[CompletedProces
 
 
 def _all(environments: list[dict[str, str]], code: str, *arguments: str | Path) -> list[CompletedProcess[str]]:
-    given = list(map(str, arguments))
+    given = command("-c", code, *arguments)
     with tempfile.TemporaryDirectory() as folder:
-        streams = [[str(Path(folder, f"{stream}{n}")) for stream in ("out", "err")] for n in range(len(environments))]
-        here = dict(os.environ)
-        children = [
-            _context.Process(target=_child, args=(code, given, {**here, **own}, *two))
-            for own, two in zip(environments, streams, strict=True)
-        ]
-        for child in children:
-            child.start()
+        streams = [[Path(folder, f"{stream}{n}") for stream in ("out", "err")] for n in range(len(environments))]
+        children = []
+        for own, (out, err) in zip(environments, streams, strict=True):
+            with out.open("w") as its_out, err.open("w") as its_err:
+                environment = {**os.environ, **own}
+                children.append(subprocess.Popen(given, stdout=its_out, stderr=its_err, env=environment))
         try:
-            for child in children:
-                child.join(_PATIENCE)
-            codes = [child.exitcode for child in children]
-            assert None not in codes, "a process does not end"
-            said = [[Path(stream).read_text() for stream in two] for two in streams]
+            codes = [child.wait(_PATIENCE) for child in children]
+            said = [[stream.read_text() for stream in two] for two in streams]
         finally:
             for child in children:
                 child.kill()
-                child.join()
-                child.close()
-    return [CompletedProcess(given, exit_code or 0, *two) for exit_code, two in zip(codes, said, strict=True)]
+                child.wait()
+    return [CompletedProcess(given, exit_code, *two) for exit_code, two in zip(codes, said, strict=True)]
 
 
-def _child(code: str, arguments: list[str], environment: Mapping[str, str], out: str, err: str) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    for stream, path in ((1, out), (2, err)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, stream)
-        os.close(file)
-    sys.argv[:] = ["-c", *arguments]
-    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+@functools.cache
+def _server() -> str:
+    """The address of the process that is copied."""
+    folder = tempfile.TemporaryDirectory(prefix="fork")
+    address = Path(folder.name, "socket")
+    server = subprocess.Popen([sys.executable, str(_HERE / "fork_server.py"), str(address)], stdin=subprocess.PIPE)
+
+    def end() -> None:
+        assert server.stdin is not None
+        server.stdin.close()
+        server.wait()
+        folder.cleanup()
+
+    atexit.register(end)
+    while not address.exists():
+        assert server.poll() is None, "the server ended"
+        time.sleep(0.02)
+    return str(address)

@@ -8,9 +8,10 @@ import re
 import signal
 import struct
 import subprocess
-import sys
 import termios
 from pathlib import Path
+
+import forked
 
 _COLUMNS = 100
 READY = "\x1b[?2004h"
@@ -73,7 +74,7 @@ class Terminal:
 
 def on_terminal(*arguments: str | Path, cwd: Path, rows: int = 40, columns: int = _COLUMNS) -> tuple[int, str]:
     """Exit code of one command, as a process of its own, and all that the terminal got."""
-    return Terminal(sys.executable, "-m", "quantkit.cli", *arguments, cwd=cwd, rows=rows, columns=columns).end()
+    return Terminal(*forked.quantkit(*arguments), cwd=cwd, rows=rows, columns=columns).end()
 
 
 def screen(text: str) -> list[str]:
