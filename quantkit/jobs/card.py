@@ -6,10 +6,11 @@ calibration text it holds the last part of the path.
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -38,6 +39,9 @@ from quantkit.quality.weights_only import WeightsOnly
 from quantkit.tensors.recipe import Recipe
 from quantkit.version import __version__
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 NAME = "README.md"
 _TEMPLATE = "model_card.md.jinja"
 _RECIPE = "recipe.json"
@@ -49,8 +53,6 @@ def model_card_files(
     gate: Gate | WeightsOnly, certificate: PositionCertificate | None,
 ) -> dict[str, bytes]:  # fmt: skip
     """The card, and its picture of schemes chosen for a size, by file name; nothing for a single file."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     method = prepared.target.method
     if method is None:
         return {}
@@ -62,11 +64,7 @@ def model_card_files(
         title, short = f"{allocation.bits:.4g} bits per weight", f"{allocation.bits:.4g}bit"
     folder = f"{name}-{short}"
     command, recipe = _quantize_command(name, folder, prepared, drawn)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True, undefined=StrictUndefined,
-    )  # fmt: skip
-    text = environment.get_template(_TEMPLATE).render(
+    text = _template().render(
         metadata=_metadata(prepared, method, base), name=name, known=known_name(source, base) is not None, title=title,
         base=base, folder=folder, version=__version__, config=source.config, settings=prepared.settings, drawn=drawn,
         allocation=allocation, embedding=chosen.embedding, size=size_text(weight_bytes), picture=PICTURE,
@@ -79,6 +77,17 @@ def model_card_files(
     if allocation is not None:
         files[PICTURE] = picture(allocation).encode()
     return files
+
+
+@functools.cache
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, undefined=StrictUndefined,
+    )  # fmt: skip
+    return environment.get_template(_TEMPLATE)
 
 
 def _metadata(prepared: Prepared, method: QuantMethod, base: str | None) -> str:
