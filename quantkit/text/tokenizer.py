@@ -159,11 +159,13 @@ class _LibraryTokenizer(Tokenizer):
                     if error.__cause__ is None or is_panic(error.__cause__):
                         raise
         end = self.vocab_size
-        tried = (range(min(end, _NUM_TRIED_TOKENS)), range(max(end - _NUM_TRIED_TOKENS, 0), end))
-        for ids in (range(0), *tried):
-            self.decode(ids)
-            for one in ids:
-                self.decode([one])
+        first = range(min(end, _NUM_TRIED_TOKENS))
+        last = range(max(end - _NUM_TRIED_TOKENS, len(first)), end)
+        with contained(self._path, "cannot decode these tokens"):
+            for ids in (range(0), first, last):
+                self._decode([*ids], specials=False)
+                for one in ids:
+                    self._decode([one], specials=False)
 
 
 class SentencePieceTokenizer(_LibraryTokenizer):
