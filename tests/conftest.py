@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,37 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _R
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _demo_tokenizer_exported_once() -> Iterator[None]:
+    """Half the time of converting the demo model goes into its ``tokenizer.json``, which is the same each time: the
+    jobs of a file make it once."""
+    from quantkit.data.files import DEMO_MODEL
+    from quantkit.formats.containers import hf
+
+    export, demo = hf.export_json, (DEMO_MODEL / "tokenizer.model").read_bytes()
+
+    @functools.cache
+    def exported() -> dict[str, bytes] | None:
+        with tempfile.TemporaryDirectory() as scratch:
+            return export(DEMO_MODEL / "tokenizer.model", Path(scratch))
+
+    def made(path: Path, scratch: Path) -> dict[str, bytes] | None:
+        found = exported() if path.read_bytes() == demo else export(path, scratch)
+        return found and dict(found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "export_json", made)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _disks_are_not_waited_for() -> Iterator[None]:
+    """No test cuts the power: what is to reach the disk only has to be open."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: os.fstat(file) and None)
+        yield
 
 
 # A background shell ignores SIGINT, and so would the processes that tests interrupt.
