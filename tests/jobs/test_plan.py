@@ -77,8 +77,8 @@ def test_memory_and_disk_are_within_a_fifth_of_what_happens(
         "rtn": ["quantize", demo_model, dst, "--scheme", "int4-g64", "--method", "rtn"],
         "gptq": ["quantize", demo_model, dst, "--scheme", "int4-g64", "--calibration", text, *GPTQ],
         "experts": [
-            "quantize", moe, dst, "--scheme", "int4-g64", "--calibration", text, *GPTQ, "--no-source-check",
-            "--accept-quality-loss",
+            "quantize", moe, dst, "--scheme", "int4-g64", "--calibration", text, *GPTQ, "--samples", "24",
+            "--no-source-check", "--accept-quality-loss",
         ],
     }[kind]  # fmt: skip
     forecast, peak = _measured(tmp_path, *arguments)
