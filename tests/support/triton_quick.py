@@ -1,4 +1,4 @@
-"""Triton's interpreter, without half of its time: what it works out anew at every call is worked out once."""
+"""Triton's interpreter, without most of its time: what it works out anew at every call is worked out once."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ _patch_attr = interpreter._patch_attr
 _patch_lang = interpreter._patch_lang
 _get_np_dtype = interpreter._get_np_dtype
 _new_block_type = tl.block_type.__init__
+_unwrap = tl.core._unwrap_if_constexpr
+_semantic = interpreter.TritonSemantic
+_cast = _semantic.cast
+_broadcast = _semantic.broadcast_impl_value
+_operands = _semantic.binary_op_type_checking_impl
+_PLAIN = {
+    id(dtype)
+    for dtype in (
+        tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64, tl.float16, tl.bfloat16,
+        tl.float32, tl.float64,
+    )
+}  # fmt: skip
+"""What two operands of it are computed in without a cast, by `id`."""
 _patched: set[int] = set()
 """The modules of Triton's language, by `id`, that the kernel now running has patched."""
 
@@ -90,6 +103,37 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.numel, self.shape = _shape_of(tuple(type.shape) if type.is_block() else ())
 
 
+def _unwrap_if_constexpr(given: Any) -> Any:
+    kind = type(given)
+    if kind is tl.tensor or kind is int:
+        return given
+    return given.value if kind is tl.core.constexpr else _unwrap(given)
+
+
+def _cast_if_needed(self: Any, value: Any, dtype: Any, rounding: str | None = None) -> Any:
+    return value if value.type.scalar is dtype.scalar else _cast(self, value, dtype, rounding)
+
+
+def _broadcast_if_needed(self: Any, left: Any, right: Any) -> Any:
+    if left.type.is_block() == right.type.is_block() and left.handle.data.shape == right.handle.data.shape:
+        return left, right
+    return _broadcast(self, left, right)
+
+
+def _operands_of(
+    self: Any, left: Any, right: Any, left_ptr: bool = False, right_ptr: bool = False, arithmetic: bool = True,
+    division: bool = False,
+) -> Any:  # fmt: skip
+    same = type(left) is type(right) is tl.tensor and left.dtype is right.dtype
+    if same and not division and id(left.dtype) in _PLAIN:
+        return _broadcast_if_needed(self, left, right)
+    return _operands(self, left, right, left_ptr, right_ptr, arithmetic, division)
+
+
+def _no_overflow(*_: Any) -> None:
+    """The interpreter's own works out whether integers overflow, for an assertion that it leaves out."""
+
+
 def quicken() -> None:
     """Only where kernels are interpreted."""
     if INTERPRETED and interpreter._patch_lang is _patch_lang:
@@ -98,3 +142,9 @@ def quicken() -> None:
         interpreter._get_np_dtype = _scalar_np_dtype
         tl.block_type.__init__ = _init_block_type
         tl.tensor.__init__ = _init_tensor
+        tl.core._unwrap_if_constexpr = _unwrap_if_constexpr
+        _semantic.cast = _cast_if_needed
+        _semantic.broadcast_impl_value = _broadcast_if_needed
+        _semantic.binary_op_type_checking_impl = _operands_of
+        if not interpreter.InterpreterOptions().debug:
+            _semantic.binary_op_sanitize_overflow_impl = _no_overflow
