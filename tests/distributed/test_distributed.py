@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -37,14 +35,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def torchrun(processes: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return subprocess.run(
-        [*command, "-m", "quantkit.cli", *map(str, arguments)], capture_output=True, text=True, timeout=300,
-        check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
 def codes(folder: Path) -> dict[str, QuantTensor]:
     checkpoint = open_checkpoint(folder)
     loaded = {module: checkpoint.load(module + ".weight") for module in schemes(checkpoint)}
@@ -52,21 +42,10 @@ def codes(folder: Path) -> dict[str, QuantTensor]:
 
 
 def test_three_processes_make_what_one_makes(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    arguments = [
-        "--scheme",
-        "int4-g64",
-        "--method",
-        "gptq",
-        "--calibration",
-        text,
-        "--samples",
-        "50",
-        "--length",
-        "128",
-    ]
-    done = torchrun(3, "quantize", demo_model, tmp_path / "three", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("wrote") == 1
+    options = ["--scheme", "int4-g64", "--method", "gptq", "--samples", "50", "--length", "128"]
+    done = forked.group(3, forked.COMMAND, "quantize", demo_model, tmp_path / "three", "--calibration", text, *options)
+    assert [one.returncode for one in done] == [0] * 3, done[0].stderr
+    assert "".join(one.stdout for one in done).count("wrote") == 1
     assert not list((tmp_path / "three").glob(".*"))
     quantkit.quantize(demo_model, tmp_path / "one", "int4-g64", method="gptq", calibration=text, samples=50, length=128)
     one, three = codes(tmp_path / "one"), codes(tmp_path / "three")

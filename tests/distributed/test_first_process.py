@@ -19,7 +19,6 @@ from quantkit.formats.output.journal import WRITER
 
 pytestmark = pytest.mark.processes
 
-COMMAND = "from quantkit.cli.main import main; main()"
 GPTQ: dict[str, Any] = {"method": "gptq", "calibration": EXCERPT, "samples": 24, "length": 64}
 
 
@@ -33,7 +32,7 @@ def test_one_works_and_the_other_exits_as_it_does(
     command: str, demo_model: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     name, *options = command.split()
-    first, second = forked.group(2, COMMAND, name, demo_model, tmp_path / "two", *options)
+    first, second = forked.group(2, forked.COMMAND, name, demo_model, tmp_path / "two", *options)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout.startswith(f"wrote {tmp_path / 'two'}: ")
     assert first.stdout.count("\n") == (2 if name == "quantize" else 1)  # with what would make the output smaller
@@ -45,7 +44,7 @@ def test_one_works_and_the_other_exits_as_it_does(
 
 def test_an_error_is_reported_once_and_is_that_of_both(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    both = forked.group(2, COMMAND, "quantize", demo_model, tmp_path / "out", "--scheme", "int8")
+    both = forked.group(2, forked.COMMAND, "quantize", demo_model, tmp_path / "out", "--scheme", "int8")
     assert [one.returncode for one in both] == [5, 5]
     assert _reported(both) == [f"quantkit: error: {tmp_path / 'out'}: exists already; nothing is overwritten;"
                            " choose another name or remove it"]  # fmt: skip
@@ -58,12 +57,12 @@ def test_waiting_has_no_limit_of_time() -> None:
         "from datetime import timedelta\n"
         "from functools import partial\n"
         "from quantkit.cli.processes import together\n"
-        "dist.init_process_group = partial(dist.init_process_group, timeout=timedelta(seconds=3))\n"
+        "dist.init_process_group = partial(dist.init_process_group, timeout=timedelta(seconds=2))\n"
         "with together(device='cpu') as group:\n"
-        "    time.sleep(4 * group.is_rank0)\n"
+        "    time.sleep(2.5 * group.is_rank0)\n"
         "    print(sorted(group.broadcast_from_rank0({'a'} if group.is_rank0 else {'b'})))\n"
         "    group.wait()\n"
-        "    time.sleep(4 * group.is_rank0)\n"
+        "    time.sleep(2.5 * group.is_rank0)\n"
     )
     both = forked.group(2, code)
     assert [(one.returncode, one.stdout) for one in both] == [(0, "['a']\n")] * 2, both[1].stderr
@@ -76,7 +75,7 @@ def test_a_run_of_one_process_is_not_resumed_by_two(demo_model: Path, tmp_path: 
     before.pop(WRITER)
     options = ["--scheme", "int4-g64", "--resume"]
     options += [f"--{name}={value}" for name, value in GPTQ.items()]
-    both = forked.group(2, COMMAND, "quantize", demo_model, dst, *options)
+    both = forked.group(2, forked.COMMAND, "quantize", demo_model, dst, *options)
     assert both[0].returncode == 6
     assert both[1].returncode != 0
     (reported,) = _reported(both)

@@ -56,7 +56,6 @@ CASES = {
 }
 
 
-COMMAND = "from quantkit.cli.main import main; main()"
 DRAFTED = "int8"
 ENGINE = ("small", 2)  # the model and processes for which code is generated
 
@@ -76,16 +75,9 @@ def folders(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return {name: base / name for name in CASES}
 
 
-def _torchrun(processes: int, *arguments: str | Path) -> list[str]:
+def _torchrun(processes: int) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*launcher, *map(str, arguments)]
-
-
-def _run(processes: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        _torchrun(processes, *arguments), capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    return [*launcher, "-m", "quantkit.cli"]
 
 
 @dataclass(frozen=True)
@@ -203,7 +195,8 @@ def test_shared_models_keep_their_kernels_but_not_whole_blocks(shared: Findings,
 
 def test_the_command_speaks_once(folders: dict[str, Path]) -> None:
     drawn = ["--temperature", "1", "--max-new-tokens", "12"]
-    done = _run(2, "-m", "quantkit.cli", "generate", folders["int8"], "--prompt", "My fellow", *drawn)
+    command = [*_torchrun(2), "generate", folders["int8"], "--prompt", "My fellow", *drawn]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("My fellow") == 1
     assert "quantkit" not in done.stderr
@@ -212,7 +205,7 @@ def test_the_command_speaks_once(folders: dict[str, Path]) -> None:
 def test_eval_measures_what_one_process_measures(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "text").write_text(excerpt()[:1500])
     options = ["--text", tmp_path / "text", "--against", folders["fp32"], "--window", "64", "--json", tmp_path / "json"]
-    done, _ = forked.group(2, COMMAND, "eval", folders["int8"], *options)
+    done, _ = forked.group(2, forked.COMMAND, "eval", folders["int8"], *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("word ppl") == 1
     expected = evaluate([folders["int8"]], texts=[tmp_path / "text"], against=folders["fp32"], window=64)
@@ -226,7 +219,7 @@ def test_eval_measures_what_one_process_measures(folders: dict[str, Path], tmp_p
 
 def test_bench_measures_a_shared_model(folders: dict[str, Path], tmp_path: Path) -> None:
     few = ["--batch", "2", "--prompt-lengths", "8", "--contexts", "48", "--runs", "1", "--json", tmp_path / "json"]
-    done, _ = forked.group(2, COMMAND, "bench", folders["fp32"], *few)
+    done, _ = forked.group(2, forked.COMMAND, "bench", folders["fp32"], *few)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("threads") == 1
     (found,) = json.loads((tmp_path / "json").read_text())
@@ -249,12 +242,12 @@ main(json.loads(sys.argv[1 + int(os.environ["RANK"])]))
 """
 
 
-def _run_apart(script: Path, *commands: list[str | Path]) -> str:
+def _run_apart(*commands: list[str | Path]) -> str:
     """What processes that were given different commands say."""
-    script.write_text(DIFFERENT)
-    done = _run(len(commands), script, *(json.dumps([str(part) for part in command]) for command in commands))
-    assert done.returncode != 0
-    (reported,) = _reported(done.stderr)
+    given = [json.dumps([str(part) for part in command]) for command in commands]
+    all_ = forked.group(len(commands), DIFFERENT, *given)
+    assert 0 not in [done.returncode for done in all_]
+    (reported,) = _reported("".join(done.stderr for done in all_))
     return reported
 
 
@@ -264,7 +257,7 @@ def test_processes_with_different_files_are_refused(folders: dict[str, Path], tm
         file.seek(-1, os.SEEK_END)
         file.write(b"\x00")
     (other / "quantkit.json").unlink()
-    reported = _run_apart(tmp_path / "run.py", *(["generate", m, "--prompt", "My"] for m in (folders["fp32"], other)))
+    reported = _run_apart(*(["generate", m, "--prompt", "My"] for m in (folders["fp32"], other)))
     assert reported.startswith("quantkit: error: the processes differ in contents of model.safetensors (found")
 
 
@@ -272,7 +265,7 @@ def test_processes_with_different_seeds_are_refused(folders: dict[str, Path], tm
     (tmp_path / "text").write_text(excerpt())
     arguments = ["--scheme", "int8", "--method", "gptq", "--calibration", tmp_path / "text"]
     command = ["quantize", folders["fp32"], tmp_path / "out", *arguments]
-    reported = _run_apart(tmp_path / "run.py", *([*command, "--seed", seed] for seed in ("1", "2")))
+    reported = _run_apart(*([*command, "--seed", seed] for seed in ("1", "2")))
     assert (
         reported
         == "quantkit: error: the processes differ in option seed (found 2 in process 1, expected 1 as in process 0)"
@@ -281,7 +274,7 @@ def test_processes_with_different_seeds_are_refused(folders: dict[str, Path], tm
 
 
 def test_an_error_of_all_is_reported_once(folders: dict[str, Path]) -> None:
-    all_ = forked.group(3, COMMAND, "generate", folders["small"], "--prompt", "My")
+    all_ = forked.group(3, forked.COMMAND, "generate", folders["small"], "--prompt", "My")
     assert 0 not in [done.returncode for done in all_]
     (reported,) = _reported("".join(done.stderr for done in all_))
     assert "the processes do not divide the attention heads (found 3 processes, 8 heads" in reported
@@ -296,8 +289,8 @@ def test_a_lost_process_and_an_interruption_end_the_job(
     drawn = ["--temperature", "1", "--seed", "3", "--max-new-tokens", "1000"]
     with out.open("w") as stdout, err.open("w") as stderr:
         job = subprocess.Popen(
-            _torchrun(count, "-m", "quantkit.cli", "generate", folders["fp32"], "--prompt", "My fellow", *drawn),
-            stdout=stdout, stderr=stderr, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [*_torchrun(count), "generate", folders["fp32"], "--prompt", "My fellow", *drawn],
+            stdout=stdout, stderr=stderr, start_new_session=True,
         )  # fmt: skip
     try:
         while not out.stat().st_size and job.poll() is None:

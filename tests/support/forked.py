@@ -13,6 +13,9 @@ import time
 from pathlib import Path
 from subprocess import CompletedProcess
 
+COMMAND = "from quantkit.cli.main import main; main()"
+"""The code of quantkit's command."""
+
 _PATIENCE = 240
 _HERE = Path(__file__).parent
 
