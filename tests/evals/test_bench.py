@@ -85,17 +85,17 @@ def test_a_device_that_is_not_there_is_refused(demo_model: Path) -> None:
         bench(demo_model, prompt_lengths=(4,), batches=(), runs=1, device="no-such-device")
 
 
-def test_one_thread_is_tried_where_the_weights_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = BenchModel(shape="llama-160m", scheme="int8")
+def test_one_thread_is_tried_where_the_weights_are_few(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.evals.bench.rate", lambda *_: Rate(torch.get_num_threads(), 1, 2))
     monkeypatch.setattr(timing, "bandwidth", lambda _: 1e9)
     monkeypatch.setattr("quantkit.evals.bench._measure_in_new_process", _measure)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        for bytes_, expected in ((10**12, Rate(1, 1, 2)), (1, None)):
+        shape = BenchModel(shape="llama-160m", scheme="int8")
+        for model, bytes_, expected in ((shape, 10**12, Rate(1, 1, 2)), (demo_model, 1, None)):
             monkeypatch.setattr("quantkit.evals.bench.SMALL_BYTES", bytes_)
-            (found,) = bench(model, prompt_lengths=(), batches=(1,), runs=1, backend="reference")
+            (found,) = bench(model, prompt_lengths=(), batches=(1,), runs=1)
             assert (found.one_thread, found.decode[1].median, torch.get_num_threads()) == (expected, 2, 2)
     finally:
         torch.set_num_threads(threads)

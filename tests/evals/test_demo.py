@@ -68,19 +68,9 @@ def test_the_demo_computes_on_one_thread_and_leaves_their_number_as_it_was(
         torch.set_num_threads(before)
 
 
-def test_a_demo_reports_each_step(tmp_path: Path) -> None:
-    reported: list[tuple[str, int, int, str]] = []
-    run_demo(tmp_path / "demo", quick=True, progress=lambda *now: reported.append(now))
-    steps = [(phase, done) for phase, done, _, unit in reported if unit == "steps"]
-    assert steps == [
-        ("convert", 0), ("quantize to int4-g64", 1), ("verify bf16", 2), ("verify int4-g64", 3),
-        ("generate with bf16", 4), ("generate with int4-g64", 5),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(("during", "again"), [("tensors", "new/demo"), ("steps", "demo")])
 @pytest.mark.parametrize("name", ["demo", "new/demo"])
-def test_an_interrupted_demo_leaves_nothing(
+def test_an_interrupted_demo_leaves_nothing_and_the_next_reports_each_step(
     name: str, during: str, again: str, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither under its name, nor what a run could go on with: the next one begins anew."""
@@ -97,7 +87,13 @@ def test_an_interrupted_demo_leaves_nothing(
     assert list((tmp_path / name).parent.iterdir()) == []
     if name != again:  # a run to the end after each kind of interruption, and with each kind of folder
         return
-    run_demo(tmp_path / name, quick=True)
+    reported: list[tuple[str, int, int, str]] = []
+    run_demo(tmp_path / name, quick=True, progress=lambda *now: reported.append(now))
+    steps = [(phase, done) for phase, done, _, unit in reported if unit == "steps"]
+    assert steps == [
+        ("convert", 0), ("quantize to int4-g64", 1), ("verify bf16", 2), ("verify int4-g64", 3),
+        ("generate with bf16", 4), ("generate with int4-g64", 5),
+    ]  # fmt: skip
     assert [path.name for path in (tmp_path / name).parent.iterdir()] == ["demo"]
     made = tmp_path / "as any other"
     made.mkdir()

@@ -105,7 +105,7 @@ with joined("cpu") as group:
     for folder in sys.argv[1:]:
         model = _model(folder, "cpu-exact", group)
         assert model.ops.ragged and model.config.num_kv_heads == 1
-        requests = _staggered(logprobs=1)
+        requests = _staggered(logprobs=1)[::2]
         expected = [replace(alone(model, one)[0], prompt=at) for at, one in enumerate(requests)]
         assert together(Engine(model, 430, slots=5), requests) == expected
         print([one.token_ids for one in expected])
@@ -123,7 +123,7 @@ def test_each_sequence_has_the_bits_of_itself_alone_in_two_processes(tmp_path: P
     assert first.stdout == second.stdout
     for line, folder in zip(first.stdout.splitlines(), folders, strict=True):
         own = _model(folder, "cpu-exact")
-        for tokens, request in zip(json.loads(line), _staggered(logprobs=2), strict=True):
+        for tokens, request in zip(json.loads(line), _staggered(logprobs=2)[::2], strict=True):
             right = alone(own, request)[0]
             shared = replace(right, token_ids=tokens)
             assert require_same(shared, right, NEAR) > 0

@@ -219,18 +219,6 @@ def test_devices_without_xla_are_refused(demo_model: Path, capfd: Capture) -> No
     assert errors.startswith("quantkit: error: --tp and --multi-host go with --backend xla")
 
 
-def test_a_model_that_xla_does_not_run_is_refused(tmp_path: Path) -> None:
-    require_torchax()
-    oracle.save(oracle.make("mixtral", num_local_experts=4), tmp_path / "model")
-    command = ["generate", tmp_path / "model", "--prompt", "x", "--backend", "xla", "--tp", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "quantkit.cli", *command], env=environment(2, tmp_path), capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (4, "")
-    assert done.stderr == "quantkit: error: mixtral is not run by XLA (found experts)\n"
-
-
 REFUSED = {
     "3": "attention heads can't be divided among the devices (found 3 devices",
     "8": "too few devices (found 4 of kind cpu, expected 8)",
@@ -239,18 +227,35 @@ REFUSED = {
 IN_TURN = """
 import sys
 from quantkit.cli.main import main
-for count in sys.argv[2:]:
+for given in sys.argv[1:]:
+    folder, _, count = given.rpartition(":")
     try:
-        main(["generate", sys.argv[1], "--prompt", "x", "--backend", "xla", "--tp", count])
+        main(["generate", folder, "--prompt", "x", "--backend", "xla", "--tp", count])
     except SystemExit as stop:
         print(stop.code)
 """
 
 
-def test_devices_that_do_not_serve_are_refused(demo_model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def refused(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
+    """Exit codes and errors of a model with experts, and of the demo model over each number of devices, in one
+    process."""
     require_torchax()
-    command = [sys.executable, "-c", IN_TURN, str(demo_model), *REFUSED]
-    done = subprocess.run(command, env=environment(4, tmp_path), capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.split()) == (0, ["2"] * 3), done.stderr
-    for reported, line in zip(done.stderr.splitlines(), REFUSED.values(), strict=True):
+    home = tmp_path_factory.mktemp("refused")
+    oracle.save(oracle.make("mixtral", num_local_experts=4), home / "model")
+    command = [sys.executable, "-c", IN_TURN, f"{home / 'model'}:2", *(f"{demo_model}:{count}" for count in REFUSED)]
+    done = subprocess.run(command, env=environment(4, home), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split(), done.stderr.splitlines()
+
+
+def test_a_model_that_xla_does_not_run_is_refused(refused: tuple[list[str], list[str]]) -> None:
+    codes, errors = refused
+    assert (codes[0], errors[0]) == ("4", "quantkit: error: mixtral is not run by XLA (found experts)")
+
+
+def test_devices_that_do_not_serve_are_refused(refused: tuple[list[str], list[str]]) -> None:
+    codes, errors = refused
+    assert codes[1:] == ["2"] * 3
+    for reported, line in zip(errors[1:], REFUSED.values(), strict=True):
         assert reported.startswith(f"quantkit: error: {line}")
