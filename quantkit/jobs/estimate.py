@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
 _PRODUCTS = 60 << 20  # what oneDNN keeps for each shape that the solver and experts multiply
+_LONG_SECONDS = 20
 _MANIFEST = 300  # bytes of quantkit.json for each linear layer
 
 
@@ -110,7 +111,9 @@ class Estimate:
         return f"{size}{more}"
 
     def _steps(self) -> str:
-        """The steps that take a noticeable part of the time."""
+        """The steps that take a noticeable part of the time, if it is long."""
+        if self.seconds < _LONG_SECONDS:
+            return ""
         long = [f"{name} {_duration(own)}" for name, own in self.steps.items() if own > self.seconds / 20]
         return f": {', '.join(long)}" if len(long) > 1 else ""
 

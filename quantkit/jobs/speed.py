@@ -21,16 +21,18 @@ from quantkit.tensors.products import bfloat16_linear, times
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 
-_REPEATS = 3
+_FEWEST_RUNS = 3
+_MEASURED_SECONDS = 0.1
 _WEIGHTS = 1 << 19  # that are rounded
 _ROWS_ON_GPU = 4096
+_WIDTH = 1024  # of a model known by its tensors only
 _MAX_WIDTH = 2048  # of matrices that are multiplied
 _CPU = torch.device("cpu")
 # As measured on small models:
 _SECONDS_OF_LINEAR = 0.0015  # in one pass, to load and set up
 _SECONDS_OF_WEIGHT = 1.5e-9  # in one pass, to read and convert
 _SECONDS_OF_STATE = 3e-8  # for each element of a token's hidden state in a layer: norms, RoPE, attention, additions
-_GUESSED_DISK_RATE = 5e8  # bytes a second through reading, hashing and writing; not measured here
+_GUESSED_DISK_RATE = 1.5e9  # bytes a second through reading, hashing and writing; not measured here
 _SECONDS_OF_FILES = 0.12  # opened, hashed, synced and read back
 
 
@@ -56,7 +58,7 @@ class Speed:
 
     def rounding(self, schemes: Mapping[QuantScheme, int], *, searched: bool) -> float:
         """The time to round numbers of weights, by scheme; int4 on searched scales or on those that span the groups."""
-        width = self.config.hidden_size
+        width = self.config.hidden_size or _WIDTH
         return sum(
             count * _seconds_of_rounding(scheme, width, searched=searched and scheme.bits == 4)
             for scheme, count in schemes.items()
@@ -120,9 +122,10 @@ def _seconds_of_operation(inputs: int, outputs: int, dtype: torch.dtype, device:
 
 def _shortest(work: Callable[[], object]) -> float:
     """The seconds of the fastest of some runs."""
-    best = math.inf
-    for _ in range(_REPEATS):
+    best, began, runs = math.inf, time.perf_counter(), 0
+    while runs < _FEWEST_RUNS or time.perf_counter() - began < _MEASURED_SECONDS:
         started = time.perf_counter()
         work()
         best = min(best, time.perf_counter() - started)
+        runs += 1
     return best

@@ -21,6 +21,7 @@ from quantkit.tensors.scheme import QuantScheme
 SOURCE_CHECK = "check of the source"
 _PASSES_OF_CERTIFICATE = 3  # of the source, and of the result with each cache
 _OVERHEAD = 1.3  # of samples and the solver, in units of their matrix products
+_SECONDS_OF_CHOICE = 0.04  # for each linear: its scales are searched in all schemes
 _TRIED_AGAIN = 1.2  # parts of samples, with those that replace others
 
 
@@ -83,7 +84,8 @@ def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, 
         tried = int(_TRIED_AGAIN * shape[0] * min(shape[1], PREFIX))
         steps["calibration samples"] = speed.forward(tried, passes=ROUNDS)
     if fit is not None:
-        steps["choose schemes"] = _OVERHEAD * speed.products(choice_flops(config, shape, settings.memory_bytes))
+        arithmetic = _OVERHEAD * speed.products(choice_flops(config, shape, settings.memory_bytes))
+        steps["choose schemes"] = arithmetic + _SECONDS_OF_CHOICE * speed.linears
     return steps
 
 

@@ -318,8 +318,8 @@ def test_the_command_reports_what_it_takes_before_it_begins(demo_model: Path, tm
     [
         ({"samples": 10**6}, "calibration text is too short .found 1000000 samples.*`calibration`"),
         (
-            {"samples": 10**6, "calibration": "text.txt"},
-            "too many calibration tokens .found 1000000 samples.*`samples`",
+            {"samples": 10**7, "calibration": "text.txt"},
+            "too many calibration tokens .found 10000000 samples.*`samples`",
         ),
         ({"length": 10**11}, "samples are longer than the model's context.*`length`"),
         ({"samples": 0}, "at least 1 sample of 2 tokens .found 0 of"),
@@ -343,7 +343,7 @@ def test_numbers_that_make_no_sense_are_refused_before_anything_grows_with_them(
 
 @pytest.mark.parametrize(("seconds", "reported"), [(0.2, "1 s"), (1.2, "2 s"), (100.0, "2 min"), (130.0, "3 min")])
 def test_the_time_that_is_reported_is_rounded_up(seconds: float, reported: str) -> None:
-    estimate = Estimate({}, 1, "writing", 0, 1, 0, seconds, 0, [])
+    estimate = Estimate({}, 1, "writing", 0, 1, 0, seconds, 0, [], {})
     assert f", time {reported}, disk " in estimate.line()
 
 

@@ -298,7 +298,7 @@ def test_nothing_is_said_to_be_kept_that_is_not(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("quantkit.jobs.convert.open_checkpoint", interrupt)
+    monkeypatch.setattr("quantkit.jobs.conversion.open_checkpoint", interrupt)
     code, out, err = run(capfd, "convert", demo_model, tmp_path / "out")
     assert (code, out, err) == (130, "", "quantkit: interrupted\n")
     assert not list(tmp_path.iterdir())

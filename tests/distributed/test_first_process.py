@@ -89,12 +89,12 @@ def test_both_accept_an_output_that_both_have_made(demo_model: Path, tmp_path: P
     dst = tmp_path / "out"
     options = ["--scheme", "int4-g64", "--if-exists", "skip", *(f"--{name}={value}" for name, value in GPTQ.items())]
     for said in f"wrote {dst}: ", f"{dst} exists already, from the same inputs and options: ":
-        first, second = forked.group(2, COMMAND, "quantize", demo_model, dst, *options)
+        first, second = forked.group(2, forked.COMMAND, "quantize", demo_model, dst, *options)
         assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
         assert said in first.stdout
         assert (second.stdout, second.stderr) == ("", "")
     (dst / "README.md").write_text("mine")
-    both = forked.group(2, COMMAND, "quantize", demo_model, dst, *options)
+    both = forked.group(2, forked.COMMAND, "quantize", demo_model, dst, *options)
     assert [one.returncode for one in both] == [5, 5]
     (reported,) = _reported(both)
     assert "found changed file README.md" in reported
