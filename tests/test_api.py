@@ -198,6 +198,21 @@ def test_a_model_and_its_tokenizer_can_be_called(demo_model: Path) -> None:
         torch.testing.assert_close(model(one), expected[0])
 
 
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        ([10**7], r"outside the vocabulary \(found 10000000, expected token ids from 0 to 2047, \[T\] or \[B, T\]\)"),
+        (torch.tensor([[1, -1]]), r"outside the vocabulary \(found -1, "),
+        ("hi", r"`tokens` is of the wrong type \(found 'hi', expected token ids from 0 to 2047"),
+        ([2**70], "wrong type"), ([1.5], "wrong type"), ([[1], [1, 2]], "wrong type"), (3, "wrong type"),
+        (None, "wrong type"),
+    ],
+)  # fmt: skip
+def test_a_model_is_called_with_ids_of_its_vocabulary(tokens: Any, problem: str, demo_model: Path) -> None:
+    with pytest.raises(RequestError, match=problem):
+        quantkit.load(demo_model, device="cpu")[0](tokens)
+
+
 def test_choices_are_those_there_are() -> None:
     assert set(typing.get_args(FloatName)) == set(FLOAT_NAMES)
     assert set(typing.get_args(BackendName)) == {backend.name for backend in BACKENDS}

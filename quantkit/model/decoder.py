@@ -26,6 +26,7 @@ from quantkit.model.attention import (
     masked_attention,
 )
 from quantkit.model.cache import KVCache
+from quantkit.model.device import checked_ids
 from quantkit.model.feed_forward import MLP, Experts
 from quantkit.model.linear import FloatLinear, float_linear
 from quantkit.model.rope import Angles, Rotary, rotate
@@ -96,13 +97,16 @@ class Decoder(nn.Module):
         Args:
             positions: of the tokens, [T]; None is 0 to T - 1.
             cache: as for `hidden`.
+
+        Raises:
+            RequestError: if the tokens are no ids of the vocabulary; a tensor with positions is not checked.
         """
         if not isinstance(tokens, Tensor) or positions is None:
-            tokens = torch.as_tensor(tokens, device=self.device)
-        if tokens.dim() == 1:
-            return self.forward(tokens[None], positions, cache)[0]
+            tokens = checked_ids(tokens, self.config.vocab_size).to(self.device)
         if positions is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        if tokens.dim() == 1:
+            return self.forward(tokens[None], positions, cache)[0]
         return self.head(self.hidden(tokens, positions, cache))
 
     def hidden(

@@ -51,6 +51,21 @@ def numbers(values: Sequence[int], device: torch.device) -> Tensor:
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
+def checked_ids(tokens: object, vocab_size: int) -> Tensor:
+    """Token ids [T] or [B, T]; raises `RequestError` if they are not of the vocabulary."""
+    expected = f"token ids from 0 to {vocab_size - 1}, [T] or [B, T]"
+    try:
+        ids = torch.as_tensor(tokens)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise wrong_type("tokens", tokens, expected) from error
+    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() not in (1, 2):
+        raise wrong_type("tokens", tokens, expected)
+    for one in (ids.min(), ids.max()) if ids.numel() else ():
+        if not 0 <= one < vocab_size:
+            raise RequestError("`tokens` holds an id outside the vocabulary", found=int(one), expected=expected)
+    return ids
+
+
 def host_copy(tensor: Tensor) -> Tensor:
     """A tensor on the host; one from a GPU holds its values once an event that is recorded later has happened."""
     if tensor.device.type != "cuda":
