@@ -116,7 +116,7 @@ def _json(value: Any) -> str:
 def replace(path: Path, content: bytes) -> None:
     """Write a file completely or not at all; a pipe, a device or the target of a link is written to directly. Raises
     `DestinationError` if it cannot be written."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = _partial(path)
     try:
         if _is_special(path):
             path.write_bytes(content)
@@ -128,9 +128,25 @@ def replace(path: Path, content: bytes) -> None:
         raise DestinationError(f"cannot be written: {error.strerror or error}", path=path) from error
 
 
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}.partial")
+
+
 def _is_special(path: Path) -> bool:
     """Whether it is a pipe, a device or a link, which is not replaced."""
     return path.is_symlink() or (path.exists() and not path.is_file())
+
+
+def _is_writable(path: Path) -> bool:
+    """Whether a file can be written there, which permissions alone do not show: /proc takes no files."""
+    if _is_special(path):
+        return os.access(path, os.W_OK)
+    try:
+        _partial(path).touch()
+        _partial(path).unlink()
+    except OSError:
+        return False
+    return True
 
 
 def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Path | None) -> None:
@@ -141,7 +157,7 @@ def _require_writable(path: Path, reads: Iterable[Path | str | None], makes: Pat
 
     if path.is_dir():
         raise DestinationError("is a folder", path=path, expected="a file to write")
-    if not os.access(path if _is_special(path) else path.parent, os.W_OK) or not path.parent.is_dir():
+    if not _is_writable(path):
         raise DestinationError("cannot be written there", path=path, expected="a folder that can be written in")
     real = Path(os.path.realpath(path))
     names_a_model = real.name in read_names() or real.name.endswith(_MODEL_SUFFIXES)

@@ -213,6 +213,17 @@ def test_what_a_command_reads_is_not_overwritten(demo_model: Path, tmp_path: Pat
         Outputs(None, report=recipe.rename(tmp_path / "text.txt"), reads=[tmp_path / "text.txt"])
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="this folder is Linux's")
+def test_a_folder_that_takes_no_files_is_refused_before_the_work(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: True)  # as for root
+    code, _, err = run(capfd, "convert", demo_model, tmp_path / "out", "--json", "/proc/made.json")
+    assert code == 5
+    assert "/proc/made.json: cannot be written there" in err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_and_one_file_twice_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DestinationError, match="is a folder"):
         Outputs(str(tmp_path))
