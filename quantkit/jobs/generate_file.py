@@ -47,6 +47,7 @@ from quantkit.formats.output.staging import partial_folder, require_room_to_buil
 from quantkit.jobs.openai_batch import batch_answer, line_number
 from quantkit.jobs.prompts_file import Prompt, PromptReader, checked, input_bytes
 from quantkit.progress import Progress, deduplicated
+from quantkit.runtime.detokenizer import text_offsets
 from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS, no_prompt_logprobs
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
@@ -375,6 +376,9 @@ def _line(number: int, prompt: Prompt, found: Completion, texts: _TokenTexts) ->
             {**texts.entry(token, value), "top_logprobs": [texts.entry(*one) for one in top.items()]}
             for token, value, top in zip(found.token_ids, found.logprobs.tokens, found.logprobs.top, strict=True)
         ]
+        if prompt.batch and not prompt.messages:
+            before = [] if prompt.request.echo else prompt.request.prompt
+            line["text_offset"] = text_offsets(texts.tokenizer, before, found.token_ids, text)
     return line
 
 

@@ -12,11 +12,8 @@ from quantkit.errors import RequestError
 from quantkit.json_values import shown
 from quantkit.runtime.sampling_params import SamplingOptions
 
-BODY = "body"
-"""The key by which a line in this format is known."""
-
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_KEYS = {"custom_id", "method", "url", BODY}
+_KEYS = {"custom_id", "method", "url", "body"}
 _PASSED = {"n", "stop", *SamplingOptions.__annotations__}
 _OF_URL = {
     _CHAT: {"messages", "logprobs", "top_logprobs", "chat_template_kwargs"},
@@ -25,7 +22,7 @@ _OF_URL = {
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _DEFAULTS: dict[str, object] = {
     "stream": False, "frequency_penalty": 0, "presence_penalty": 0, "response_format": {"type": "text"},
-    "modalities": ["text"],
+    "modalities": ["text"], "tools": [], "best_of": 1,
 }  # fmt: skip
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 
@@ -37,12 +34,19 @@ class BatchRequest:
     Attributes:
         chat: whether messages are answered; otherwise a prompt is continued.
         answered_by: the name of the model that is used.
+        names: how the line calls keys of a line of prompts, where its own differ.
     """
 
     custom_id: str
     chat: bool
     model: str | None
     answered_by: str
+    names: Mapping[str, str]
+
+
+def is_batch_line(values: Mapping[str, Any]) -> bool:
+    """Whether a line is in this format, even if its body is missing."""
+    return "body" in values or {"custom_id", "url"} <= values.keys()
 
 
 def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchRequest, dict[str, Any]]:
@@ -51,37 +55,46 @@ def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchR
     Raises:
         RequestError: for another method or URL, or for a parameter that has no equivalent here, by its name.
     """
+    if (body := values.get("body")) is None:
+        raise RequestError("'body' is missing", found=", ".join(values), expected="an object with the request")
     if unknown := values.keys() - _KEYS:
         raise RequestError(f"unknown key {shown(min(unknown))} next to 'body'", expected=", ".join(sorted(_KEYS)))
-    custom_id, url, body = as_string("custom_id", values.get("custom_id")), values.get("url"), values[BODY]
+    custom_id, url = as_string("custom_id", values.get("custom_id")), values.get("url")
+    if not custom_id:
+        raise RequestError("'custom_id' is empty")
     if values.get("method", "POST") != "POST":
         raise RequestError("'method' is not known", found=shown(values["method"]), expected="POST")
-    if url not in _OF_URL:
+    if not isinstance(url, str) or url not in _OF_URL:
         raise RequestError("'url' is not known", found=shown(url), expected=" or ".join(_OF_URL))
     if not isinstance(body, Mapping):
         raise RequestError("'body' is of the wrong type", found=shown(body), expected="an object")
     given = {key: value for key, value in body.items() if value is not None}
-    model = given.pop("model", None)
+    if (model := given.pop("model", None)) is not None:
+        as_string("model", model)
+    if (prompt_key := "messages" if url == _CHAT else "prompt") not in given:
+        raise RequestError(f"'{prompt_key}' is missing in 'body'", found=", ".join(given) or "no keys")
     line = {key: given.pop(key) for key in (_PASSED | _OF_URL[url]) & given.keys()}
-    lengths = [given.pop(key) for key in _MAX_TOKENS if key in given]
+    lengths = {key: given.pop(key) for key in _MAX_TOKENS if key in given}
     for key, value in given.items():
         if key in _WITHOUT_EFFECT or (key in _DEFAULTS and _DEFAULTS[key] == value):
             continue
         hint = f"leave it out, or give its default {shown(_DEFAULTS[key])}" if key in _DEFAULTS else "leave it out"
         raise RequestError(f"'{key}' in 'body' is not supported for {url}", found=shown(value), hint=hint)
-    if lengths[1:] and lengths[0] != lengths[1]:
-        raise RequestError(f"{' and '.join(_MAX_TOKENS)} differ", found=f"{lengths[0]} and {lengths[1]}")
+    if len(set(map(shown, lengths.values()))) > 1:
+        raise RequestError(f"{' and '.join(lengths)} differ", found=" and ".join(map(shown, lengths.values())))
+    names = {"max_new_tokens": next(iter(lengths), _MAX_TOKENS[0])}
     if lengths:
-        line["max_new_tokens"] = lengths[0]
+        line["max_new_tokens"] = next(iter(lengths.values()))
     if url == _CHAT:
         wanted, top = line.pop("logprobs", False), line.pop("top_logprobs", 0)
         require_flags(logprobs=wanted)
         if top and not wanted:
             raise RequestError("'top_logprobs' goes with 'logprobs'", expected='"logprobs": true')
         line |= {"logprobs": top} if wanted else {}
+        names["logprobs"] = "top_logprobs"
     elif isinstance(prompt := line.get("prompt"), list) and all(type(one) is int for one in prompt):
         line["token_ids"] = line.pop("prompt")
-    return BatchRequest(custom_id, url == _CHAT, model, answered_by), line
+    return BatchRequest(custom_id, url == _CHAT, model, answered_by, names), line
 
 
 def batch_answer(number: int, request: BatchRequest, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -89,7 +102,8 @@ def batch_answer(number: int, request: BatchRequest, lines: Sequence[Mapping[str
 
     Args:
         number: of the request in its file, from 0.
-        lines: its continuations, as a file of prompts gets them.
+        lines: its continuations, as a file of prompts gets them, with the `text_offset` of tokens that have
+            log-probabilities.
     """
     prompt_tokens, new_tokens = lines[0]["prompt_tokens"], sum(line["completion_tokens"] for line in lines)
     body = {
@@ -129,9 +143,10 @@ def _text_choice(line: Mapping[str, Any]) -> dict[str, Any]:
         logprobs = {
             "tokens": tokens, "token_logprobs": [one["logprob"] for one in line["logprobs"]],
             "top_logprobs": [
-                {top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in line["logprobs"]
+                None if one["logprob"] is None else {top["token"]: top["logprob"] for top in one["top_logprobs"]}
+                for one in line["logprobs"]
             ],
-            "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))],
+            "text_offset": line["text_offset"],
         }  # fmt: skip
     return {
         "index": line["sample"], "text": line["text"], "logprobs": logprobs, "finish_reason": line["finish_reason"]

@@ -41,7 +41,7 @@ from typing import Any, NoReturn
 from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import require_flags, wrong_type
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
-from quantkit.jobs.openai_batch import BODY, BatchRequest, from_batch_line
+from quantkit.jobs.openai_batch import BatchRequest, from_batch_line, is_batch_line
 from quantkit.json_values import MAX_DEPTH, depth, shown, within
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.runtime.request import (
@@ -76,6 +76,8 @@ _ELSEWHERE = {
 }  # fmt: skip
 _EXPECTED = '{"prompt": "..."} or {"messages": [...]}'
 _SPELLED = re.compile(r"`(\w+)`")
+_WORD = re.compile(r"\w+")
+_NO_NAMES: Mapping[str, str] = {}
 _NUMBER = re.compile(r"-?\d{1,20}", re.ASCII)
 
 
@@ -136,7 +138,7 @@ class PromptReader:
         for number, values in _lines(content, name):
             batch = None
             with _at(f"{name}:{number}"):
-                if BODY in values:
+                if is_batch_line(values):
                     batch, values = from_batch_line(values, self._folder.name)
                     if (before := seen.setdefault(batch.custom_id, number)) != number:
                         raise RequestError(f"'custom_id' is that of line {before}", found=shown(batch.custom_id))
@@ -145,12 +147,10 @@ class PromptReader:
                 kind = _kind(given)
             if kind == "messages":
                 _ = self._chat, self._chat_defaults  # an error in the model's folder is not the line's
-            with _at(f"{name}:{number}"):
+            with _at(f"{name}:{number}", batch.names if batch else {}):
                 known_by = {"id": values["id"]} if "id" in values else {}
                 found.append(replace(self._prompt(kind, given, known_by), batch=batch))
-        others = {
-            str(one.batch.model) for one in found if one.batch and one.batch.model not in (None, self._folder.name)
-        }
+        others = {one.batch.model for one in found if one.batch and one.batch.model not in (None, self._folder.name)}
         if others:
             _log.warning(
                 "%s: the requests name %s; %s answers them", name, ", ".join(sorted(others)), self._folder.name
@@ -360,13 +360,18 @@ def _refuse(constant: str) -> NoReturn:
 
 
 @contextmanager
-def _at(place: str) -> Iterator[None]:
-    """Report errors at their place in the file: keys, which are arguments elsewhere, as the file spells them."""
+def _at(place: str, names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
+    """Report errors at their place in the file: keys, which are arguments elsewhere, as the file spells and calls
+    them."""
     try:
         yield
     except (RequestError, CheckpointError) as error:
         kind: type[QuantkitError] = RequestError if isinstance(error, RequestError) else CheckpointError
         problem = error.problem if error.path is None else f"{error.path}: {error.problem}"
         texts: dict[str, Any] = {"problem": problem, "expected": error.expected, "hint": error.hint}
-        spelled = {key: _SPELLED.sub(r"'\1'", one) if isinstance(one, str) else one for key, one in texts.items()}
+        spelled = {
+            key: _WORD.sub(lambda word: names.get(word[0], word[0]), _SPELLED.sub(r"'\1'", one))
+            if isinstance(one, str) else one
+            for key, one in texts.items()
+        }  # fmt: skip
         raise kind(**spelled, path=place, found=error.found) from error

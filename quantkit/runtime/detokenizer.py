@@ -54,6 +54,15 @@ class Detokenizer:
         return text[: len(text) - held]
 
 
+def text_offsets(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], text: str) -> list[int]:
+    """Where each token begins in the text of a continuation; one without text begins where the next one does."""
+    detokenizer, places, end = Detokenizer(tokenizer, prompt), [], 0
+    for token in tokens:
+        places.append(min(end, len(text)))  # a stop string may have cut it off
+        end += len(detokenizer.add(token))
+    return places
+
+
 class _Bytes:
     """The text of tokens whose bytes are known."""
 

@@ -95,8 +95,29 @@ def test_log_probabilities_have_openais_form(model: Path, tmp_path: Path) -> Non
     assert logprobs["tokens"] == [one["token"] for one in same_text["logprobs"]]
     assert logprobs["token_logprobs"] == [one["logprob"] for one in same_text["logprobs"]]
     assert logprobs["token_logprobs"][0] is None
-    assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
-    assert [len(one) for one in logprobs["top_logprobs"]] == [0, *[1] * (len(logprobs["tokens"]) - 1)]
+    assert [one if one is None else len(one) for one in logprobs["top_logprobs"]] == [
+        None, *[1] * (len(logprobs["tokens"]) - 1)
+    ]  # fmt: skip
+    places = zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
+    assert next(places) == ("<s>", 0)
+    for number, (token, place) in enumerate(places):
+        assert text["text"].startswith(token if number else token.lstrip(), place)
+
+
+@pytest.mark.parametrize("stop", [None, "e"])
+def test_offsets_of_a_continuation_begin_after_the_prompt(stop: str | None, model: Path, tmp_path: Path) -> None:
+    line = request("a", url="/v1/completions", prompt="The people", max_tokens=8, logprobs=0, stop=stop)
+    (found,) = answers(model, tmp_path, "a", line)
+    (choice,) = found["response"]["body"]["choices"]
+    for token, place in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
+        assert token.startswith(choice["text"][place : place + len(token)])
+    assert choice["logprobs"]["text_offset"][:2] == [0, min(len(choice["logprobs"]["tokens"][0]), len(choice["text"]))]
+
+
+def test_a_request_may_spell_out_defaults(model: Path, tmp_path: Path) -> None:
+    plain = request("a", url="/v1/completions", prompt="The", max_tokens=2)
+    same = request("a", url="/v1/completions", prompt="The", max_tokens=2, tools=[], best_of=1)
+    assert answers(model, tmp_path, "plain", plain) == answers(model, tmp_path, "same", same)
 
 
 def test_an_interrupted_run_of_requests_goes_on(model: Path, tmp_path: Path) -> None:
@@ -118,7 +139,7 @@ def test_an_interrupted_run_of_requests_goes_on(model: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (request("a", messages=CHAT, tools=[]), "'tools' in 'body' is not supported for /v1/chat/completions"),
+        (request("a", messages=CHAT, tools=[{}]), "'tools' in 'body' is not supported for /v1/chat/completions"),
         (request("a", messages=CHAT, frequency_penalty=0.5), "'frequency_penalty' in 'body' is not supported"),
         (request("a", messages=CHAT, stream=True), "'stream' in 'body' is not supported"),
         (request("a", messages=CHAT, prompt="x"), "'prompt' in 'body' is not supported"),
@@ -132,6 +153,15 @@ def test_an_interrupted_run_of_requests_goes_on(model: Path, tmp_path: Path) -> 
         ({**request("a", messages=CHAT), "id": 3}, "unknown key 'id' next to 'body'"),
         ({**request("a", messages=CHAT), "custom_id": None}, "'custom_id' is of the wrong type"),
         ({**request("a"), "body": 3}, "'body' is of the wrong type"),
+        ({"custom_id": "a", "url": "/v1/completions"}, "'body' is missing (found custom_id, url, expected an object"),
+        ({**request("", messages=CHAT)}, "'custom_id' is empty"),
+        ({**request("a", messages=CHAT), "url": []}, "'url' is not known (found []"),
+        (request("a", messages=CHAT, model=3), "'model' is of the wrong type (found 3, expected a string)"),
+        (request("a", max_tokens=3), "'messages' is missing in 'body' (found max_tokens)"),
+        (request("a", url="/v1/completions"), "'prompt' is missing in 'body' (found no keys)"),
+        (request("a", messages=CHAT, max_tokens=4.0), "'max_tokens' is of the wrong type (found 4.0"),
+        (request("a", messages=CHAT, max_completion_tokens=10**6), "lower 'max_completion_tokens'"),
+        (request("a", messages=CHAT, logprobs=True, top_logprobs=101), "top_logprobs is out of range"),
         (request("first", messages=CHAT), "'custom_id' is that of line 1"),
     ],
 )
