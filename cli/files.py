@@ -45,7 +45,7 @@ class Outputs:
         Raises:
             DestinationError: if a file cannot be written, or must not be.
             RequestError: if a suffix is not supported, two outputs are the same file, or matplotlib is missing for a
-                picture.
+                picture, or cannot be imported.
         """
         self.json_on_stdout = data == STDOUT
         self._data = None if data is None or self.json_on_stdout else Path(data)
@@ -68,7 +68,7 @@ class Outputs:
         if plot is not None:
             from quantkit.evals import optional
 
-            optional("matplotlib")
+            optional("matplotlib.backends.backend_agg")  # with its compiled parts
 
     def say(self, lines: Iterable[str], *, wrap: bool = True) -> None:
         """Print lines to stdout, or to stderr if stdout is for JSON."""

@@ -75,17 +75,20 @@ def evaluate(
     the CPU; tasks and speed on --device. Under torchrun all processes share each model, on CPUs.
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
+    folders = [path for _, path in named([*models, *([against] if against else [])])]
     if not names:  # the job checks tasks first
-        require_models(*(path for _, path in named([*models, *([against] if against else [])])))
+        require_models(*folders)
 
     from quantkit.evals.evaluate import evaluate as job
-    from quantkit.evals.plot import picture
+    from quantkit.evals.plot import picture, require_drawable
     from quantkit.evals.report import markdown, sheet, tables
     from quantkit.evals.table import render
 
     shared = {"text_column": text_column, "tasks": tasks, "window": window, "speed": speed, "device": device}
     with together({**shared, "positions": [positions, position_windows]}, "cpu") as group:
         outputs = Outputs(data, report=report, plot=plot, reads=texts)
+        if plot is not None and ((against is None and len(models) == 1) or (names and not texts)):
+            require_drawable(folders)
         with ProgressDisplay(show=group.is_rank0) as progress:
             found = job(
                 models, texts=texts, text_column=text_column, tasks=names, task_data=task_data, against=against,

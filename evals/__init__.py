@@ -12,14 +12,16 @@ def optional(module: str) -> Any:
     """A module of the extra ``quantkit[evals]``; matplotlib is in ``quantkit[plot]`` too.
 
     Raises:
-        RequestError: if it is not installed.
+        RequestError: if it is not installed, or cannot be imported.
     """
+    package = module.partition(".")[0]
     try:
+        importlib.import_module(package)
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0]:
-            raise
-        extra = "plot" if error.name == "matplotlib" else "evals"
+    except Exception as error:  # of any type, from a damaged package
+        if not isinstance(error, ModuleNotFoundError) or error.name != package:
+            raise RequestError(f"{package} cannot be imported", found=f"{type(error).__name__}: {error}") from error
+        extra = "plot" if package == "matplotlib" else "evals"
         raise RequestError(
-            f"{error.name} is not installed", hint=f"pip install '.[{extra}]', from quantkit's folder"
+            f"{package} is not installed", hint=f"pip install '.[{extra}]', from quantkit's folder"
         ) from error

@@ -30,7 +30,7 @@ from quantkit.jobs.inspect import inspect
 from quantkit.model.device import usable_device
 from quantkit.model.layerwise import layerwise_hidden
 from quantkit.progress import Progress, deduplicated, in_phase
-from quantkit.quality.figures import Estimate, manifest_or_empty
+from quantkit.quality.figures import Estimate, layer_errors, method_of
 from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
 from quantkit.quality.positions import PositionDivergence
@@ -140,7 +140,7 @@ def evaluate(
     for index, model in enumerate(models if speed else []):
         progress("speed", index, len(models), "models")
         paces[index] = decoding_speed(model.checkpoint, where, group)
-    errors, kind = _layer_errors([model.checkpoint.path for model in models])
+    errors, kind = layer_errors([model.checkpoint.path for model in models])
     packages = ("quantkit", "torch", *(["lm_eval"] if tasks else []))
     return Evaluation(
         rows=[_row(*one) for one in zip(models, measures, answers, paces, errors, strict=True)],
@@ -225,22 +225,8 @@ def _row(
         rolling_window=model.rolling_window, prefix=prefix_token(model.tokenizer, model.checkpoint),
         adds_bos=token_ids(model.tokenizer, "a")[0] == model.tokenizer.bos_id,
         texts=texts, tasks=answers[0], task_backends=answers[1], speed=speed, layer_errors=errors,
-        method=str(manifest_or_empty(model.checkpoint.path).get("method") or ""),
+        method=method_of(model.checkpoint.path),
     )  # fmt: skip
-
-
-def _layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]:
-    """Errors of quantized layers from each folder's manifest, worst first, and their kind.
-
-    All are of one kind, so that they can be compared: of outputs if every manifest with errors has those.
-    """
-    listed: list[dict[str, Any]] = [manifest_or_empty(folder).get("modules", {}) for folder in folders]
-    for kind in ("output_error", "relative_error"):
-        errors = [{name: record[kind] for name, record in one.items() if record.get(kind) is not None}
-                  for one in listed]  # fmt: skip
-        if any(errors) and all(bool(found) or not one for found, one in zip(errors, listed, strict=True)):
-            return [dict(sorted(one.items(), key=lambda item: -item[1])) for one in errors], kind
-    return [{} for _ in folders], ""
 
 
 def _checked_positions(positions: object, windows: object, *, against: bool) -> tuple[int, int | None] | None:

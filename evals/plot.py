@@ -10,12 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from quantkit.errors import RequestError
 from quantkit.evals import optional
 from quantkit.evals.results import Evaluation, Row
-from quantkit.quality.figures import significant
+from quantkit.formats.detect import open_checkpoint
+from quantkit.quality.figures import layer_errors, method_of, significant
 
 _NUM_WORST = 8
 _WIDTH, _COSTS_HEIGHT, _LAYERS_HEIGHT = 8.0, 4.0, 2.1  # inches
@@ -45,13 +47,10 @@ def picture(found: Evaluation, kind: str = "png") -> bytes:
     models to compare on a text nor manifests with comparable errors of layers.
     """
     points, rows = _points(found), [row for row in found.rows if row.layer_errors]
-    # GPTQ moves weights further than rounding does, to keep the outputs: next to errors of rounding, the errors of its
-    # weights would suggest the opposite of what is lost.
-    if len(rows) > _MAX_PANELS or len({row.method for row in rows}) > 1:
+    if not _drawn_by_layers([row.method for row in rows]):
         rows = []
     if not points and not rows:
-        expected = f"two models and a text, or up to {_MAX_PANELS} models that quantkit quantized by one method"
-        raise RequestError("nothing to draw", expected=expected)
+        raise _nothing_to_draw()
     heights = [_COSTS_HEIGHT] * bool(points) + [_LAYERS_HEIGHT] * bool(rows)
     figure = new_figure(_WIDTH, sum(heights))
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
@@ -68,6 +67,29 @@ def picture(found: Evaluation, kind: str = "png") -> bytes:
             figure.set_layout_engine("none")
             _label(axes, points, canvas.get_renderer())
     return picture_bytes(figure, kind)
+
+
+def require_drawable(models: Sequence[Path]) -> None:
+    """Check that there are errors of layers to draw if the models are not compared on a text. Raises `RequestError` if
+    there are none, and `QuantkitError` if a model cannot be opened."""
+    folders = [open_checkpoint(model).path for model in models]
+    measured = zip(folders, layer_errors(folders)[0], strict=True)
+    if not _drawn_by_layers([method_of(folder) for folder, errors in measured if errors]):
+        raise _nothing_to_draw()
+
+
+def _drawn_by_layers(methods: Sequence[str]) -> bool:
+    """Whether the layers of models are drawn that were quantized by these methods.
+
+    GPTQ moves weights further than rounding does, to keep the outputs: next to errors of rounding, the errors of its
+    weights would suggest the opposite of what is lost.
+    """
+    return 0 < len(methods) <= _MAX_PANELS and len(set(methods)) == 1
+
+
+def _nothing_to_draw() -> RequestError:
+    expected = f"two models and a text, or up to {_MAX_PANELS} models that quantkit quantized by one method"
+    return RequestError("nothing to draw", expected=expected)
 
 
 def _points(found: Evaluation) -> list[_Point]:

@@ -118,6 +118,25 @@ def manifest_or_empty(model: Path) -> dict[str, Any]:
         return {}
 
 
+def method_of(model: Path) -> str:
+    """How a model was quantized; empty if its manifest does not state it."""
+    return str(manifest_or_empty(model).get("method") or "")
+
+
+def layer_errors(folders: Sequence[Path]) -> tuple[list[dict[str, float]], str]:
+    """Errors of quantized layers from each folder's manifest, worst first, and their kind.
+
+    All are of one kind, so that they can be compared: of outputs if every manifest with errors has those.
+    """
+    listed: list[dict[str, Any]] = [manifest_or_empty(folder).get("modules", {}) for folder in folders]
+    for kind in ("output_error", "relative_error"):
+        errors = [{name: record[kind] for name, record in one.items() if record.get(kind) is not None}
+                  for one in listed]  # fmt: skip
+        if any(errors) and all(bool(found) or not one for found, one in zip(errors, listed, strict=True)):
+            return [dict(sorted(one.items(), key=lambda item: -item[1])) for one in errors], kind
+    return [{} for _ in folders], ""
+
+
 def module_records(made: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What a manifest states of each module; empty if it has another form."""
     modules = made.get("modules")

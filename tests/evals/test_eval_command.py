@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import oracle
 import pytest
 from command import Capture, run
 
@@ -118,6 +119,30 @@ def test_without_matplotlib_the_way_to_it_is_reported_before_the_work(
     assert (code, err) == (
         2,
         "quantkit: error: matplotlib is not installed; pip install '.[plot]', from quantkit's folder\n",
+    )
+
+
+def test_a_damaged_matplotlib_is_reported_before_the_work(
+    demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    code, _, err = run(capfd, "bench", demo_model, "--plot", tmp_path / "out.png")
+    assert code == 2
+    assert err.startswith("quantkit: error: matplotlib cannot be imported (found ModuleNotFoundError: import of")
+
+
+@pytest.mark.parametrize("tasks", [[], ["--tasks", "winogrande", "--against"]])
+def test_a_picture_of_nothing_is_refused_before_the_work(
+    tasks: list[str], demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("quantkit.evals.evaluate.open_models", lambda *_: pytest.fail("the work began"))
+    models = [demo_model, *tasks, *([oracle.copy(demo_model, tmp_path / "same")] if tasks else [])]
+    code, _, err = run(capfd, "eval", *models, "--plot", tmp_path / "out.png")
+    assert (code, err) == (
+        2,
+        "quantkit: error: nothing to draw (expected two models and a text, or up to 3 models that quantkit quantized"
+        " by one method)\n",
     )
 
 
