@@ -189,7 +189,7 @@ def bench(
                 for line in notes:
                     note(line)
 
-            outputs.write([one.to_json() for one in found], picture=partial(picture, found), show=show)
+            outputs.write(found.to_json(), picture=partial(picture, found), show=show)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -7,15 +7,15 @@ import multiprocessing
 import os
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from itertools import count
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,10 +23,11 @@ from quantkit.arguments import as_integer, as_number, as_paths, is_several, requ
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.evals import timing
+from quantkit.evals.bench_result import Bench, BenchResult
 from quantkit.evals.models import backend_names
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import named, short_names
-from quantkit.evals.timing import MIN_CONTEXT, PROMPT, AtContext, Decoding, LeftOut, Rate, prefill_rates, rate
+from quantkit.evals.timing import MIN_CONTEXT, PROMPT, Decoding, LeftOut, rate
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.option_fields import called_with
@@ -42,7 +43,6 @@ NEW = 48  # tokens decoded in a run
 _MAX_RUNS = 10_000
 _MAX_THREADS = 256
 SMALL_BYTES = 100_000_000  # of weights: below it, several threads can be slower than one
-_IDLE_CORES = 0.3  # that other processes may use in addition to the threads that compute
 
 
 @dataclass(frozen=True)
@@ -119,91 +119,6 @@ class BenchModel:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """The figures of one model, measured in a separate process.
-
-    Attributes:
-        name: the folder's, or the shape's.
-        quantized: whether any layer is.
-        backends: of the quantized layers.
-        dtype: of activations in prefill.
-        device: the CPU, or the vendor's name of the GPU.
-        threads: of the CPU.
-        cores: of the machine.
-        other_load: cores that other processes used meanwhile; None if not measured.
-        load_seconds: from files to a model ready to run.
-        first_token_seconds: from a prompt of `PROMPT` tokens to its first new token, on the first attempt, and the
-            median of later ones.
-        prefill: by tokens of the prompt.
-        decode: by batch size; the tokens of all sequences count.
-        one_thread: one sequence on a single thread, if the weights are small; None if not measured.
-        weight_bytes: read for each step of decoding.
-        bandwidth: bytes a second that the same threads read from memory, or that the GPU copies, read and written
-            together; measured afterwards.
-        peak_bytes: peak memory of the process, or on the GPU.
-        cache_dtype: of keys and values.
-        loaded_bytes: of all weights in memory.
-        at_contexts: decoding with long contexts, if requested.
-        left_out: the contexts that could not be measured, and why.
-        price_per_hour: of all hardware that computes here, in any currency; None if unknown.
-    """
-
-    name: str
-    quantized: bool
-    backends: list[str]
-    dtype: str
-    device: str
-    threads: int
-    cores: int
-    other_load: float | None
-    load_seconds: float
-    first_token_seconds: tuple[float, float]
-    prefill: dict[int, Rate]
-    decode: dict[int, Rate]
-    one_thread: Rate | None
-    weight_bytes: int
-    bandwidth: float
-    peak_bytes: int
-    cache_dtype: str
-    loaded_bytes: int
-    at_contexts: list[AtContext] = field(default_factory=list)
-    left_out: list[LeftOut] = field(default_factory=list)
-    price_per_hour: float | None = None
-
-    @property
-    def share_of_bandwidth(self) -> float | None:
-        """The share of the bandwidth that reading weights uses when one sequence is decoded; None if not measured."""
-        return self.decode[1].median * self.weight_bytes / self.bandwidth if 1 in self.decode else None
-
-    @property
-    def busy(self) -> bool:
-        """Whether other processes used cores that this one needed."""
-        needed = self.threads if self.device == "cpu" else 1
-        return self.other_load is not None and self.other_load + needed > self.cores + _IDLE_CORES
-
-    def cost(self, tokens_per_second: float) -> float | None:
-        """The cost of a thousand tokens at a rate; None without a price."""
-        return None if self.price_per_hour is None else 1000 * self.price_per_hour / (3600 * tokens_per_second)
-
-    def to_json(self) -> dict[str, Any]:
-        """All figures, in tokens a second, seconds and bytes, and with a price the cost of a thousand tokens."""
-        prefill_at = prefill_rates(self.at_contexts)
-        values = {
-            **asdict(self), "share_of_bandwidth": self.share_of_bandwidth, "busy": self.busy,
-            "at_contexts": [{**asdict(one), "each": one.each} for one in self.at_contexts],
-            "prefill_at_contexts": {context: asdict(rate) for context, rate in prefill_at.items()},
-        }  # fmt: skip
-        if self.price_per_hour is not None:
-            by_kind = {"prefill": self.prefill, "decode": self.decode, "prefill_at_contexts": prefill_at}
-            values["cost_of_thousand_tokens"] = {
-                kind: {key: self.cost(rate.median) for key, rate in rates.items()} for kind, rates in by_kind.items()
-            }
-            for one, value in zip(self.at_contexts, values["at_contexts"], strict=True):
-                value["cost_of_thousand_tokens"] = self.cost(one.together.median)
-        return values
-
-
-@dataclass(frozen=True)
 class BenchArguments(BenchOptions):
     """The arguments of `bench`: the options, and what they are for.
 
@@ -231,14 +146,13 @@ class BenchArguments(BenchOptions):
 
 
 @called_with(BenchArguments)
-def bench(arguments: BenchArguments) -> list[Bench]:
-    """Measure the speed of models one after the other, each in a new process, which imports the calling script: in a
-    script, call it under ``if __name__ == "__main__":``.
+def bench(arguments: BenchArguments) -> BenchResult:
+    """Measure the speed of models one after the other, each in a new process.
 
     Args:
 
     Returns:
-        The figures of each model, in order.
+        The figures of each model, in a list in order, with `to_json()` and `lines()`.
 
     Raises:
         RequestError: if a prompt with the tokens decoded after it exceeds a model's context or the memory, or if
@@ -261,7 +175,7 @@ def bench(arguments: BenchArguments) -> list[Bench]:
     if group.size > 1 and len(models) > 1:
         raise RequestError("several processes measure one model at a time", found=len(models))
     measure = partial(_measure, group=group) if group.size > 1 else _measure_in_new_process
-    found = [measure(model, options, progress) for model in models]
+    found = BenchResult(measure(model, options, progress) for model in models)
     if options.contexts and not any(one.at_contexts for one in found):
         raise RequestError(f"no context could be measured: {found[0].left_out[-1]}", path=models[0].path)
     return found
@@ -289,43 +203,49 @@ def require_room(model: BenchModel, options: BenchOptions) -> None:
 
 
 def _measure_in_new_process(model: BenchModel, options: BenchOptions, progress: Progress) -> Bench:
-    """As `_measure`; a process that is killed, for example by a system without free memory, is a `RequestError`."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(model, options, sender), daemon=True)
-    resource_tracker.ensure_running()  # before signals are blocked, since it unblocks them
+    """As `_measure`; a process that is killed, for example by a system without free memory, is a `RequestError`.
+
+    `multiprocessing.Process` would import the calling script again.
+    """
+    here, there = multiprocessing.Pipe()
+    path = list(map(str, sys.path))
+    program = f"import sys; sys.path[:] = {path}; from quantkit.evals import bench; bench.serve({there.fileno()})"
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C ends only this process
     try:
-        process.start()
+        process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[there.fileno()])
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    sender.close()  # so that `recv` fails once the process ends
     try:
-        while isinstance(message := receiver.recv(), tuple):
+        here.send((model, options))
+        there.close()  # so that `recv` fails once the process ends
+        while isinstance(message := here.recv(), tuple):
             progress(*message)
-    except EOFError as error:
+    except (EOFError, ConnectionResetError) as error:
+        code = process.wait()
         raise RequestError(
-            "the process that measures was ended", path=model.path, found=model.shape,
-            hint="it may have run out of memory; request fewer tokens",
+            "the process that measures was ended", path=model.path, found=f"exit code {code}",
+            hint="it may have run out of memory; request fewer tokens" if code == -signal.SIGKILL else None,
         ) from error  # fmt: skip
     finally:
         process.terminate()
-        process.join()
-        receiver.close()
+        process.wait()
+        here.close()
     if isinstance(message, Exception):
         raise message
     assert isinstance(message, Bench)
     return message
 
 
-def _send_result(model: BenchModel, options: BenchOptions, sender: Connection) -> None:
-    """Run in the new process: send progress as tuples, then the result or the error."""
-    try:
-        sender.send(_measure(model, options, lambda *now: sender.send(now)))
-    except QuantkitError as error:
-        sender.send(error)
-    except Exception as error:  # of any type, which might not be picklable
-        sender.send(RuntimeError(f"{type(error).__name__}: {error}"))
+def serve(connection: int) -> None:
+    """Run in the new process: receive what to measure, send progress as tuples, then the result or the error."""
+    with Connection(connection) as there:
+        try:
+            model, options = there.recv()
+            there.send(_measure(model, options, lambda *now: there.send(now)))
+        except QuantkitError as error:
+            there.send(error)
+        except Exception as error:  # of any type, which might not be picklable
+            there.send(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 @torch.inference_mode()

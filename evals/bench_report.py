@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import cycle, product
 from typing import Any
 
-from quantkit.evals.bench import Bench
+from quantkit.evals.bench_result import Bench
 from quantkit.evals.plot import new_figure, picture_bytes, shorten, style_axes
 from quantkit.evals.table import NONE, Table
 from quantkit.evals.timing import CONTEXT_NEW, PROMPT, Rate, prefill_rates

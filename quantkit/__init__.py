@@ -54,9 +54,10 @@ if TYPE_CHECKING:
     from quantkit import errors as errors
     from quantkit.doctor.diagnose import diagnose as diagnose
     from quantkit.doctor.findings import Diagnosis as Diagnosis
-    from quantkit.evals.bench import Bench as Bench
     from quantkit.evals.bench import BenchModel as BenchModel
     from quantkit.evals.bench import bench as bench
+    from quantkit.evals.bench_result import Bench as Bench
+    from quantkit.evals.bench_result import BenchResult as BenchResult
     from quantkit.evals.evaluate import evaluate as evaluate
     from quantkit.evals.results import Evaluation as Evaluation
     from quantkit.formats.detect import open_checkpoint as open_checkpoint
@@ -104,7 +105,8 @@ _JOBS = {
     "verify": "quantkit.quality.verify",
 }  # fmt: skip
 _TYPES = {
-    "Bench": "quantkit.evals.bench", "BenchModel": "quantkit.evals.bench",
+    "Bench": "quantkit.evals.bench_result", "BenchModel": "quantkit.evals.bench",
+    "BenchResult": "quantkit.evals.bench_result",
     "Completion": "quantkit.runtime.request", "ConvertResult": "quantkit.jobs.result",
     "Diagnosis": "quantkit.doctor.findings", "Estimate": "quantkit.jobs.plan", "Evaluation": "quantkit.evals.results",
     "FolderReport": "quantkit.quality.manifest_check", "Gate": "quantkit.quality.gate",

@@ -6,6 +6,8 @@ import csv
 import json
 import os
 import re
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from command import Capture
 import quantkit
 from quantkit.errors import RequestError
 from quantkit.evals import bench_report, timing
-from quantkit.evals.bench import Bench, BenchModel, BenchOptions, _measure, bench, require_room
+from quantkit.evals.bench import BenchModel, BenchOptions, _measure, bench, require_room
 from quantkit.evals.bench_report import picture
+from quantkit.evals.bench_result import Bench, BenchResult
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import render
 from quantkit.evals.timing import OtherProcesses, Rate, rate
@@ -101,11 +104,19 @@ def test_one_thread_is_tried_where_the_weights_are_few(demo_model: Path, monkeyp
         torch.set_num_threads(threads)
 
 
-def test_a_bench_reports_its_progress(demo_model: Path) -> None:
+def test_a_bench_reports_its_progress_to_a_script_without_a_main_guard(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = types.ModuleType("__main__")
+    script.__file__ = str(tmp_path / "script.py")
+    (tmp_path / "script.py").write_text("raise SystemExit('the script runs again')")
+    monkeypatch.setitem(sys.modules, "__main__", script)
     reported: list[tuple[str, int, int, str]] = []
     options: dict[str, Any] = {"prompt_lengths": (4,), "batches": (1, 2), "threads": 1, "runs": 1}
-    bench([str(demo_model)], **options, progress=lambda *now: reported.append(now))
+    found = quantkit.bench([str(demo_model)], **options, progress=lambda *now: reported.append(now))
     assert reported == [("bench mini-en", done, 6, "measurements") for done in range(7)]
+    assert found.to_json() == [found[0].to_json()]
+    assert "decode 2" in "\n".join(found.lines())
 
 
 def test_short_calls_are_repeated_until_a_run_is_long() -> None:
@@ -215,7 +226,7 @@ def test_threads_that_lose_are_reported() -> None:
 
 def test_warnings_and_notes_are_on_stderr(demo_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
     lost = replace(FOUND, other_load=2.0, one_thread=Rate(20.0, 20.0, 20.0))
-    monkeypatch.setattr("quantkit.evals.bench.bench", lambda *_, **__: [lost])
+    monkeypatch.setattr("quantkit.evals.bench.bench", lambda *_, **__: BenchResult([lost]))
     code, out, err = command.run(capfd, "bench", demo_model, "--table", "csv")
     head, row = csv.reader(out.splitlines())  # one table
     assert code == 0
@@ -335,10 +346,18 @@ def test_one_kind_of_measurement_is_enough() -> None:
         require_room(BenchModel(shape="llama-160m"), BenchOptions(prompt_lengths=prompts, batches=batches, runs=1))
 
 
-def test_a_process_that_dies_does_not_hang_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.evals.bench._send_result", os.kill)
-    monkeypatch.setattr(BenchModel, "checkpoint", lambda model: synthetic("llama-160m", None))
-    with pytest.raises(RequestError, match="the process that measures was ended"):
+@pytest.mark.parametrize(
+    ("dies", "reported"),
+    [
+        ("os._exit(3)", r"\(found exit code 3\)$"),
+        ("os.kill(os.getpid(), 9)", r"\(found exit code -9\); it may have run out of memory"),
+    ],
+)
+def test_a_process_that_dies_does_not_hang_the_command(
+    dies: str, reported: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BenchModel, "__reduce__", lambda model: (exec, (f"import os; {dies}",)))
+    with pytest.raises(RequestError, match=f"the process that measures was ended {reported}"):
         bench(BenchModel(shape="llama-160m"), prompt_lengths=(4,), batches=(), runs=1)
 
 

@@ -18,8 +18,9 @@ from torch import Tensor
 import quantkit
 from quantkit.errors import RequestError
 from quantkit.evals import bench_report, timing
-from quantkit.evals.bench import Bench, _measure, bench
+from quantkit.evals.bench import _measure, bench
 from quantkit.evals.bench_report import picture
+from quantkit.evals.bench_result import Bench
 from quantkit.evals.synthetic import synthetic
 from quantkit.evals.table import render
 from quantkit.evals.timing import CONTEXT_NEW, PROMPT, AtContext, Decoding, Rate

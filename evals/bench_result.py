@@ -1,0 +1,110 @@
+"""The result of `bench`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from quantkit.evals.timing import AtContext, LeftOut, Rate, prefill_rates
+
+_IDLE_CORES = 0.3  # that other processes may use in addition to the threads that compute
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The figures of one model, measured in a separate process.
+
+    Attributes:
+        name: the folder's, or the shape's.
+        quantized: whether any layer is.
+        backends: of the quantized layers.
+        dtype: of activations in prefill.
+        device: the CPU, or the vendor's name of the GPU.
+        threads: of the CPU.
+        cores: of the machine.
+        other_load: cores that other processes used meanwhile; None if not measured.
+        load_seconds: from files to a model ready to run.
+        first_token_seconds: from a prompt of `PROMPT` tokens to its first new token, on the first attempt, and the
+            median of later ones.
+        prefill: by tokens of the prompt.
+        decode: by batch size; the tokens of all sequences count.
+        one_thread: one sequence on a single thread, if the weights are small; None if not measured.
+        weight_bytes: read for each step of decoding.
+        bandwidth: bytes a second that the same threads read from memory, or that the GPU copies, read and written
+            together; measured afterwards.
+        peak_bytes: peak memory of the process, or on the GPU.
+        cache_dtype: of keys and values.
+        loaded_bytes: of all weights in memory.
+        at_contexts: decoding with long contexts, if requested.
+        left_out: the contexts that could not be measured, and why.
+        price_per_hour: of all hardware that computes here, in any currency; None if unknown.
+    """
+
+    name: str
+    quantized: bool
+    backends: list[str]
+    dtype: str
+    device: str
+    threads: int
+    cores: int
+    other_load: float | None
+    load_seconds: float
+    first_token_seconds: tuple[float, float]
+    prefill: dict[int, Rate]
+    decode: dict[int, Rate]
+    one_thread: Rate | None
+    weight_bytes: int
+    bandwidth: float
+    peak_bytes: int
+    cache_dtype: str
+    loaded_bytes: int
+    at_contexts: list[AtContext] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    price_per_hour: float | None = None
+
+    @property
+    def share_of_bandwidth(self) -> float | None:
+        """The share of the bandwidth that reading weights uses when one sequence is decoded; None if not measured."""
+        return self.decode[1].median * self.weight_bytes / self.bandwidth if 1 in self.decode else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether other processes used cores that this one needed."""
+        needed = self.threads if self.device == "cpu" else 1
+        return self.other_load is not None and self.other_load + needed > self.cores + _IDLE_CORES
+
+    def cost(self, tokens_per_second: float) -> float | None:
+        """The cost of a thousand tokens at a rate; None without a price."""
+        return None if self.price_per_hour is None else 1000 * self.price_per_hour / (3600 * tokens_per_second)
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures, in tokens a second, seconds and bytes, and with a price the cost of a thousand tokens."""
+        prefill_at = prefill_rates(self.at_contexts)
+        values = {
+            **asdict(self), "share_of_bandwidth": self.share_of_bandwidth, "busy": self.busy,
+            "at_contexts": [{**asdict(one), "each": one.each} for one in self.at_contexts],
+            "prefill_at_contexts": {context: asdict(rate) for context, rate in prefill_at.items()},
+        }  # fmt: skip
+        if self.price_per_hour is not None:
+            by_kind = {"prefill": self.prefill, "decode": self.decode, "prefill_at_contexts": prefill_at}
+            values["cost_of_thousand_tokens"] = {
+                kind: {key: self.cost(rate.median) for key, rate in rates.items()} for kind, rates in by_kind.items()
+            }
+            for one, value in zip(self.at_contexts, values["at_contexts"], strict=True):
+                value["cost_of_thousand_tokens"] = self.cost(one.together.median)
+        return values
+
+
+class BenchResult(list[Bench]):
+    """The figures of each model, in order."""
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """What `Bench.to_json` returns for each model."""
+        return [one.to_json() for one in self]
+
+    def lines(self) -> list[str]:
+        """The tables as text."""
+        from quantkit.evals.bench_report import tables  # which knows this type
+        from quantkit.evals.table import render
+
+        return render(tables(self), "terminal")
