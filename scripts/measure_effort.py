@@ -5,8 +5,8 @@
 
 Runs `quantkit quantize MODEL` with each effort, and with samples of each length, on the packaged text, and prints a
 table in Markdown: calibration tokens, tokens for each input of the widest linear, seconds of the processors for the
-whole command, and KL(source || quantized) per token in units of 1e-4 over the first windows of every file TEXT. MODEL is a
-folder of floats.
+whole command, and KL(source || quantized) per token in units of 1e-4 over the first windows of every file TEXT. MODEL
+is a folder of floats.
 """
 
 from __future__ import annotations
