@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.json_values import shown
-from quantkit.text.chat import TemplateChat, template_chat
+from quantkit.text.chat import TemplateChat, message_text, template_chat
 from quantkit.text.chat_template import ChatTemplates, Message
 from quantkit.text.template_process import Budget
 from quantkit.text.tokenizer import Tokenizer
@@ -54,11 +53,8 @@ def rendered(messages: Sequence[Message], chat: TemplateChat | None, budget: Bud
 
 def plain(messages: Sequence[Message]) -> str:
     """A conversation as plain text. Raises `RequestError` for a message without a role or a content in words."""
-    for one in messages:
-        if not isinstance(one.get("role"), str) or not isinstance(one.get("content"), str):
-            expected = '{"role": "user", "content": "..."}'
-            raise RequestError("a message is an object with a role and a content", found=shown(one), expected=expected)
-    return "\n\n".join(f"{one['role'].capitalize()}: {one['content']}" for one in messages)
+    texts = [message_text(one) for one in messages]
+    return "\n\n".join(f"{one['role'].capitalize()}: {text}" for one, text in zip(messages, texts, strict=True))
 
 
 def _message(one: Message) -> Message:

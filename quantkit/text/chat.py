@@ -9,12 +9,14 @@ from typing import Any, Literal, Protocol
 
 from quantkit.arguments import as_path, as_string, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
+from quantkit.json_values import shown
 from quantkit.text.chat_template import META_FORMATS, ChatTemplate, ChatTemplates, Message, requested_template
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.special_tokens import special_tokens
 from quantkit.text.tokenizer import Tokenizer
 
 _LLAMA3_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+_TOOL_ROLES = ("tool", "ipython", "function")
 _LLAMA2_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 
 
@@ -66,7 +68,9 @@ class TemplateChat:
     ) -> str:
         """The text whose tokens `encode` returns."""
         _require_messages(messages)
-        return self._choose(tools is not None).render(messages, tools=tools, **variables)
+        template = self._choose(tools is not None)
+        chat = [_with_text(one, keep_parts=template.reads_parts) for one in messages]
+        return template.render(chat, tools=tools, **variables)
 
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
@@ -88,7 +92,7 @@ class Llama2Chat:
         _require_plain("llama2", messages, tools, variables)
         if (tag := llama2_tag(messages)) is not None:
             raise RequestError("a message holds a tag of the chat format", found=tag, hint="leave it out")
-        turns = [(str(one["role"]), _text(one)) for one in messages]
+        turns = [(str(one["role"]), message_text(one)) for one in messages]
         if turns and turns[0][0] == "system" and len(turns) > 1:
             system, (role, first), *rest = turns[0][1], *turns[1:]
             turns = [(role, f"<<SYS>>\n{system}\n<</SYS>>\n\n{first}"), *rest]
@@ -108,7 +112,7 @@ class Llama2Chat:
 def llama2_tag(messages: Sequence[Message]) -> str | None:
     """A tag of Llama 2's format that a message contains, which is not allowed; raises `RequestError` for an invalid
     message."""
-    texts = [_text(one) for one in messages]
+    texts = [message_text(one) for one in messages]
     return next((tag for text in texts for tag in _LLAMA2_TAGS if tag in text), None)
 
 
@@ -134,7 +138,7 @@ class Llama3Chat:
             raise RequestError("a chat needs messages", expected='[{"role": "user", "content": "..."}]')
         ids = self._tokenizer.encode("")[:1]  # BOS
         for one in messages:
-            ids += [*self._started(str(one["role"])), *self._plain(_text(one).strip()), self._end]
+            ids += [*self._started(str(one["role"])), *self._plain(message_text(one).strip()), self._end]
         return [*ids, *self._started("assistant")]
 
     def _started(self, role: str) -> list[int]:
@@ -206,14 +210,46 @@ def _with_specials(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _text(message: Message) -> str:
-    content = message.get("content") if isinstance(message, Mapping) else None
+def message_text(message: Message) -> str:
+    """The content of a message, for formats that are not templates. Raises `RequestError` if the message has no role,
+    or its content is not text."""
+    content = _with_text(message).get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise RequestError(
-            "a message is an object with a role and a content", found=repr(message)[:60],
+            "a message is an object with a role and a content", found=shown(message),
             expected='{"role": "user", "content": "..."}',
         )  # fmt: skip
     return content
+
+
+def _with_text(message: Message, *, keep_parts: bool = False) -> Message:
+    """A message whose content is a string if it was a list of text parts, which newlines join, as in vLLM, or the null
+    of an answer without tool calls. Other messages, and with `keep_parts` lists, are returned as they are.
+
+    Raises:
+        RequestError: for a part that is not text.
+    """
+    if not isinstance(message, Mapping) or "content" not in message:
+        return message
+    content, role = message["content"], message.get("role")
+    if content is None and role == "assistant" and not message.get("tool_calls"):
+        return {**message, "content": ""}
+    if not isinstance(content, list | tuple):
+        return message
+    if role in _TOOL_ROLES and not all(isinstance(part, Mapping) and "type" in part for part in content):
+        return message  # a tool's result in JSON
+    texts = [_part_text(part) for part in content]
+    return message if keep_parts else {**message, "content": "\n".join(texts)}
+
+
+def _part_text(part: object) -> str:
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+    if kind not in (None, "text"):
+        raise RequestError(f"a message has a part of type {shown(kind)}", expected="only parts of type 'text'")
+    if not isinstance(text, str):
+        problem, expected = "a part of a message has no text", '{"type": "text", "text": "..."}'
+        raise RequestError(problem, found=shown(part), expected=expected)
+    return text
 
 
 def _require_messages(messages: object) -> None:

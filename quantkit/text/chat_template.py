@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ _REQUIRED = ("bos_token", "eos_token")  # an unknown spelling must not be printe
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning, of which templates use one."""
 _MAX_REASON = 300
+_LOOP_OVER_PARTS = re.compile(r"""\bfor\s+\w+\s+in\s+[\w.\[\]'"()]*\bcontent['")\]]*[\s%-]""")
+_PROBE: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 
 
 class ChatTemplate:
@@ -74,9 +78,9 @@ class ChatTemplate:
             variables: further variables of the template, such as ``enable_thinking``.
 
         Raises:
-            RequestError: if a message has no role, the template refuses the conversation, or the last message cannot
-                be continued.
-            CheckpointError: if the template fails.
+            RequestError: if a message has no role, the template refuses the conversation or fails only for it, or the
+                last message cannot be continued.
+            CheckpointError: if the template fails for any conversation, or exceeds its limits.
         """
         chat = _checked_chat(messages)
         if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(one, Mapping) for one in tools)):
@@ -86,21 +90,37 @@ class ChatTemplate:
             field = continue_final_message if isinstance(continue_final_message, str) else "content"
             partial = _PartialMessage(chat, field, self.source)
             add_generation_prompt = False
-        tokens = {name: spelling for name, spelling in self._tokens.items() if spelling is not None}
-        unknown = tuple(name for name in _REQUIRED if name not in self._tokens and name not in variables)
+        budget = budget or Budget()
         schemas = None if tools is None else [dict(one) for one in tools]
-        all_variables = {"tools": schemas, "documents": None, **tokens, **variables}
-        all_variables |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
-        answer = render(self.source, all_variables, unknown, budget or Budget())
+        variables = {"tools": schemas, **variables, "add_generation_prompt": add_generation_prompt}
+        answer = self._answer(chat, budget, variables)
         if "error" in answer:
-            raise self._error(answer["error"], _short(answer["reason"]))
+            only_this = answer["error"] == "failure" and not budget.spent and self._renders_probe
+            raise self._error("conversation" if only_this else answer["error"], _short(answer["reason"]))
         text = str(answer["text"])
         return text if partial is None else partial.cut(text)
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether the template loops over the parts of a message's content, by its source; others need a string."""
+        return _LOOP_OVER_PARTS.search(self.source) is not None
+
+    @cached_property
+    def _renders_probe(self) -> bool:
+        """Whether the template renders, or refuses, the simplest conversation: its failures are then due to others."""
+        return self._answer(_PROBE, Budget(), {"tools": None, "add_generation_prompt": True}).get("error") != "failure"
+
+    def _answer(self, chat: list[dict[str, Any]], budget: Budget, variables: Mapping[str, Any]) -> dict[str, Any]:
+        tokens = {name: spelling for name, spelling in self._tokens.items() if spelling is not None}
+        unknown = tuple(name for name in _REQUIRED if name not in self._tokens and name not in variables)
+        return render(self.source, {"documents": None, **tokens, **variables, "messages": chat}, unknown, budget)
 
     def _error(self, kind: str, reason: str) -> QuantkitError:
         """The error for a failed rendering; a refusal concerns the conversation."""
         if kind == "refusal":
             return RequestError(f"the chat template refuses this: {reason}", path=self._path)
+        if kind == "conversation":
+            return RequestError(f"the chat template fails for this conversation: {reason}", path=self._path)
         if kind == "length":
             return RequestError("the chat template's result is too long", path=self._path)
         if kind == "token":

@@ -135,8 +135,13 @@ def test_a_model_without_a_template_reads_conversations_as_plain_text(tmp_path: 
     assert not found.specials
     assert "no chat template" in found.notes[0]
     path = lines(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": [{"type": "image"}]}]})
-    with pytest.raises(RequestError, match="no conversation can be rendered: line 1: a message is an object with"):
+    with pytest.raises(
+        RequestError, match="no conversation can be rendered: line 1: a message has a part of type 'image'"
+    ):
         read_documents(path, 10**6)
+    parts = [{"type": "text", "text": "Why"}, {"type": "text", "text": "not?"}]
+    found = read_documents([{"messages": [{"role": "user", "content": parts}]}], 10**6)
+    assert found.text == "User: Why\nnot?"
 
 
 @pytest.mark.parametrize(

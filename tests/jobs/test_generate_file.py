@@ -353,6 +353,9 @@ def test_a_template_that_refuses_a_conversation_is_reported_with_its_line(demo_m
     ]
     with pytest.raises(RequestError, match="in:2: llama2 has at most one system message"):
         generated(demo_model, written(tmp_path / "in", requested), tmp_path / "out", template="llama2")
+    requested[1] = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
+    with pytest.raises(RequestError, match="in:2: a message has a part of type 'image_url'"):
+        generated(demo_model, written(tmp_path / "in", requested), tmp_path / "out", template="llama2")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 import quantkit
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.text import template_process
+from quantkit.text.chat import TemplateChat
 from quantkit.text.chat import chat_format as chat
 from quantkit.text.chat_template import ChatTemplate, ChatTemplates
 from quantkit.text.template_process import Budget, _Worker
@@ -499,6 +500,33 @@ def test_what_is_no_conversation_is_reported(messages: Any) -> None:
         ChatTemplate("x").render(messages)
 
 
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "text"),
+    [("{{ 'x' + messages[0].content }}", PARTS, "xa\nb"), ("{{ 'x' + messages[0].content }}", None, "x"),
+     ("{% for part in messages[0].content.split('b') %}{{ part }}{% endfor %}", PARTS, "a\n"),
+     ("{% for part in messages[0]['content'] %}{{ part.text }}|{% endfor %}", PARTS, "a|b|")],
+)  # fmt: skip
+def test_parts_of_text_are_a_string_unless_the_template_loops_over_them(source: str, content: Any, text: str) -> None:
+    made = TemplateChat(lambda _: ChatTemplate(source), Words())  # type: ignore[arg-type]
+    assert made.text([{"role": "assistant", "content": content}]) == text
+    with pytest.raises(RequestError, match="part of type 'image_url'"):
+        made.text([user("Hi"), {"role": "user", "content": [*PARTS, {"type": "image_url", "image_url": {}}]}])
+
+
+def test_what_a_tool_returned_is_not_a_list_of_parts() -> None:
+    made = TemplateChat(lambda _: ChatTemplate("{{ messages[0].content | tojson }}"), Words())  # type: ignore[arg-type]
+    assert made.text([{"role": "tool", "content": [{"sun": True}]}]) == '[{"sun": true}]'
+
+
+def test_a_failure_at_one_conversation_is_not_the_templates() -> None:
+    template = ChatTemplate("{{ 'x' + messages[0].content }}", path=Path("x"))
+    with pytest.raises(RequestError, match=r"^x: the chat template fails for this conversation: can only concatenate"):
+        template.render([{"role": "user", "content": 5}])
+
+
 def test_an_answer_is_continued_where_it_ends() -> None:
     template = ChatTemplate(TEMPLATES["qwen"])
     begun = [user("Hi"), assistant("Once upon")]
@@ -534,10 +562,11 @@ LLAMA2 = [
     ([user("Hi"), assistant("Hello."), user("Bye")], "<s>[INST] Hi [/INST] Hello. </s><s>[INST] Bye [/INST]"),
     ([system(""), user("Hi"), assistant("Yes"), user("Bye")],
      "<s>[INST] <<SYS>>\n\n<</SYS>>\n\nHi [/INST] Yes </s><s>[INST] Bye [/INST]"),
+    ([{"role": "user", "content": PARTS}], "<s>[INST] a\nb [/INST]"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("messages", "expected"), LLAMA2, ids=range(4))
+@pytest.mark.parametrize(("messages", "expected"), LLAMA2, ids=range(5))
 def test_the_format_of_llama_2(messages: list[dict[str, Any]], expected: str) -> None:
     words = Words()
     assert words.decode(chat("nowhere", words, "llama2").encode(messages)) == expected
