@@ -13,6 +13,8 @@ from quantkit.errors import CheckpointError
 
 MAX_BYTES = 64 * 2**20  # the largest tokenizers published take some 30 MB, the largest indices 10
 MAX_DEPTH = 64  # of nested lists and objects
+LINES_OF_ARRAY = "jq -c '.[]' makes lines of it"
+"""The hint for an array where a file needs JSON lines."""
 _SHOWN = 60
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import difflib
 import hashlib
 import sys
 from collections.abc import Iterable, Mapping
@@ -51,7 +52,7 @@ class Collector:
             column: has the documents; None is the first of `COLUMNS`, or the only one of strings.
             chat: renders conversations.
         """
-        self._path, self._limit, self._chat_of = path, limit, chat
+        self._path, self._limit, self._chat_of, self._requested = path, limit, chat, column
         self._columns: tuple[str, ...] = COLUMNS if column is None else (column,)
         self._settled = column is not None
         self._chat: TemplateChat | None = None
@@ -77,8 +78,15 @@ class Collector:
         for name in self._columns:
             if name in columns:
                 return name
+        found = ", ".join(columns) or "nothing"
+        if self._requested is not None:
+            near = difflib.get_close_matches(self._requested, columns, 1)
+            raise RequestError(
+                f'`text_column="{self._requested}"` is not a column of {place}', path=self._path, found=found,
+                hint=f"did you mean '{near[0]}'?" if near else None,
+            )  # fmt: skip
         raise RequestError(
-            f"no column of {place} has the text", path=self._path, found=", ".join(columns) or "nothing",
+            f"no column of {place} has the text", path=self._path, found=found,
             expected=" or ".join(self._columns), hint="name the column that has it with `text_column`",
         )  # fmt: skip
 

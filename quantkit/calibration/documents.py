@@ -24,6 +24,7 @@ from quantkit.calibration.conversations import ModelChat, without_chat
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.files.hub import SECONDS, call_in_time, short
 from quantkit.files.hub_answers import checked_answers, checked_commit
+from quantkit.json_values import LINES_OF_ARRAY
 
 TextSource = str | Path | Iterable[object]
 """A file, a folder of `datasets`, a dataset on a hub by its name, a dataset, or strings."""
@@ -63,8 +64,8 @@ def hub_id(source: str | Path) -> HubId | None:
 
 
 def has_documents(path: Path) -> bool:
-    """Whether a path is a file or folder of documents, not plain text."""
-    return path.suffix.lower() in (*_JSON_LINES, _PARQUET) or any((path / name).is_file() for name in _OF_DATASETS)
+    """Whether a path is a folder or a file of documents, not plain text."""
+    return path.suffix.lower() in (*_JSON_LINES, _PARQUET) or path.is_dir()
 
 
 def read_documents(
@@ -93,7 +94,12 @@ def read_documents(
         _collect_hub(dataset, collector)
         return collector.text(source=str(dataset))
     path = Path(source)
-    if path.is_dir() and has_documents(path):
+    if path.is_dir():
+        if not any((path / file).is_file() for file in _OF_DATASETS):
+            raise RequestError(
+                "is not a folder of text", path=path,
+                expected="a file of plain text, JSON lines or Parquet, or a folder that Dataset.save_to_disk wrote",
+            )  # fmt: skip
         collector = Collector(path, limit, column, chat)
         with _of_datasets(path, "give a folder that Dataset.save_to_disk wrote"):
             collector.collect(_dataset_rows(_saved_dataset(path), collector))
@@ -106,7 +112,7 @@ def _file_text(path: Path, limit: int, column: str | None, chat: ModelChat) -> D
     try:
         with path.open("rb") as file:
             if suffix in _JSON_LINES:
-                collector.collect(_json_rows(file))
+                collector.collect(_json_rows(file, path))
             elif suffix == _PARQUET:
                 collector.collect(_parquet_rows(path, collector))
             elif column is not None:
@@ -165,8 +171,10 @@ def _saved_dataset(path: Path) -> Any:
 
     found = load_from_disk(str(path))
     if isinstance(found, dict):
-        one = path / next(iter(found))
-        raise RequestError("has several splits", path=path, found=", ".join(found), hint=f"give one, such as {one}")
+        raise RequestError(
+            "is a DatasetDict, not one split of it", path=path, found=", ".join(found),
+            hint=f"give the folder of a split: {path / next(iter(found))}",
+        )  # fmt: skip
     return found
 
 
@@ -182,10 +190,14 @@ def _numbered(rows: Iterable[object]) -> Iterator[tuple[str, object]]:
     return ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _json_rows(file: BinaryIO) -> Iterator[tuple[str, object]]:
+def _json_rows(file: BinaryIO, path: Path) -> Iterator[tuple[str, object]]:
     for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), b""), 1):
         if not line.strip():
             continue
+        if number == 1 and line.lstrip().startswith(b"["):
+            raise RequestError(
+                "holds a JSON array", path=path, expected="a JSON object on each line", hint=LINES_OF_ARRAY
+            )
         try:
             document = json.loads(line)
         except (ValueError, RecursionError) as error:

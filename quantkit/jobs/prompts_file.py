@@ -42,7 +42,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import require_flags, wrong_type
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.jobs.openai_batch import BatchRequest, from_batch_line, is_batch_line
-from quantkit.json_values import MAX_DEPTH, depth, shown, within
+from quantkit.json_values import LINES_OF_ARRAY, MAX_DEPTH, depth, shown, within
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.runtime.request import (
     BEAM_SEARCH,
@@ -300,9 +300,7 @@ def _object(line: str, place: str, *, first: bool) -> dict[str, Any]:
             _require_exact(value, line)
         return value
     if first and line.lstrip().startswith("["):
-        raise RequestError(
-            "holds a JSON array", path=place, expected=f"on each line {_EXPECTED}", hint="jq -c '.[]' makes lines of it"
-        )
+        raise RequestError("holds a JSON array", path=place, expected=f"on each line {_EXPECTED}", hint=LINES_OF_ARRAY)
     raise RequestError("is no JSON object", path=place, found=shown(line.strip()), expected=_EXPECTED)
 
 

@@ -174,7 +174,7 @@ def test_the_column_is_the_requested_one_or_the_one_that_can_be_meant(
     ("column", "words"),
     [
         (None, r"has the text \(found title, body, expected text or messages or conversations\).*`text_column`"),
-        ("bodies", r"no column of .* has the text \(found title, body, expected bodies\)"),
+        ("bodies", r"`text_column=.bodies.` is not a column of .* \(found title, body\); did you mean 'body'\?"),
     ],
 )
 def test_a_column_that_cannot_be_known_is_an_error_with_the_columns(
@@ -247,7 +247,7 @@ def test_unusable_objects_are_named(source: Any, words: str) -> None:
 def test_a_saved_dataset_of_several_splits_needs_the_name_of_one(tmp_path: Path) -> None:
     one = datasets.Dataset.from_list([{"text": TEXT}])
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "both")
-    with pytest.raises(RequestError, match=r"has several splits \(found train, test\).*both/train"):
+    with pytest.raises(RequestError, match=r"is a DatasetDict.*\(found train, test\).*both/train"):
         read_documents(tmp_path / "both", 10**6)
     assert read_documents(tmp_path / "both/train", 10**6).text == TEXT
     (tmp_path / "both/train/state.json").write_text("{")

@@ -137,7 +137,7 @@ def test_rows_are_documents_by_their_column_and_conversations_in_the_models_form
     found = quantkit.evaluate(DEMO_MODEL, texts=path, window=32)
     assert found.texts["chat"].documents == 2
     assert found.notes == list(text.notes)
-    with pytest.raises(RequestError, match=r"found title, messages, expected body"):
+    with pytest.raises(RequestError, match=r"`text_column=.body.` is not a column of line 1 \(found title, messages\)"):
         quantkit.evaluate(DEMO_MODEL, texts=path, text_column="body")
     with pytest.raises(RequestError, match="`text_column` goes with `texts`"):
         quantkit.evaluate(DEMO_MODEL, text_column="body")
