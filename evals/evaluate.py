@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.arguments import as_integer, as_path, as_paths, as_string, as_strings, require_flags, require_instance
+from quantkit.arguments import (
+    as_integer,
+    as_path,
+    as_paths,
+    as_string,
+    as_strings,
+    is_several,
+    require_flags,
+    require_instance,
+)
 from quantkit.calibration.conversations import ModelChat, model_chat
+from quantkit.calibration.documents import TextSource
 from quantkit.data.files import EXCERPT, excerpt
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
@@ -37,8 +47,8 @@ from quantkit.quality.positions import PositionDivergence
 
 
 def evaluate(
-    paths: str | Path | Sequence[str | Path], *, texts: str | Path | Sequence[str | Path] = (),
-    text_column: str | None = None,
+    paths: str | Path | Sequence[str | Path], *,
+    texts: str | Path | Sequence[str | Path] | Mapping[str, TextSource] = (), text_column: str | None = None,
     tasks: str | Sequence[str] = (), task_data: str | Path | None = None, against: str | Path | None = None,
     window: int | None = None, positions: int | None = None, position_windows: int | None = None,
     cache_logits: str | Path | None = None, speed: bool = False, details: bool = False,
@@ -54,7 +64,9 @@ def evaluate(
         texts: a file of UTF-8, JSON lines or Parquet, a folder that ``Dataset.save_to_disk`` wrote, or several.
             Conversations are rendered through the chat template of the reference, or of the first model. The result
             calls each by its name without the suffix (``wiki`` for ``data/wiki.txt``) or, if two would be called the
-            same, all by the shortest distinct ends of their paths (``a/wiki.txt`` and ``b/wiki.txt``).
+            same, all by the shortest distinct ends of their paths (``a/wiki.txt`` and ``b/wiki.txt``). Or a mapping of
+            names to texts, of which each is a path, a ``datasets.Dataset`` or ``IterableDataset``, or an iterable of
+            strings or rows: ``{"notes": ["a string", ...]}``.
         text_column: the column or key of the texts, as in `quantize`.
         tasks: a name of lm-evaluation-harness, or several.
         task_data: a folder with tasks' data: TASK.jsonl, .json, .parquet or .txt.
@@ -82,7 +94,7 @@ def evaluate(
         >>> found = quantkit.evaluate("model-int4", against="model", texts="wiki.txt")
         >>> found.rows[1].texts["wiki"].divergence.kl
     """
-    folders, files, tasks = as_paths("paths", paths), as_paths("texts", texts), as_strings("tasks", tasks)
+    folders, files, tasks = as_paths("paths", paths), _sources(texts), as_strings("tasks", tasks)
     if not folders:
         raise RequestError("there is no model to measure: `paths` is empty")
     against = None if against is None else as_path("against", against)
@@ -164,13 +176,31 @@ def _device(name: str | None, group: ProcessGroup, *, used: bool) -> torch.devic
     return usable_device(name) if used and group.size == 1 else torch.device("cpu")
 
 
+_Sources = list[Path] | dict[str, Path | Iterable[object]]
+
+
+def _sources(texts: object) -> _Sources:
+    """The paths of the texts, or the texts by name."""
+    hint = 'strings and datasets need a name: {"name": ["..."]}'
+    if not isinstance(texts, Mapping):
+        return as_paths("texts", texts, hint=hint)
+    found: dict[str, Path | Iterable[object]] = {}
+    for name, one in texts.items():
+        documents = is_several(one) and not isinstance(one, str)
+        found[as_string("texts", name)] = one if documents else as_path("texts", one, hint="text goes in a list")
+    return found
+
+
 def _texts(
-    paths: Sequence[Path], column: str | None, chat: ModelChat, *, use_excerpt: bool
+    sources: _Sources, column: str | None, chat: ModelChat, *, use_excerpt: bool
 ) -> tuple[list[Text], list[str]]:
     """The texts by distinct names, and notes about them."""
-    texts = [read_text(path, column, chat) for path in paths]
-    if len({text.name for text in texts}) < len(texts):
-        names = short_names(paths)
+    if isinstance(sources, dict):
+        texts = [read_text(source, column, chat, name) for name, source in sources.items()]
+    else:
+        texts = [read_text(path, column, chat) for path in sources]
+    if not isinstance(sources, dict) and len({text.name for text in texts}) < len(texts):
+        names = short_names(sources)
         if twice := [name for index, name in enumerate(names) if name in names[:index]]:
             raise RequestError("the same text is given twice", found=twice[0])
         texts = [replace(text, name=name) for name, text in zip(names, texts, strict=True)]

@@ -7,7 +7,7 @@ import re
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -79,20 +79,24 @@ class Text:
         return f"the text '{self.name}' has few spaces, so word ppl is not meaningful for it; see bits/byte"
 
 
-def read_text(path: Path, column: str | None = None, chat: ModelChat = without_chat) -> Text:
-    """A text from a file or folder; `column` and `chat` are those of `read_documents`.
+def read_text(
+    source: Path | Iterable[object], column: str | None = None, chat: ModelChat = without_chat, name: str | None = None
+) -> Text:
+    """A text from a file or folder, or under a name from a dataset, strings or rows; `column` and `chat` are those of
+    `read_documents`.
 
     Raises:
         RequestError: if it cannot be read, is not what its suffix says, or has nothing but white space.
     """
-    if column is None and not has_documents(path):
-        text, digest = text_of(path)
-        return Text(path.stem, digest, text)
-    found = read_documents(path, sys.maxsize, column=column, chat=chat)
+    own = name or (source.stem if isinstance(source, Path) else "text")
+    if isinstance(source, Path) and column is None and not has_documents(source):
+        text, digest = text_of(source)
+        return Text(own, digest, text)
+    found = read_documents(source, sys.maxsize, column=column, chat=chat, name=own)
     rows = tuple(one for one in found.documents or () if one.strip())
     if not rows:
-        raise RequestError("the text is empty", path=path)
-    return Text(path.stem, found.sha256, found.text, rows, found.specials, found.notes)
+        raise RequestError("the text is empty", path=source if isinstance(source, Path) else own)
+    return Text(own, found.sha256, found.text, rows, found.specials, found.notes)
 
 
 def articles(raw: str) -> list[str]:

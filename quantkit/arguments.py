@@ -6,6 +6,7 @@ A string from JSON or from an environment variable must not count as a boolean o
 
 from __future__ import annotations
 
+import errno
 import numbers
 import operator
 import os
@@ -86,21 +87,28 @@ def as_strings(name: str, value: object) -> list[str]:
     return [as_string(name, one) for one in _several(name, value, "a string")]
 
 
-def as_path(name: str, value: object) -> Path:
-    """A path; an empty string, which would mean the current folder, is refused."""
+def as_path(name: str, value: object, *, hint: str | None = None) -> Path:
+    """A path; an empty string, which would mean the current folder, and one too long for a path are refused."""
     found = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(found, str):
-        raise wrong_type(name, value, "a path")
+        raise wrong_type(name, value, "a path", hint=hint)
     if not found:
         raise RequestError(f"`{name}` is empty", expected="a path")
+    try:
+        os.lstat(found)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise RequestError(
+                f"`{name}` is too long for a path", found=shown(found), expected="a path", hint=hint
+            ) from error
     return Path(found)
 
 
-def as_paths(name: str, value: object) -> list[Path]:
+def as_paths(name: str, value: object, *, hint: str | None = None) -> list[Path]:
     """One path or several."""
     if isinstance(value, str | os.PathLike):
-        return [as_path(name, value)]
-    return [as_path(name, one) for one in _several(name, value, "a path")]
+        return [as_path(name, value, hint=hint)]
+    return [as_path(name, one, hint=hint) for one in _several(name, value, "a path")]
 
 
 def _several(name: str, value: object, kind: str) -> Iterable[object]:

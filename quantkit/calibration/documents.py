@@ -69,8 +69,9 @@ def has_documents(path: Path) -> bool:
 
 
 def read_documents(
-    source: TextSource, limit: int, *, column: str | None = None, chat: ModelChat = without_chat
-) -> DocumentText:
+    source: TextSource, limit: int, *, column: str | None = None, chat: ModelChat = without_chat,
+    name: str = "calibration",
+) -> DocumentText:  # fmt: skip
     """The first `limit` bytes of a source's documents, separated by empty lines where no template ends them.
 
     Args:
@@ -78,6 +79,7 @@ def read_documents(
             which no more than necessary is downloaded; or a `Dataset`, strings or rows in Python.
         column: has the documents; None is ``text``, ``messages`` or ``conversations``, or the only one of strings.
         chat: renders conversations, which are lists of messages.
+        name: of a source in Python, for messages.
 
     Raises:
         UnreachableError: if the hub does not answer in 8 seconds.
@@ -86,7 +88,7 @@ def read_documents(
         CheckpointError: if the hub's answer names no commit, or a file of it leads out of the hub's cache.
     """
     if not isinstance(source, str | os.PathLike):
-        collector = Collector("calibration", limit, column, chat)
+        collector = Collector(name, limit, column, chat)
         collector.collect(_dataset_rows(source, collector) if hasattr(source, "features") else _numbered(source))
         return collector.text()
     if dataset := hub_id(source):

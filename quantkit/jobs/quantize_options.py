@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -226,7 +226,10 @@ class QuantizeOptions:
         if self.method == "rtn":
             self.require_no_calibration()
         if isinstance(self.calibration, str) or not (self.calibration is None or is_several(self.calibration)):
-            as_path("calibration", self.calibration)  # the string itself is kept: it may also name a dataset
+            hint = 'a string is a path or the name of a hub dataset; text goes in a list: ["..."]'
+            if isinstance(self.calibration, Mapping):
+                hint = f'of a `DatasetDict`, pass one split: ds["{next(iter(self.calibration), "train")}"]'
+            as_path("calibration", self.calibration, hint=hint)  # the string is kept: it may also name a dataset
         if self.text_column is not None:
             as_string("text_column", self.text_column)
             if self.calibration is None:

@@ -299,6 +299,17 @@ def test_the_command_takes_a_column(demo_model: Path, tmp_path: Path, capfd: Cap
     assert "--text-column goes with --calibration" in err
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [("The people " * 99, r"too long for a path .*text goes in a list"),
+     (datasets.DatasetDict(test=datasets.Dataset.from_list([{"text": "a"}])), r'one split: ds\["test"\]')],
+    ids=["string", "splits"],
+)  # fmt: skip
+def test_the_error_for_what_is_no_source_says_what_is_one(wrong: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=f"`calibration` is .*{words}"):
+        quantkit.quantize(DEMO_MODEL, tmp_path / "out", "int4-g64", calibration=wrong)
+
+
 @pytest.mark.parametrize("wrong", [3, b"text", {"train": ["a"]}])
 def test_what_is_no_source_is_refused(wrong: Any, demo_model: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="`calibration` is of the wrong type"):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,6 +123,24 @@ def test_counts_are_the_harness_s(task: Any, tmp_path: Path) -> None:
 def test_a_text_with_few_spaces_has_a_note(raw: str, noted: bool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(raw, encoding="utf-8")
     assert (read_text(tmp_path / "text.txt").note is not None) == noted
+
+
+def test_texts_by_name_are_paths_datasets_or_strings(tmp_path: Path) -> None:
+    documents = ["The people of the land. " * 9, "The world."]
+    rows = [{"text": one} for one in documents]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = {"file": tmp_path / "a.jsonl", "rows": datasets.Dataset.from_list(rows), "strings": iter(documents)}
+    found = quantkit.evaluate(DEMO_MODEL, texts=texts, window=32)
+    assert list(found.texts) == ["file", "rows", "strings"]
+    assert found.rows[0].texts["rows"] == found.rows[0].texts["strings"] == found.rows[0].texts["file"]
+    with pytest.raises(RequestError, match="mine: the text of row 1 is of type int"):
+        quantkit.evaluate(DEMO_MODEL, texts={"mine": [3]})
+
+
+@pytest.mark.parametrize("wrong", [["the people " * 50], datasets.Dataset.from_list([{"text": "a"}])])
+def test_texts_without_a_name_are_paths(wrong: Any) -> None:
+    with pytest.raises(RequestError, match=r'`texts` is .*; strings and datasets need a name: {"name": \["..."\]}'):
+        quantkit.evaluate(DEMO_MODEL, texts=wrong)
 
 
 def test_rows_are_documents_by_their_column_and_conversations_in_the_models_format(tmp_path: Path) -> None:
