@@ -59,6 +59,7 @@ class Estimate:
         steps: the seconds of each step, by the name of its phase in reports of progress, in order.
         efforts: the seconds with each effort of GPTQ; empty for other jobs.
         weights: the size of its weights and of the source's; None for `convert`.
+        resumed: whether an interrupted run is continued, which takes less time than this.
     """
 
     layers: dict[str, int]
@@ -73,6 +74,7 @@ class Estimate:
     steps: dict[str, float]
     efforts: dict[str, float] = field(default_factory=dict)
     weights: WeightSizes | None = None
+    resumed: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
@@ -83,7 +85,8 @@ class Estimate:
         taken = [f"memory {size_text(self.memory_bytes)}"]
         if self.device_bytes:
             taken.append(f"GPU memory {size_text(self.device_bytes)}")
-        taken += [f"time {_duration(self.seconds)}", f"disk {self._disk()}"]
+        most = ("at most ", ", as an interrupted run is continued") if self.resumed else ("", "")
+        taken += [f"time {most[0]}{_duration(self.seconds)}{most[1]}", f"disk {self._disk()}"]
         return "; ".join([f"this takes about {', '.join(taken)}", *self._hints()])
 
     def lines(self) -> list[str]:
@@ -183,7 +186,7 @@ def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
     steps, efforts = quantization_steps(prepared, fit, weights, checked)
     return Estimate(
         dict(kinds), phases[phase], phase, on_device, disk, scratch, math.fsum(steps.values()), checked, notes, steps,
-        efforts, weights,
+        efforts, weights, prepared.options.resume and partial_folder(prepared.dst).is_dir(),
     )  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def _result(
         prepared.dst, prepared.scheme_map.counts(), *size, prepared.method, None if drawn is None else drawn.to_json(),
         gate, prepared.options.accept_quality_loss, time.monotonic() - began, notes, manifest,
         weight_sizes(prepared, prepared.encoder.total_bytes()), None if embedding is None else str(embedding),
-        certificate, prepared.allocation, skipped,
+        certificate, prepared.allocation, skipped, None if prepared.settings is None else prepared.settings.effort,
     )  # fmt: skip
 
 

@@ -81,6 +81,7 @@ class QuantizeResult:
         positions: what was lost by position; None if no certificate was requested.
         allocation: how the schemes were chosen for a size; None where they were given.
         skipped: as in `ConvertResult`.
+        effort: of GPTQ; None for rounding.
     """
 
     path: Path
@@ -99,6 +100,7 @@ class QuantizeResult:
     positions: PositionCertificate | None = None
     allocation: Allocation | None = None
     skipped: bool = False
+    effort: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values; ``quality`` and ``positions`` as the manifest has them."""

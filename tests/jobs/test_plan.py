@@ -259,3 +259,10 @@ def test_planning_leaves_nothing(demo_model: Path, tmp_path: Path) -> None:
     forecast = quantkit.plan.convert(demo_model, tmp_path / "deep" / "out")
     assert forecast.seconds > 0
     assert not list(tmp_path.iterdir())
+
+
+def test_the_time_of_a_run_that_is_continued_is_an_upper_bound(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    found = [quantkit.plan.quantize(demo_model, tmp_path / name, "int8", resume=True) for name in ("out", "new")]
+    assert [one.resumed for one in found] == [True, False]
+    assert [", as an interrupted run is continued, disk " in one.line() for one in found] == [True, False]

@@ -31,6 +31,7 @@ def test_quantize_says_what_it_wrote_and_how_good_it_is(demo_model: Path, tmp_pa
     assert (made.weight_bytes, made.bits_per_weight) == (found.weight_bytes, found.bits_per_weight)
     assert (made.schemes, made.method, made.calibration) == ({"int4-g64": 25}, "rtn", None)
     assert made.quality.problem() is None
+    assert made.effort is None
     value = json.loads(json.dumps(made.to_json()))
     assert value["quality"] == made.manifest["quality"] == manifest.read(tmp_path / "out")["quality"]
     assert set(value) == set(vars(made))
