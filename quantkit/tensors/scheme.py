@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from quantkit.arguments import as_integer, as_string, require_flags
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 
+_LIKE_GGUF = {"q4": ["int4-g32"], "q8": ["int8"]}  # by how the names of GGUF's types begin
 _FALLBACK_GROUP_SIZES = (128, 64, 32)  # tried in this order when the requested one does not divide a row
 
 SPELLINGS = "int8, int4-g32, int4-g64 or int4-g128"
@@ -58,9 +60,11 @@ class QuantScheme:
             return SCHEMES[name]
         if name in ("int4", "int4-asym"):
             raise RequestError(f"{name} needs a group size: {name.replace('int4', 'int4-g128')}")
+        near = difflib.get_close_matches(name.replace("_", "-"), SCHEMES, 1) or _LIKE_GGUF.get(name[:2], [])
         raise RequestError(
             "unknown quantization scheme", found=shown(text),
             expected=f"{SPELLINGS}; int4 also with zero points: int4-g128-asym",
+            hint=f"did you mean {near[0]}?" if near else None,
         )  # fmt: skip
 
     def __str__(self) -> str:

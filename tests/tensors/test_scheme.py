@@ -69,6 +69,16 @@ def test_bad_spellings_are_refused_with_the_good_ones(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [("int4_g64", "int4-g64"), ("q4_0", "int4-g32"), ("Q4_K_M", "int4-g32"), ("q8_0", "int8"), ("float", None)],
+)
+def test_a_similar_scheme_is_named(text: str, near: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        QuantScheme.parse(text)
+    assert caught.value.hint == (near and f"did you mean {near}?")
+
+
 @pytest.mark.parametrize("size", [-8, 0, 12, 1, 100])
 def test_group_sizes_that_are_no_multiple_of_eight_are_refused(size: int) -> None:
     with pytest.raises(RequestError, match="expected a positive multiple of 8"):
