@@ -135,7 +135,19 @@ def completion(context: click.Context, shell: str) -> None:
     click.echo(completion_class(root, {}, "quantkit", COMPLETION).source())
 
 
-PATH = click.Path(path_type=Path)
+class _Path(click.Path):
+    """A path; an empty string, such as a variable that is not set, would mean the current folder."""
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        if not os.fspath(value):
+            what = "an argument" if param is None or ctx is None else param.get_error_hint(ctx)
+            raise RequestError(f"{what} is empty", expected="a path")
+        return super().convert(value, param, ctx)
+
+
+PATH = _Path(path_type=Path)
 
 
 class Scheme(click.types.StringParamType):

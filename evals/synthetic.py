@@ -14,6 +14,7 @@ from torch import Tensor
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.families import config_from_hf
 from quantkit.architectures.topology import Parameter, linear_columns, parameters
+from quantkit.arguments import as_path
 from quantkit.errors import RequestError
 from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint
@@ -126,7 +127,7 @@ def shaped(source: str | Path, scheme: str | None) -> Checkpoint:
         RequestError: if there are weights, which have their schemes, or for an unknown shape or scheme.
         QuantkitError: as opening a folder does.
     """
-    folder = Path(source)
+    folder = as_path("path", source)
     if not folder.exists() and str(source) in _SHAPES:
         return synthetic(str(source), scheme)
     path = folder / "config.json"

@@ -15,6 +15,8 @@ from quantkit.files.gguf_types import GGUF, split_count, split_name, split_stem
 from quantkit.files.hub import PREFIX, HubModel, download, hub_model
 from quantkit.files.source import damaged_file
 
+PARTIAL = ".partial"
+"""The end of the name of an unfinished output."""
 _downloaded: dict[HubModel, Path] = {}
 _NO_MODELS = ("mmproj", "imatrix")  # names of files with a projector for images, or with statistics of activations
 
@@ -50,6 +52,8 @@ def require_there(path: str | Path) -> Path:
         except RequestError:
             model = None
         near = [f"did you mean {one}?" for one in _similar(found)]
+        if os.path.exists(partial := f"{found}{PARTIAL}"):
+            near = [f"{partial} is not finished: add `resume=True` to the command that began it"]
         hints = near if model is None else [*near, f"if it is a model of the Hugging Face hub: {model}"]
         raise RequestError("does not exist", path=path, hint="; ".join(hints) or None)
     return found

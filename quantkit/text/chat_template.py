@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -179,15 +180,18 @@ def template_paths(folder: Path) -> list[Path]:
 
 def requested_template(template: str) -> str:
     """The source of a template by name: ``llama2``, ``llama3``, or a file ``*.jinja``. Raises `RequestError` for
-    another name, `CheckpointError` if the file cannot be read."""
+    another name or a file that does not exist, `CheckpointError` if it cannot be read."""
     if template in META_FORMATS:
         return resources.files("quantkit.text").joinpath(f"templates/{template}{_SUFFIX}").read_text(encoding="utf-8")
     if not template.endswith(_SUFFIX):
         raise RequestError(
             "no such chat template", found=shown(template), expected=f"{', '.join(META_FORMATS)} or a file *{_SUFFIX}"
         )
-    source = _read(Path(template))
-    ChatTemplate(source, path=Path(template))
+    path = Path(template)
+    if not os.path.exists(path):
+        raise RequestError("the chat template does not exist", path=path)
+    source = _read(path)
+    ChatTemplate(source, path=path)
     return source
 
 

@@ -241,6 +241,40 @@ def test_a_similar_name_next_to_a_model_that_does_not_exist_is_named(
     assert found == (2, "", f"quantkit: error: {wrong}: does not exist; did you mean {hf}?\n")
 
 
+EMPTY = ["inspect", "verify", "chat", "generate", "convert", "quantize", "plan generate"]
+
+
+@pytest.mark.parametrize("command", EMPTY)
+def test_an_empty_path_is_not_the_current_folder(
+    command: str, hf: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(hf)
+    more = {
+        "generate": ["text"], "convert": [tmp_path / "new"], "quantize": [tmp_path / "new", "--scheme", "int8"],
+        "plan generate": ["--target", "v5e-1"],
+    }  # fmt: skip
+    code, out, err = run(capfd, *command.split(), "", *more.get(command, []))
+    assert (code, out) == (2, "")
+    assert err.endswith(" is empty (expected a path)\n")
+
+
+def test_an_unfinished_model_of_the_name_is_named_first(hf: Path, tmp_path: Path, capfd: Capture) -> None:
+    wrong = hf.with_name(hf.name + "x")
+    hf.with_name(f"{wrong.name}.partial").mkdir()
+    hint = f"{wrong}.partial is not finished: add --resume to the command that began it"
+    assert run(capfd, "inspect", wrong) == (2, "", f"quantkit: error: {wrong}: does not exist; {hint}\n")
+
+
+@pytest.mark.parametrize("command", ["convert SRC DST", "quantize SRC DST --scheme int8", "chat SRC"])
+def test_a_template_that_does_not_exist_is_an_invalid_request(
+    command: str, demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    places = {"SRC": demo_model, "DST": tmp_path / "new"}
+    given = [places.get(word, word) for word in command.split()]
+    found = run(capfd, *given, "--template", tmp_path / "nope.jinja")
+    assert found == (2, "", f"quantkit: error: {tmp_path / 'nope.jinja'}: the chat template does not exist\n")
+
+
 def test_a_weight_file_in_place_of_its_folder_is_refused(hf: Path, capfd: Capture) -> None:
     refused(capfd, 3, hf / "model.safetensors", "is a file", "expected the folder")
 

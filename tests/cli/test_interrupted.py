@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -128,21 +129,27 @@ def test_a_partial_folder_is_reported_for_what_it_is(
     code, out, err = run(capfd, *(places.get(word, word) for word in command.split()))
     assert (code, out) == (3, "")
     assert err == (
-        f"quantkit: error: {partial(dst)}: is no model yet but what an interrupted run of convert left;"
+        f"quantkit: error: {partial(dst)}: is not a model yet but what an unfinished run of convert left;"
         " add --resume to the command that began it\n"
     )
 
 
 def test_under_another_name_it_is_the_same(dst: Path, tmp_path: Path) -> None:
     partial(dst).rename(tmp_path / "renamed")
-    with pytest.raises(CheckpointError, match="what an interrupted run of convert left; add `resume=True`"):
+    with pytest.raises(CheckpointError, match="what an unfinished run of convert left; add `resume=True`"):
         quantkit.open_checkpoint(tmp_path / "renamed")
+
+
+def test_a_quantization_that_is_not_finished_can_be_continued(demo_model: Path, tmp_path: Path) -> None:
+    left = interrupted(functools.partial(quantkit.quantize, scheme="int8"), demo_model, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"run of quantize left; .*, and `accept_quality_loss=True` if"):
+        quantkit.inspect(left)
 
 
 @pytest.mark.parametrize("line", [b"", b"[]\n", b'{"fingerprint": {"job": "rm -rf"}}\n', b"[" * 99_999])
 def test_a_journal_that_says_nothing_names_no_job(line: bytes, dst: Path) -> None:
     (partial(dst) / ".quantkit-journal.jsonl").write_bytes(line)
-    with pytest.raises(CheckpointError, match="what an interrupted run left"):
+    with pytest.raises(CheckpointError, match="what an unfinished run left"):
         quantkit.inspect(partial(dst))
 
 

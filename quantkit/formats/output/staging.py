@@ -16,6 +16,7 @@ from typing import Any
 from quantkit.errors import CheckpointError, DestinationError, InterruptedRunError, RequestError, ResumeError
 from quantkit.files.gguf_types import GGUF, split_stem
 from quantkit.files.hub import PREFIX as HUB_PREFIX
+from quantkit.files.located import PARTIAL
 from quantkit.formats.output.destination import (
     SPACE_MARGIN,
     OwnFolder,
@@ -34,7 +35,6 @@ from quantkit.formats.output.placed_files import ENTRY, PlacedFiles
 
 SCRATCH = ".activations"
 """The first part of the names of folders that only the run that made them uses."""
-_SUFFIX = ".partial"
 _KEPT = "is kept: add `resume=True`"
 _NOTHING = "nothing was written yet"
 _JOBS = ("convert", "quantize")
@@ -201,8 +201,8 @@ def require_name(dst: Path) -> None:
         raise RequestError(problem, found=repr(str(dst)), hint=hint)
     if str(dst).startswith(HUB_PREFIX):
         raise RequestError("the destination is a name on a hub", found=dst, expected="a folder to make")
-    if dst.name.endswith(_SUFFIX):
-        problem = f"names that end in {_SUFFIX} are for unfinished outputs"
+    if dst.name.endswith(PARTIAL):
+        problem = f"names that end in {PARTIAL} are for unfinished outputs"
         raise RequestError(problem, found=dst, hint="choose another destination")
     if dst.suffix != GGUF == dst.suffix.lower():
         raise RequestError("names of GGUF files end in small letters", found=dst.name, hint=f"write {dst.stem}{GGUF}")
@@ -256,7 +256,7 @@ def require_finished(model: Path, manifest: str) -> None:
     """Raise a `CheckpointError` if a folder, or the folder of a file, is an unfinished output, which has no manifest
     yet."""
     folder = model.parent if model.is_file() else model
-    renamed = not folder.name.endswith(_SUFFIX) and os.path.isfile(folder / manifest)
+    renamed = not folder.name.endswith(PARTIAL) and os.path.isfile(folder / manifest)
     if renamed or not os.path.isfile(folder / JOURNAL):
         return
     writer = None
@@ -266,8 +266,11 @@ def require_finished(model: Path, manifest: str) -> None:
     if writer:
         raise CheckpointError(writer, hint="it is no model yet; wait until it is done")
     job = fingerprint_in(folder).get("job")
-    problem = f"is no model yet but what an interrupted run{f' of {job}' if job in _JOBS else ''} left"
-    raise CheckpointError(problem, path=folder, hint="add `resume=True` to the command that began it")
+    problem = f"is not a model yet but what an unfinished run{f' of {job}' if job in _JOBS else ''} left"
+    hint = "add `resume=True` to the command that began it"
+    if job == "quantize":
+        hint += ", and `accept_quality_loss=True` if it ended with a failed check of quality"
+    raise CheckpointError(problem, path=folder, hint=hint)
 
 
 def mark_kept(error: BaseException, partial: Path) -> None:
@@ -288,4 +291,4 @@ def kept(error: BaseException | None) -> str | None:
 def partial_folder(dst: Path) -> Path:
     """The folder in which an output is built; a `RequestError` as from `require_name`."""
     require_name(dst)
-    return dst.with_name(dst.name + _SUFFIX)
+    return dst.with_name(dst.name + PARTIAL)

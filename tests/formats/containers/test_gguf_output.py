@@ -133,7 +133,7 @@ def test_an_interrupted_run_goes_on(job: str, demo_model: Path, tmp_path: Path) 
     make(demo_model, whole, source_check=False)
     interrupted(make, demo_model, file)
     assert sorted(path.name for path in tmp_path.glob("file*")) == ["file.gguf.partial"]
-    with pytest.raises(CheckpointError, match="is no model yet"):
+    with pytest.raises(CheckpointError, match="is not a model yet"):
         open_checkpoint(partial(file) / "file.gguf")
     make(demo_model, file, source_check=False, resume=True)
     assert file.read_bytes() == whole.read_bytes()

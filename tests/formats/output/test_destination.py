@@ -39,7 +39,7 @@ def test_a_destination_below_a_file(demo_model: Path, tmp_path: Path, capfd: Cap
 
 
 def test_it_is_refused_before_anything_is_opened(tmp_path: Path, capfd: Capture) -> None:
-    code, _, err = run(capfd, "convert", tmp_path / "no such source", "")
+    code, _, err = run(capfd, "convert", tmp_path / "no such source", ".")
     assert (code, "not a name for a new folder" in err) == (2, True)
 
 
