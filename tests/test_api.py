@@ -224,9 +224,10 @@ def test_choices_are_those_there_are() -> None:
 
 @pytest.mark.parametrize("spelled", ["bf16", "BF16", "bfloat16", torch.bfloat16])
 def test_a_float_type_is_taken_by_any_of_its_names_everywhere(spelled: Any, demo_model: Path, tmp_path: Path) -> None:
-    assert quantkit.load(demo_model, device="cpu", dtype=spelled)[0].dtype is torch.bfloat16
-    planned = quantkit.plan.convert(demo_model, tmp_path / "out", dtype=spelled)
-    quantkit.convert(demo_model, tmp_path / "out", dtype=spelled)
+    source = quantkit.convert(demo_model, tmp_path / "source", dtype="fp16").path
+    assert quantkit.load(source, device="cpu", dtype=spelled)[0].dtype is torch.bfloat16
+    planned = quantkit.plan.convert(source, tmp_path / "out", dtype=spelled)
+    quantkit.convert(source, tmp_path / "out", dtype=spelled)
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
     assert manifest["options"]["dtype"] == "bf16"
     assert quantkit.inspect(tmp_path / "out").tensors.keys() == {"bfloat16"}

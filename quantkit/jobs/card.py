@@ -19,12 +19,12 @@ from quantkit.architectures.names import CANONICAL, EMBEDDING
 from quantkit.bit_allocation.allocation import PICTURE, picture
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.documents import TextSource
-from quantkit.calibration.effort import SAMPLES, SEED
+from quantkit.calibration.effort import EFFORTS, SAMPLES, SEED
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import read_here_alone
 from quantkit.jobs.labels import base_model, file_name, known_name, layer_names, model_name
-from quantkit.jobs.option_fields import declared
+from quantkit.jobs.option_fields import command_words, declared
 from quantkit.jobs.prepare import Prepared
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.result import growth_text
@@ -223,7 +223,8 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
 
 
 def _quantize_command(src: str, dst: str, prepared: Prepared, drawn: Calibration | None) -> tuple[str, str | None]:
-    """The command that repeats the call, and the content of the recipe file that it names, if it needs one."""
+    """The command that repeats the call, and the content of the recipe file that it names, if it needs one; equal calls
+    have the same command, as options with the default value are left out."""
     options, recipe = prepared.options, prepared.scheme_map.recipe
     result_options = [name for name, info in declared(QuantizeOptions).items() if info.changes_result]
     values = {name: getattr(options, name) for name in result_options}
@@ -237,15 +238,10 @@ def _quantize_command(src: str, dst: str, prepared: Prepared, drawn: Calibration
     values["to"] = None if prepared.target.name == NATIVE else prepared.target.name
     values["template"] = options.template and Path(options.template).name
     values["certify_text"] = options.certify_text and (file_name(options.certify_text) or "TEXT")
-    words = ["quantkit", "quantize", src, dst]
-    for name, value in values.items():
-        option = "--" + name.replace("_", "-")
-        if value is True:
-            words.append(option)
-        elif isinstance(value, list):
-            words += [word for one in value for word in (option, one)]
-        elif value is not None and value is not False:
-            words += [option, str(value)]
+    license = _front_matter(prepared.source.path / NAME).get("license")
+    for name, default in ("base_model", base_model(prepared.source)), ("license", license):
+        values[name] = None if values[name] == default else values[name]
+    words = ["quantkit", "quantize", src, dst, *command_words(values)]
     return shlex.join(words), json.dumps(recipe.to_json(), indent=2) if "recipe" in values else None
 
 
@@ -265,7 +261,10 @@ def _method_options(prepared: Prepared, drawn: Calibration | None) -> dict[str, 
     if settings is None or drawn is None:
         return {"method": "rtn"}
     text = None if settings.text is None else _text_name(settings.text, drawn) or "TEXT"
+    length = EFFORTS[settings.effort].length(prepared.source.config)
     return {
-        "method": "gptq", "calibration": text, "samples": None if settings.samples == SAMPLES else settings.samples,
+        "method": "gptq", "calibration": text, "effort": None if settings.effort == "default" else settings.effort,
+        "thorough": None, "samples": None if settings.samples == SAMPLES else settings.samples,
+        "length": None if settings.length == length else settings.length,
         "seed": None if settings.seed == SEED else settings.seed,
     }  # fmt: skip

@@ -90,7 +90,10 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
             precise = _open(src, options, DType.FLOAT32)
         scale_dtype = carried_codes.common_scale_dtype(source, target.codes, changes, look=not headers_only)
         notes += _code_notes(source, dst, target, scale_dtype, changes, requantize=requantize)
-    specs = _specs(source, cast, None if dequantize else changes, scale_dtype, target)
+    kept = None if dequantize else changes
+    specs = _specs(source, cast, kept, scale_dtype, target)
+    if cast == config.dtype == source.config.dtype and specs == _specs(source, None, kept, scale_dtype, target):
+        cast = None
     kv_cache, kv_notes = kept_kv_cache(
         source, target, dst, dequantize=dequantize, allow_nonfinite=options.allow_nonfinite
     )  # fmt: skip
@@ -101,7 +104,7 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     with suggest_requantize(options):
         side_files, encoder = container.side_files(output), container.encoder(output)
     notes += [*kv_notes, *container.notes(output)]
-    recorded = options.recorded(target.name, tensors_only=not source.config.runnable)
+    recorded = options.recorded(target.name, cast=cast, tensors_only=not source.config.runnable)
     work = Work("convert", source, encoder, side_files, recorded)
     return Conversion(dst, options, work, target, changes, precise, [*source.notes, *notes], kv_cache)
 

@@ -85,15 +85,16 @@ class ConvertOptions:
         """The float type of the output; None keeps each tensor's own."""
         return float_name(self.dtype)
 
-    def recorded(self, target: str, *, tensors_only: bool) -> dict[str, object]:
+    def recorded(self, target: str, *, cast: DType | None, tensors_only: bool) -> dict[str, object]:
         """What the manifest and the resume fingerprint record: all options that determine the bytes of the weights.
 
         Args:
             target: the name of the target format.
+            cast: the float type, if it changes that of any tensor.
             tensors_only: whether the source is known by its tensors only.
         """
         options: dict[str, object] = {
-            "to": target, "mp": self.mp, "dtype": self.float_type and _SHORT[self.float_type],
+            "to": target, "mp": self.mp, "dtype": cast and _SHORT[cast],
             "allow_nonfinite": self.allow_nonfinite,
         }  # fmt: skip
         optional = {

@@ -15,7 +15,7 @@ from quantkit.formats import manifest
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.destination import destination_errors, is_there, manifest_path
-from quantkit.formats.output.staging import changed_keys, partial_folder
+from quantkit.formats.output.staging import changed_keys, partial_folder, require_room_to_build
 from quantkit.jobs.option_fields import IfExists
 from quantkit.jobs.output import NOT_CHECKED, Work, content_hash, source_hashes
 from quantkit.progress import Progress
@@ -27,10 +27,22 @@ _HINT = "choose another name or remove it"
 
 
 def is_finished(dst: Path, if_exists: IfExists) -> bool:
-    """Whether there is a finished output that may be kept."""
+    """Whether there is a finished output that may be kept.
+
+    Raises:
+        DestinationError: if an unfinished one is next to it.
+        ResumeError: if a job is writing there, or something else is in the way.
+    """
+    if if_exists != "skip":
+        return False
+    partial = partial_folder(dst)
     with destination_errors(dst):
-        there = is_there(dst) or is_there(manifest_path(dst))
-        return if_exists == "skip" and there and not is_there(partial_folder(dst))
+        whole, there, unfinished = is_there(dst), is_there(manifest_path(dst)), is_there(partial)
+    if whole and unfinished:
+        require_room_to_build(partial, resume=True)
+        problem = f"is unfinished, and {dst} exists already; nothing is overwritten"
+        raise DestinationError(problem, path=partial, hint=f"remove {partial}, and repeat the command to compare {dst}")
+    return (whole or there) and not unfinished
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,9 @@ class Existing:
         written = {**work.side_files, **encoder.extra_files(), **(card or {})}
         now = {name: content_hash(content) for name, content in written.items()}
         now |= {name: files.get(name) for name in encoder.files()}
-        self.require({f"file {name}": files[name] for name in files}, {f"file {name}": now[name] for name in now})
+        why = dict.fromkeys(card or (), " (license, base model, or SRC's name or README)")
+        found, expected = ({f"file {name}{why.get(name, '')}": one[name] for name in one} for one in (files, now))
+        self.require(found, expected)
         if self.dst.is_file() and self.dst.name not in files:
             raise self.differs(f"file {self.dst.name}")  # the manifest is that of several files
         for name, header in encoder.headers().items():

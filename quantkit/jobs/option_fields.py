@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
@@ -62,6 +62,20 @@ def require_if_exists(value: object) -> None:
 def declared(options: type) -> dict[str, OptionInfo]:
     """The fields that are options of the command line, by name, in order."""
     return {one.name: one.metadata[_KEY] for one in fields(options) if _KEY in one.metadata}
+
+
+def command_words(values: Mapping[str, object]) -> list[str]:
+    """The words with which the command line gets options, by name; None and False leave one out."""
+    words = list[str]()
+    for name, value in values.items():
+        option = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(option)
+        elif isinstance(value, list | tuple):
+            words += [word for one in value for word in (option, one)]
+        elif value is not None and value is not False:
+            words += [option, str(value)]
+    return words
 
 
 def called_with(

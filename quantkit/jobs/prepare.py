@@ -15,7 +15,7 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import unread_experts
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import Parameter, input_groups, layer_kinds, linear_columns, sizes
-from quantkit.arguments import as_path
+from quantkit.arguments import as_path, as_strings
 from quantkit.bit_allocation.allocation import Allocation, units
 from quantkit.bit_allocation.fit import Fit
 from quantkit.calibration.data import Calibration
@@ -33,6 +33,7 @@ from quantkit.formats.output.staging import interrupted_fingerprint, require_nam
 from quantkit.formats.registry import Target
 from quantkit.jobs.certificate import CertifiedText, certified_text
 from quantkit.jobs.labels import model_name
+from quantkit.jobs.option_fields import command_words, declared
 from quantkit.jobs.output import option_key
 from quantkit.jobs.quantize_options import Method, QuantizeOptions
 from quantkit.jobs.scheme_map import SchemeMap, requested_recipe
@@ -170,10 +171,16 @@ def _as_floats(source: StoredCheckpoint, options: QuantizeOptions) -> tuple[Stor
         return source, []
     found = stored_format(source)
     if not options.dequantize:
-        command = shlex.join(["quantkit", "quantize", str(options.src), str(options.dst)])
+        names = [name for name, info in declared(QuantizeOptions).items() if info.changes_result]
+        given = {name: getattr(options, name) for name in names} | {"keep": as_strings("keep", options.keep)}
+        if isinstance(options.scheme, Recipe):
+            given |= {"scheme": None, "recipe": "FILE"}
+        if not isinstance(options.calibration, str | Path | None):
+            given["calibration"] = "FILE"
+        words = ["quantkit", "quantize", str(options.src), str(options.dst), *command_words(given)]
         raise UnsupportedError(
             "the source is quantized already", path=source.path, found=found,
-            hint=f"start from the float model, or read this one as floats: {command} ... `dequantize=True`",
+            hint=f"start from the float model, or read this one as floats: {shlex.join(words)} `dequantize=True`",
         )  # fmt: skip
     read = f"its weights are read as {source.config.dtype}, and rounded again"
     return DequantizedCheckpoint(source), [f"{source.path}: the source is quantized already ({found}); {read}"]

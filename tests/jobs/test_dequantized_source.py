@@ -81,12 +81,18 @@ def test_the_command_that_would_read_it_is_named(blocks: Path, tmp_path: Path, c
     code, _, err = run(capfd, *arguments)
     assert code == 4
     assert "quantized already (found gguf (Q4_1, Q8_0))" in err
-    assert f"quantkit quantize {blocks} {dst} ... --dequantize" in err
+    assert f"quantkit quantize {blocks} {dst} --scheme int8 --accept-quality-loss --dequantize" in err
     assert "int4" not in err
     code, _, err = run(capfd, *arguments, "--dequantize")
     assert code == 0, err
-    with pytest.raises(UnsupportedError, match=re.escape(f"{blocks} {dst}2 ... `dequantize=True`")):
-        quantkit.plan.quantize(blocks, f"{dst}2", "int8")
+    recipe = quantkit.Recipe(quantkit.QuantScheme.parse("int8"))
+    for given, spelled in (
+        ({"scheme": "int8", "keep": ["*.0.*", "*.1.*"]}, "--scheme int8 --keep '*.0.*' --keep '*.1.*'"),
+        ({"scheme": recipe, "calibration": ["text"]}, "--calibration FILE --recipe FILE"),
+        ({"target_bits": 5}, "--target-bits 5"),
+    ):
+        with pytest.raises(UnsupportedError, match=re.escape(f"{blocks} {dst}2 {spelled} `dequantize=True`")):
+            quantkit.plan.quantize(blocks, f"{dst}2", **given)
 
 
 def test_the_settings_of_a_source_known_by_its_tensors_are_replaced(floats: Path, tmp_path: Path) -> None:

@@ -75,10 +75,18 @@ def test_an_unknown_value_is_refused(value: Any, source: Path, tmp_path: Path) -
 def test_gptq_is_not_repeated(source: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = contents(quantized)
     monkeypatch.setattr(quantize_job, "_quantizer", None)
-    made = quantkit.quantize(source, quantized, "int4-g64", **GPTQ, if_exists="skip")
+    made = quantkit.quantize(source, quantized, "int4-g64", **GPTQ, effort="default", if_exists="skip")
+    assert made.effort == "default"
     assert (made.skipped, made.manifest) == (True, json.loads(before["quantkit.json"]))
     assert made.quality.to_json() == made.manifest["quality"]
     assert contents(quantized) == before
+
+
+def test_an_option_in_another_spelling_is_the_same(source: Path, converted: Path, tmp_path: Path) -> None:
+    dst = quantkit.quantize(source, tmp_path / "out", "int4-g64", **GPTQ, thorough=True).path
+    assert quantkit.quantize(source, dst, "int4-g64", **GPTQ, effort="thorough", if_exists="skip").skipped
+    assert " --effort thorough --samples 4 --length 64\n" in (dst / "README.md").read_text()
+    assert quantkit.convert(source, converted, dtype="bf16", if_exists="skip").skipped
 
 
 def test_schemes_for_a_size_are_not_chosen_again(
@@ -116,7 +124,7 @@ def test_what_differs_in_a_conversion_is_named(source: Path, converted: Path) ->
         ({"samples": 5}, "calibration ("),
         ({"calibration": ["The people of the United States. " * 99]}, "calibration ("),
         ({"thorough": True}, "effort"),
-        ({"license": "mit"}, "file README.md"),
+        ({"license": "mit"}, "file README.md (license, base model, or SRC's name or README)"),
         ({"accept_quality_loss": True}, "quality (accepted)"),
         ({"certify_positions": 64}, "certify_positions"),
         ({"split_max_size": 1 << 20}, "split_max_size"),
@@ -307,6 +315,16 @@ def test_an_interrupted_run_is_not_an_output(source: Path, tmp_path: Path) -> No
     again: dict[str, Any] = {"source_check": False, "resume": True, "if_exists": "skip"}
     assert [quantkit.convert(source, dst, **again).skipped for _ in range(2)] == [False, True]
     assert not partial(dst).exists()
+
+
+def test_an_unfinished_output_next_to_a_finished_one_is_named(source: Path, converted: Path, tmp_path: Path) -> None:
+    dst = _copy(converted, tmp_path)
+    interrupted(quantkit.convert, source, tmp_path / "other").rename(partial(dst))
+    said = f"{partial(dst)}: is unfinished, and {dst} exists already; nothing is overwritten; remove"
+    for resume in (False, True):
+        with pytest.raises(DestinationError) as caught:
+            quantkit.convert(source, dst, resume=resume, if_exists="skip")
+        assert said in str(caught.value)
 
 
 def test_an_output_that_is_being_placed_is_not_finished(source: Path, in_gguf: Path, tmp_path: Path) -> None:
