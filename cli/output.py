@@ -22,7 +22,7 @@ _STDOUT = 1
 _missing: set[int] = set()
 _LABEL = re.compile(r"(?P<before>quantkit: | *)(?P<label>(internal )?error|Error|note|warning):")
 
-_RENAMED = {"runtime": "for"}  # a keyword of Python
+_RENAMED = {"runtime": "for", "texts": "text"}  # a keyword of Python; a repeatable option
 _POSITIONAL = ("path", "src", "dst")
 _ARGUMENT = re.compile(r"`(?P<name>[a-z]\w*)(?:=(?P<value>[^`]*))?`")
 

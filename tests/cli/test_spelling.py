@@ -19,6 +19,7 @@ from quantkit.cli.output import as_options
         ('pick one with `weights="meta"`', "pick one with --weights meta"),
         ("more `activation_memory`", "more --activation-memory"),
         ("`calibration=FILE`", "--calibration FILE"),
+        ("`text_column` goes with `texts`", "--text-column goes with --text"),
         ("no such thing as `A B`", "no such thing as `A B`"),
     ],
 )
