@@ -96,7 +96,6 @@ def test_each_sequence_has_the_bits_of_itself_alone(
 _SHARED = """
 import sys, torch
 from dataclasses import replace
-sys.path.append(sys.argv.pop(1))
 from test_batch import _model, _staggered
 from quantkit.distributed.group import joined
 from rows import alone, together
@@ -119,7 +118,7 @@ def test_each_sequence_has_the_bits_of_itself_alone_in_two_processes(tmp_path: P
     folders = [tmp_path / scheme for scheme in ("int8", "int4-g32")]
     for folder in folders:
         quantkit.quantize(tmp_path / "model", folder, folder.name, method="rtn", accept_quality_loss=True)
-    first, second = forked.group(2, _SHARED, Path(__file__).parent, *folders)
+    first, second = forked.group(2, _SHARED, *folders)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout == second.stdout
     for line, folder in zip(first.stdout.splitlines(), folders, strict=True):

@@ -96,7 +96,7 @@ def run(arguments: list[str]) -> int:
     """Run a program as Python does; its exit code, or minus the signal that Python then ends with."""
     way, program, *rest = arguments
     sys.argv[:] = [way, *rest]
-    sys.path.insert(0, "" if way == "-c" else os.getcwd())  # before the folder of this file, whose helpers tests use
+    sys.path[0] = "" if way == "-c" else os.getcwd()
     code: object = None
     try:
         if way == "-c":

@@ -69,7 +69,10 @@ def _server() -> str:
     """The address of the process that is copied."""
     folder = tempfile.TemporaryDirectory(prefix="fork")
     address = Path(folder.name, "socket")
-    server = subprocess.Popen([sys.executable, str(_HERE / "fork_server.py"), str(address)], stdin=subprocess.PIPE)
+    server = subprocess.Popen(
+        [sys.executable, str(_HERE / "fork_server.py"), str(address)], stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # code may import tests' modules
+    )  # fmt: skip
 
     def end() -> None:
         assert server.stdin is not None

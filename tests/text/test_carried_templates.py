@@ -197,7 +197,7 @@ def test_a_file_is_taken_for_a_template(source: Path, demo_model: Path, tmp_path
 @pytest.mark.parametrize(
     ("template", "kind", "reported"),
     [("llama4", RequestError, "no such chat template .*llama2, llama3 or a file"),
-     ("llama3", RequestError, "not Llama 3's"), ("nowhere.jinja", CheckpointError, "missing"),
+     ("llama3", RequestError, "not Llama 3's"), ("nowhere.jinja", RequestError, "does not exist"),
      ("", RequestError, "no such"), (5, RequestError, "`template` is of the wrong type")],
 )  # fmt: skip
 def test_what_is_no_template_is_refused_before_anything_is_written(

@@ -15,8 +15,8 @@ from quantkit.errors import CheckpointError, ResumeError
 from quantkit.jobs import output
 
 COMMANDS = ("convert", "quantize --scheme=int8", "plan convert", "plan quantize --scheme=int8")
-NO_NAMES = (".", "..", "", "/", "there/..", "out.partial")
-NOT_NEW = ("there/", "x" * 300)
+NO_NAMES = (".", "..", "", "/", "there/..", "out.partial", "x" * 300)
+NOT_NEW = ("there/",)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
