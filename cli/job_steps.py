@@ -1,4 +1,4 @@
-"""The steps of a job: which one runs, and the time left of all, from what was foretold and what has been seen."""
+"""The steps of a job: which one runs, and the time left of all, from their estimates and the time taken so far."""
 
 from __future__ import annotations
 

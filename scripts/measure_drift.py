@@ -23,7 +23,6 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.calibration import effort, group_solver
 from quantkit.calibration.effort import Effort
 from quantkit.formats.detect import open_checkpoint
-from quantkit.jobs import settings
 from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches
 from quantkit.tensors.products import BFLOAT16_SETTING
@@ -63,7 +62,7 @@ def main() -> None:
         quantkit.convert(options.model, source, dtype="fp32")
         batches = [Batch.from_start(windows(source, text)) for text in options.texts]
         for stride in [*map(int, options.strides.split(",")), 0]:
-            settings.STANDARD = Followed(stride)
+            effort.EFFORTS["default"] = Followed(effort.STANDARD.tokens_per_input, stride)
             found = []
             for seed in range(options.seeds):
                 dst = folder / f"{stride}-{seed}"

@@ -75,8 +75,8 @@ class QuantizeOptions:
         text_column: the column or key of `calibration` that has the text or the messages; None is ``text``,
             ``messages`` or ``conversations``, or else the only column of strings.
         effort: how much calibration: ``quick``, ``default`` or ``thorough``. The first two draw as many tokens as the
-            width of the model pays; ``thorough`` draws samples of the model's context, at most 2048 tokens, and follows
-            the float model on all samples instead of some of them.
+            width of the model needs; ``thorough`` draws samples of the model's context, at most 2048 tokens, and
+            follows the float model on all samples instead of some of them.
         thorough: the same as ``effort="thorough"``.
         samples, length, seed: the number of calibration samples, 128 by default; the tokens in each, which the effort
             determines by default; and the seed of their positions in the text, 0 by default.

@@ -51,10 +51,8 @@ def _steps(
 ) -> dict[str, float]:
     source, certified, config = prepared.source, prepared.certified, prepared.source.config
     weights = _weights(prepared)
-    writing, measured = (
-        speed.writing(sizes.output_bytes, sizes.source_bytes),
-        measured_tokens(source) if config.runnable else 0,
-    )
+    writing = speed.writing(sizes.output_bytes, sizes.source_bytes)
+    measured = measured_tokens(source) if config.runnable else 0
     steps: dict[str, float] = {}
     if settings is None and not config.runnable:
         steps["rounding errors"] = speed.rounding(weights, searched=True)
