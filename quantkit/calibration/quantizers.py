@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 
@@ -27,7 +27,7 @@ from quantkit.formats.output.staging import SCRATCH
 from quantkit.memory import malloc_trim, set_mmap_threshold
 from quantkit.model.column_kernels import column_kernels
 from quantkit.progress import Progress, silent
-from quantkit.solver.rounding import round_to_nearest
+from quantkit.solver.rounding import Importance, round_to_nearest
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.products import exact_float32
@@ -56,18 +56,27 @@ class TensorBlock:
 
 @dataclass
 class RtnQuantizer:
-    """Computes the tensors of an output, block after block: rounds to nearest, one tensor at a time."""
+    """Computes the tensors of an output, block after block: rounds to nearest, one tensor at a time.
+
+    Attributes:
+        importance: returns that of the inputs of linears; called once, before the first of these is rounded to int4.
+    """
 
     source: Checkpoint
     _: KW_ONLY
     allow_nonfinite: bool
+    importance: Callable[[], Importance] = dict
     _done: frozenset[str] = field(default=frozenset(), init=False)
+    _importance: Importance = field(default_factory=dict, init=False)
 
     @contextmanager
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
         """The context in which `solve` is called for each of all blocks, in order; `written` are the tensors that an
         interrupted run has written."""
         self._done = written.names
+        quantized = (spec.name for block in blocks for spec in block.tensors if spec.scheme is not None)
+        if not self._done.issuperset(quantized):
+            self._importance = self.importance()
         yield
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
@@ -93,7 +102,8 @@ class RtnQuantizer:
             keep = "leave the scheme of the embedding out, and `allow_nonfinite=True` leaves it as it is"
         hint = f"it cannot be quantized; repair the source, or {keep}"
         checked_cast(weight, weight.dtype, spec.name, path, allow_nonfinite=False, hint=hint)
-        quantized, solver = round_to_nearest(weight, spec.scheme, spec.dtype.torch, column_kernels)
+        importance = self._importance.get(module)
+        quantized, solver = round_to_nearest(weight, spec.scheme, spec.dtype.torch, column_kernels, importance)
         return self._checked(spec, Result.of(quantized, weight, {"solver": solver}))
 
     def _checked(self, spec: TensorSpec, result: Result) -> Solved:

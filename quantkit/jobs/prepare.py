@@ -86,6 +86,12 @@ class Prepared:
     def method(self) -> Method:
         return "rtn" if self.settings is None else "gptq"
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether errors are weighted by the importance of inputs: when int4 is rounded, and the model can be run."""
+        schemes = (scheme for module, scheme in self.scheme_map.schemes.items() if module != EMBEDDING)
+        return self.settings is None and self.source.config.runnable and any(scheme.bits == 4 for scheme in schemes)
+
     @cached_property
     def blocks(self) -> list[TensorBlock]:
         """The tensors of the output, in order."""

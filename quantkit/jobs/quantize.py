@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quantkit.architectures.topology import parameters
 from quantkit.arguments import require_instance
 from quantkit.bit_allocation.fit import Fit
 from quantkit.calibration.data import Calibration
+from quantkit.calibration.importance import IMPORTANCE, input_importance
 from quantkit.calibration.quantizers import GptqQuantizer, RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
@@ -115,7 +117,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         _write(prepared.blocks, quantizer, writer, writer.written, durable=settings is not None)
         result = writer.seal()
         size = weight_size(result)
-        gate, certificate = _check(prepared, result, writer, progress)
+        gate, certificate = _check(prepared, result, writer, quantizer, progress)
         card = model_card_files(prepared, drawn, *size, gate, certificate)
         manifest = writer.commit(_details(prepared, work, result, writer, gate, certificate), card)
     found = _result(prepared, drawn, size, gate, certificate, began, manifest)
@@ -190,7 +192,11 @@ def _settled(
 def _quantizer(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup, progress: Progress) -> RtnQuantizer:
     source, settings, allow_nonfinite = prepared.source, prepared.settings, prepared.options.allow_nonfinite
     if settings is None or drawn is None:
-        return RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
+        if not (prepared.is_weighted and group.is_rank0):
+            return RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
+        observed = in_phase(progress, IMPORTANCE)
+        importance = cache(partial(input_importance, source, prepared.tokenizer, progress=observed))
+        return RtnQuantizer(source, allow_nonfinite=allow_nonfinite, importance=importance)
     return GptqQuantizer(
         source, drawn, prepared.scheme_map.schemes, device=settings.device, memory_bytes=settings.memory_bytes,
         effort=settings.effort_on(source.config, drawn.tokens.shape), allow_nonfinite=allow_nonfinite, group=group,
@@ -217,15 +223,14 @@ def _work(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) ->
         recorded[BIT_ALLOCATION] = prepared.allocation.to_json()
     computed_by: dict[str, object] = {}
     scratch = 0
-    if settings is not None and drawn is not None:
+    if prepared.is_weighted:
+        computed_by = _machine(torch.device("cpu"))
+    elif settings is not None and drawn is not None:
         recorded |= {"calibration": drawn.to_json(), "effort": settings.effort}
         device = settings.device
-        computed_by = {
-            "torch": torch.__version__, "number of processes": group.size,
-            "samples multiplied in": str(compute_dtype(device)),
+        computed_by = _machine(device) | {
+            "number of processes": group.size, "samples multiplied in": str(compute_dtype(device)),
             "kind of device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            "number of threads": torch.get_num_threads(), "instruction set": torch.backends.cpu.get_cpu_capability(),
-            "column kernels": kernels_name(device),
         }  # fmt: skip
         if settings.text is None or drawn.documents is not None:  # a model or a template has made or chosen them
             computed_by["calibration samples"] = drawn.fingerprint()
@@ -235,8 +240,16 @@ def _work(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) ->
     return Work("quantize", source, prepared.encoder, prepared.side_files, recorded, computed_by, scratch)
 
 
+def _machine(device: torch.device) -> dict[str, object]:
+    """What sums of floats depend on, and so do solved and weighted codes."""
+    return {
+        "torch": torch.__version__, "number of threads": torch.get_num_threads(),
+        "instruction set": torch.backends.cpu.get_cpu_capability(), "column kernels": kernels_name(device),
+    }  # fmt: skip
+
+
 def _check(
-    prepared: Prepared, result: Checkpoint, writer: Writer, progress: Progress
+    prepared: Prepared, result: Checkpoint, writer: Writer, quantizer: RtnQuantizer, progress: Progress
 ) -> tuple[Gate | WeightsOnly, PositionCertificate | None]:
     """Compare a result with its source; the tensors of a model that cannot be run. Raises `QualityError` if it is too
     far from it, unless that is accepted."""
@@ -244,7 +257,10 @@ def _check(
     if not source.config.runnable:
         return weights_only(result, writer.records), None
     accepted = prepared.options.accept_quality_loss
-    gate = run_gate(source, result, writer.records, requested=schemes, progress=in_phase(progress, "gate"))
+    gate = run_gate(
+        source, result, writer.records, requested=schemes, importance=quantizer.importance,
+        progress=in_phase(progress, "gate"),
+    )  # fmt: skip
     if not accepted:
         require_passed(gate, source, result, prepared.dst)
     if certified is None:

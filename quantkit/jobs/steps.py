@@ -9,6 +9,7 @@ from quantkit.bit_allocation.fit import Fit
 from quantkit.bit_allocation.losses import choice_flops
 from quantkit.calibration import estimate as costs
 from quantkit.calibration.effort import EFFORTS
+from quantkit.calibration.importance import IMPORTANCE, importance_tokens
 from quantkit.calibration.packaged import PREFIX, ROUNDS
 from quantkit.jobs.prepare import Prepared
 from quantkit.jobs.settings import GptqSettings
@@ -60,6 +61,8 @@ def _steps(
         steps |= _before(settings, fit, speed)
     if checked:
         steps[SOURCE_CHECK] = speed.forward(checked)
+    if prepared.is_weighted:
+        steps[IMPORTANCE] = speed.forward(math.prod(importance_tokens(source)))
     if settings is None:
         steps["quantize"] = writing + speed.rounding(weights, searched=True)
     else:

@@ -6,7 +6,7 @@ for all. Figures keep the bits that a batch gets alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,9 @@ from quantkit.progress import Progress, silent
 
 TOKENS_THROUGH_A_BLOCK = 2048
 """Packed at most, unless one batch has more."""
+
+Observe = Callable[[str, Tensor], None]
+"""Called with the name of a linear and its inputs, [1, N, I] or [N, I]."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,14 @@ class _Pack:
 @torch.inference_mode()
 def layerwise_hidden(
     checkpoint: Checkpoint, batches: Sequence[Batch], *, cache_dtype: torch.dtype | None = None,
-    group: ProcessGroup = SINGLE, progress: Progress = silent,
+    group: ProcessGroup = SINGLE, observe: Observe | None = None, progress: Progress = silent,
 ) -> list[Tensor]:  # fmt: skip
     """Hidden states [B, T, D] after the final norm of every batch, in float32 on the CPU.
 
     Args:
         cache_dtype: keys and values are rounded as in a cache of this type; None leaves them as they are.
         group: the processes that share the model; each makes the same call and gets the same result.
+        observe: called with the inputs of each linear, batch after batch.
 
     Raises:
         RequestError: if this number of processes cannot share the model.
@@ -94,7 +98,7 @@ def layerwise_hidden(
     for layer in range(config.num_layers):
         progress("layers", layer, config.num_layers, "layers")
         for index, pack in enumerate(packs):
-            block = offloaded_block(checkpoint, layer, pack.lengths)
+            block = offloaded_block(checkpoint, layer, pack.lengths, observe)
             tp.connect(block, BLOCK_PREFIX.format(layer))
             states[index] = _through(block, states[index], pack.step)
     norm = rms_norm(config)
@@ -148,15 +152,20 @@ class OffloadedLinear(nn.Module):
     depend on its size. Those that are sent to an expert, [N, I], are multiplied together, and so is a piece of them.
     """
 
-    def __init__(self, checkpoint: Checkpoint, name: str, bias: bool, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, name: str, bias: bool, lengths: Sequence[int], observe: Observe | None = None
+    ) -> None:
         super().__init__()
         self._checkpoint = checkpoint
         self._name = name
         self._bias = bias
         self._lengths = list(lengths)
+        self._observe = observe
 
     def forward(self, x: Tensor) -> Tensor:
         """[1, N, I] or [N, I] float32 to as many rows of O."""
+        if self._observe is not None:
+            self._observe(self._name, x)
         weight = self._checkpoint.load(self._name + ".weight")
         whole = x.dim() == 3 and x.shape[1] == sum(self._lengths)
         parts = torch.split(x, self._lengths, dim=1) if whole else [x]
@@ -166,7 +175,9 @@ class OffloadedLinear(nn.Module):
         return out
 
 
-def offloaded_block(checkpoint: Checkpoint, layer: int, lengths: Sequence[int]) -> Block:
+def offloaded_block(
+    checkpoint: Checkpoint, layer: int, lengths: Sequence[int], observe: Observe | None = None
+) -> Block:
     """One decoder layer on the CPU in float32, of which only the norms are in memory. Its input [1, N, D] has sequences
     of these lengths, one after the other; their sum is N."""
     with meta_init():
@@ -174,7 +185,8 @@ def offloaded_block(checkpoint: Checkpoint, layer: int, lengths: Sequence[int]) 
     prefix = BLOCK_PREFIX.format(layer)
     for name, module in list(block.named_modules()):
         if isinstance(module, nn.Linear):
-            block.set_submodule(name, OffloadedLinear(checkpoint, prefix + name, module.bias is not None, lengths))
+            bias = module.bias is not None
+            block.set_submodule(name, OffloadedLinear(checkpoint, prefix + name, bias, lengths, observe))
         else:
             for own, parameter in module._parameters.items():
                 if parameter is not None:

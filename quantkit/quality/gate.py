@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,19 @@ from quantkit.quality.bounds import MAX_ERROR, WINDOW, coarsest, measured_window
 from quantkit.quality.figures import Estimate, read_record, rounded
 from quantkit.quality.measures import Windows, tallies
 from quantkit.quality.transcoded import equal_as_numbers, row_pieces
-from quantkit.solver.rounding import round_to_nearest
+from quantkit.solver.rounding import Importance, round_to_nearest
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.qtensor import CARRIED, ROUNDED, SCALES_CAST, SEARCHED, QuantTensor, quantize_rtn, relative_error
+from quantkit.tensors.qtensor import (
+    CARRIED,
+    ROUNDED,
+    ROUNDING,
+    SCALES_CAST,
+    SEARCHED,
+    WEIGHTED,
+    QuantTensor,
+    quantize_rtn,
+    relative_error,
+)
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -147,7 +157,8 @@ class Gate:
 
 def run_gate(
     source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]], *,
-    requested: Mapping[str, QuantScheme] | None = None, progress: Progress = silent,
+    requested: Mapping[str, QuantScheme] | None = None, importance: Callable[[], Importance] = dict,
+    progress: Progress = silent,
 ) -> Gate:  # fmt: skip
     """Compare a quantized model with its source on texts that are not for calibration.
 
@@ -161,6 +172,7 @@ def run_gate(
         records: the manifest's entries on tensors, by name.
         requested: the scheme of each module; None is the result's own, which may have smaller groups that repeat a
             scale.
+        importance: returns what `RtnQuantizer` rounded the result with.
 
     Raises:
         NonFiniteError: if a model's logits are NaN or Inf.
@@ -169,7 +181,9 @@ def run_gate(
     others = [result]
     if not schemes(source):
         scale_dtype = result.info(f"{next(iter(assigned))}.weight").dtype
-        rounded_again = rtn_baseline(source, assigned, scale_dtype, searched=SEARCHED in _solvers(records))
+        solvers = {record.get("solver") for record in records.values() if record}
+        weights = importance() if WEIGHTED in solvers else {} if SEARCHED in solvers else None
+        rounded_again = rtn_baseline(source, assigned, scale_dtype, importance=weights)
         if not is_baseline(result, rounded_again, records):
             others.append(rtn_baseline(source, assigned, scale_dtype))
     bound = scheme_bound(assigned.values())
@@ -220,7 +234,7 @@ def _distorted(
     have few of the tokens."""
     found = {}
     worst = coarsest(assigned.values())
-    for index, module in enumerate(assigned):
+    for index, (module, scheme) in enumerate(assigned.items()):
         progress("weights", index, len(assigned), "linears")
         record = records.get(module + ".weight") or {}
         if module == EMBEDDING:
@@ -229,8 +243,11 @@ def _distorted(
             continue  # it has no error
         else:
             error = float(record.get("relative_error", math.nan))
-            is_rounded = record.get("solver") in (*ROUNDED, SCALES_CAST)  # its error is that of rounding, or less
-            bound = MAX_ERROR if is_rounded else weight_bound(*_pair(source, result, module), worst)
+            if record.get("solver") in (ROUNDING, SEARCHED, SCALES_CAST):  # its error is that of rounding, or less
+                bound = MAX_ERROR
+            else:
+                compensated = scheme if record.get("solver") == WEIGHTED else worst
+                bound = weight_bound(*_pair(source, result, module), compensated)
         if not error <= bound:
             found[module] = (rounded(error), rounded(bound))
     progress("weights", len(assigned), len(assigned), "linears")
@@ -251,13 +268,14 @@ def _distinct_digits(value: float, bound: float) -> int:
 
 def rtn_baseline(
     source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None, *,
-    searched: bool = False,
+    importance: Importance | None = None,
 ) -> RtnCheckpoint:  # fmt: skip
     """The RTN baseline: the source rounded in the schemes by module, but int4 never in groups longer than 128.
 
     Args:
         scale_dtype: of its scales; None is the source's.
-        searched: round int4 on searched scales, as `method="rtn"` does, and not on those that span the groups.
+        importance: round int4 on scales that are searched with it, as `method="rtn"` does; None is on those that span
+            the groups.
     """
     schemes = {}
     for module, scheme in assigned.items():
@@ -265,7 +283,7 @@ def rtn_baseline(
             columns = source.info(module + ".weight").shape[1]
             scheme = QuantScheme(4, _COARSEST, scheme.symmetric).fitted(columns)
         schemes[module] = scheme
-    return RtnCheckpoint(source, schemes, scale_dtype, searched=searched)
+    return RtnCheckpoint(source, schemes, scale_dtype, importance=importance)
 
 
 class RtnCheckpoint(CheckpointView):
@@ -273,27 +291,29 @@ class RtnCheckpoint(CheckpointView):
 
     def __init__(
         self, source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None, *,
-        searched: bool = False,
+        importance: Importance | None = None,
     ) -> None:  # fmt: skip
         super().__init__(source)
         self._assigned, self._scale_dtype = assigned, scale_dtype or DType(source.config.dtype)
-        self._searched = searched
+        self._importance = importance
 
     def info(self, name: str) -> TensorSpec:
         info, scheme = self._source.info(name), self._assigned.get(name.removesuffix(".weight"))
         return TensorSpec(name, info.shape, info.dtype if scheme is None else self._scale_dtype, scheme)
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
-        scheme = self._assigned.get(name.removesuffix(".weight"))
+        module = name.removesuffix(".weight")
+        scheme = self._assigned.get(module)
         if scheme is None:
             return self._source.load(name, part)
         by_rows = part is None or part.axis == 0  # which have the same groups
         value = self._source.load(name, part if by_rows else None)
         if isinstance(value, Tensor):
-            if self._searched:
-                value, _ = round_to_nearest(value, scheme, self._scale_dtype.torch, column_kernels)
+            scale_dtype = self._scale_dtype.torch
+            if self._importance is None:
+                value = quantize_rtn(value, scheme, scale_dtype)
             else:
-                value = quantize_rtn(value, scheme, self._scale_dtype.torch)
+                value, _ = round_to_nearest(value, scheme, scale_dtype, column_kernels, self._importance.get(module))
         return value if part is None or by_rows else part.of_weight(value)
 
 
@@ -317,10 +337,6 @@ def is_baseline(result: Checkpoint, baseline: Checkpoint, records: Mapping[str, 
         for name in result.names()
         for rows in row_pieces(result.info(name).shape, result.config.head_dim)
     )
-
-
-def _solvers(records: Mapping[str, Mapping[str, Any]]) -> set[object]:
-    return {record.get("solver") for record in records.values() if record}
 
 
 def _same_numbers(a: Tensor | QuantTensor, b: Tensor | QuantTensor) -> bool:

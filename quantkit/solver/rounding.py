@@ -1,8 +1,8 @@
-"""Rounding to nearest on searched scales: for each group the scale with the smallest squared error."""
+"""Rounding to nearest on searched scales: for each group the scale with the smallest squared error of its outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from quantkit.tensors.qtensor import (
     CACHED_ELEMENTS,
     ROUNDING,
     SEARCHED,
+    WEIGHTED,
     QuantTensor,
     quantize_rtn,
     row_chunks,
@@ -19,13 +20,17 @@ from quantkit.tensors.qtensor import (
 )
 from quantkit.tensors.scheme import QuantScheme
 
+Importance = Mapping[str, Tensor]
+"""How much the errors of each input's weights count, [I], by name of the linear; see `round_to_nearest`."""
+
 SEARCHED_ELEMENTS = 1 << 24
 """Elements of a weight that are copied in float32 at a time."""
 
 
 def round_to_nearest(
-    weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, kernels_of: Callable[[torch.device], ColumnKernels]
-) -> tuple[QuantTensor, str]:
+    weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, kernels_of: Callable[[torch.device], ColumnKernels],
+    importance: Tensor | None = None,
+) -> tuple[QuantTensor, str]:  # fmt: skip
     """A rounded weight, and what manifests call its solver.
 
     int4 is rounded on searched scales, int8 on those that span its groups: with so many levels, a search gains little.
@@ -35,25 +40,29 @@ def round_to_nearest(
         scheme: the group size must divide I.
         scale_dtype: dtype the scales are stored in.
         kernels_of: returns the kernels of a device; called for int4 only, since they may have to be compiled.
+        importance: [I] float32, positive: how much the errors of an input's weights count; None is all the same.
     """
     if scheme.bits == 8:
         return quantize_rtn(weight, scheme, scale_dtype), ROUNDING
-    return quantize_searched(weight, scheme, scale_dtype, kernels_of(weight.device)), SEARCHED
+    found = quantize_searched(weight, scheme, scale_dtype, kernels_of(weight.device), importance)
+    return found, SEARCHED if importance is None else WEIGHTED
 
 
 def quantize_searched(
-    weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, kernels: ColumnKernels = TORCH
-) -> QuantTensor:
+    weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, kernels: ColumnKernels = TORCH,
+    importance: Tensor | None = None,
+) -> QuantTensor:  # fmt: skip
     """Round each weight to the nearest code of the scale with which its group has the smallest squared error.
 
-    The scales are searched as for GPTQ, with equally important inputs, so symmetric ones may be negative. Then each is
-    replaced by the scale that fits its group's codes best, if the codes nearest to that have a smaller error. No group
-    has a larger error than by `quantize_rtn`, which finds the scales of groups whose squares overflow. `kernels` are
-    those of the weight's device; the other arguments are as in `round_to_nearest`.
+    The scales are searched as for GPTQ, so symmetric ones may be negative. Then each is replaced by the scale that fits
+    its group's codes best, if the codes nearest to that have a smaller error. No group has a larger error, weighted by
+    importance, than by `quantize_rtn`, which finds the scales of groups whose squares overflow. `kernels` are those of
+    the weight's device; the other arguments are as in `round_to_nearest`.
     """
     rows, columns = weight.shape
     groups = scheme.groups(columns)
-    importance = torch.ones(columns, device=weight.device)
+    importance = torch.ones(columns, device=weight.device) if importance is None else importance.to(weight.device)
+    weights = importance.view(groups, -1)
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(rows, groups, dtype=scale_dtype, device=weight.device)
     zero = None if scheme.symmetric else torch.empty_like(scale, dtype=torch.uint8)
@@ -65,35 +74,41 @@ def quantize_searched(
             zero[first:last] = offsets.t()
     for start, stop in row_chunks(rows, columns, CACHED_ELEMENTS):
         grouped = weight[start:stop].float().view(stop - start, groups, -1)
-        overflowing = grouped.square().sum(-1).isinf()
+        overflowing = grouped.square().mul_(weights).sum(-1).isinf()
         if overflowing.any():
             spanning = quantize_rtn(weight[start:stop], scheme, scale_dtype)
             scale[start:stop][overflowing] = spanning.scale[overflowing]
             if zero is not None and spanning.zero is not None:
                 zero[start:stop][overflowing] = spanning.zero[overflowing]
         offset = scheme.levels // 2 if zero is None else zero[start:stop].float().unsqueeze(-1)
-        own, steps = _fitted(grouped, scale[start:stop], offset, scheme)
+        own, steps = _fitted(grouped, weights, scale[start:stop], offset, scheme)
         scale[start:stop] = own
         codes[start:stop] = steps.add_(offset).view(stop - start, columns).to(torch.int16)
     return QuantTensor(codes, scale, zero, scheme)
 
 
-def _fitted(grouped: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
-    """The better of some scales [O, G] and those that fit their codes best, and the codes less zero points [O, G, S].
+def _fitted(
+    grouped: Tensor, weights: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme
+) -> tuple[Tensor, Tensor]:
+    """The better of some scales [O, G] and those that fit their codes best, and the codes less zero points [O, G, S];
+    `weights` [G, S] are those of squared errors.
 
     A scale that does not fit its type stays infinite, as by `quantize_rtn`, so that callers find it.
     """
     spanning = spanning_scales(grouped, scheme, scale.dtype)
     scale = torch.where(spanning.isfinite(), scale, spanning)
-    steps, loss = _nearest(grouped, scale, offset, scheme)
-    fitted = ((steps * grouped).sum(-1) / steps.square().sum(-1)).to(scale.dtype)
-    others, other_loss = _nearest(grouped, fitted, offset, scheme)
+    steps, loss = _nearest(grouped, weights, scale, offset, scheme)
+    weighted = steps * weights
+    fitted = ((weighted * grouped).sum(-1) / weighted.mul_(steps).sum(-1)).to(scale.dtype)
+    others, other_loss = _nearest(grouped, weights, fitted, offset, scheme)
     better = other_loss < loss  # never true of NaN, which a scale of zero gives
     return torch.where(better, fitted, scale), torch.where(better.unsqueeze(-1), others, steps)
 
 
-def _nearest(grouped: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
-    """Codes less zero points [O, G, S], and their squared errors [O, G]."""
+def _nearest(
+    grouped: Tensor, weights: Tensor, scale: Tensor, offset: Tensor | int, scheme: QuantScheme
+) -> tuple[Tensor, Tensor]:
+    """Codes less zero points [O, G, S], and their weighted squared errors [O, G]."""
     wide = scale.float().unsqueeze(-1)
     steps = (grouped / wide).round_().add_(offset).clamp_(0, scheme.levels - 1).sub_(offset)
-    return steps, (steps * wide).sub_(grouped).square_().sum(-1)
+    return steps, (steps * wide).sub_(grouped).square_().mul_(weights).sum(-1)

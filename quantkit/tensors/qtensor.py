@@ -14,7 +14,8 @@ from quantkit.tensors.scheme import QuantScheme
 # What manifests call the solver:
 ROUNDING = "round-to-nearest"  # `quantize_rtn`: on the scales that span each group
 SEARCHED = "round-to-nearest, searched scales"  # `solver.rounding.quantize_searched`
-ROUNDED = (ROUNDING, SEARCHED)
+WEIGHTED = "round-to-nearest, searched scales, weighted by inputs"  # the same, where inputs differ in size
+ROUNDED = (ROUNDING, SEARCHED, WEIGHTED)
 CARRIED = "carried"  # codes are those of the source
 SCALES_CAST = "scales cast"  # codes and zero points are those of the source, scales are rounded to another type
 

@@ -37,6 +37,7 @@ _GGUF_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 _GGUF_CODES = ("Q4_0", "Q8_0")
 _GGUF_EXACT = ("Q4_0", "Q5_0", "Q8_0")  # of embedding and head, which float32 has exactly
 _UNSEEN = 1e-17  # errors whose squares a search in float32 may lose
+_WEIGHTED = 3.0  # a group may lose more where the errors of other inputs count more
 _COLUMNS = ("attention.wo", "feed_forward.w2")
 _DERIVED = re.compile(r"(.*\.)?(rope\.freqs|freqs_cis|rotary_emb\.\w+)")
 
@@ -113,7 +114,7 @@ def dequantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def rounded(stored: dict[str, Tensor], source: dict[str, Tensor]) -> str | None:
     """Where a quantized model is not a rounding of its source, with each weight at its nearest code and no group
-    further from the source than on the scale that spans it; None if it is one."""
+    much further from the source than on the scale that spans it; None if it is one."""
     source = _untied(source)
     plain = _untied({name: tensor for name, tensor in stored.items() if ".weight_" not in name})
     packed = {name.removesuffix("_packed"): t for name, t in stored.items() if name.endswith("_packed")}
@@ -145,9 +146,9 @@ def _badly_rounded(stored: dict[str, Tensor], name: str, packed: Tensor, weight:
     shape = *stored[name + "_scale"].shape, -1
     found = _norms((layer.values - weight).view(shape))
     spanning = _norms(_spanning_errors(weight.view(shape), layer.top, name + "_zero_point" in stored, dtype))
-    more = found - spanning * (1 + 1e-3) - smallest - _UNSEEN
+    more = found - spanning * _WEIGHTED - smallest - _UNSEEN
     if not bool((more <= 0).all()):
-        return f"the error of a group is {more.max().item():.3g} larger than on the scale that spans it"
+        return f"the error of a group exceeds {_WEIGHTED:g} times that on the scale that spans it"
     return None
 
 

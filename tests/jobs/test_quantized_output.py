@@ -18,13 +18,14 @@ from schemes import any_scheme
 from torch import Tensor
 
 import quantkit
+from quantkit.calibration.importance import input_importance
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.column_kernels import column_kernels
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.solver.rounding import round_to_nearest
-from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.qtensor import ROUNDING, WEIGHTED, QuantTensor
 from quantkit.tensors.recipe import Override, Recipe
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -185,10 +186,12 @@ def test_what_is_read_back_is_what_round_to_nearest_gave(scheme: str, tmp_path: 
     source = _source(tmp_path / "float", dtype=torch.bfloat16)
     quantkit.quantize(source, tmp_path / "out", scheme, method="rtn")
     floats = load_file(source / "model.safetensors")
+    importance = input_importance(open_checkpoint(source), None)
     for layer in range(LAYERS):
         for name in ("self_attn.q_proj", "mlp.down_proj"):
             weight = floats[f"model.layers.{layer}.{name}.weight"]
-            expected, _ = round_to_nearest(weight, any_scheme(scheme), torch.bfloat16, column_kernels)
+            own = importance[f"model.layers.{layer}.{name}"]
+            expected, _ = round_to_nearest(weight, any_scheme(scheme), torch.bfloat16, column_kernels, own)
             found = _module(tmp_path / "out", f"model.layers.{layer}.{name}")
             assert torch.equal(found.codes, expected.codes)
             assert torch.equal(found.scale, expected.scale)
@@ -482,7 +485,7 @@ def test_the_manifest_reports_hashes_schemes_and_errors(tmp_path: Path) -> None:
         weight = floats[f"{module}.weight"]
         quantized = _module(out, module)
         assert entry["scheme"] == str(quantized.scheme)
-        assert entry["solver"] == "round-to-nearest" + ", searched scales" * (quantized.scheme.bits == 4)
+        assert entry["solver"] == (ROUNDING if quantized.scheme.bits == 8 else WEIGHTED)
         exact = weight.double()
         expected = float((quantized.dequantize().double() - exact).norm() / exact.norm())
         assert entry["relative_error"] == pytest.approx(expected, rel=0.01)

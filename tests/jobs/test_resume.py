@@ -51,6 +51,7 @@ CHILD = """
 import os, signal, sys
 import torch
 import quantkit
+from quantkit.calibration.importance import IMPORTANCE
 from quantkit.data.files import EXCERPT
 from quantkit.jobs import output, target
 output.CHECKPOINT_BYTES = 50_000
@@ -59,7 +60,7 @@ torch.set_num_threads(1)  # sums of floats depend on it
 src, dst, limit = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
 def progress(phase, done, total, unit):
-    if limit * total <= done < total:
+    if phase != IMPORTANCE and limit * total <= done < total:
         os.kill(os.getpid(), signal.SIGKILL)
 
 """

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from quantkit.calibration.importance import IMPORTANCE
 from quantkit.formats.output.destination import OwnFolder
 from quantkit.formats.output.journal import NAME, Journal
 
@@ -43,10 +44,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def interrupted(job: Callable[..., Any], src: Path, dst: Path, share: float = 0.6) -> Path:
-    """Run a job until a share of its layers is written, and stop it as Ctrl-C does; the partial folder."""
+    """Run a job until a share of its output is written, and stop it as Ctrl-C does; the partial folder."""
 
     def progress(phase: str, done: int, total: int, unit: str) -> None:
-        if share * total <= done < total:
+        if phase != IMPORTANCE and share * total <= done < total:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

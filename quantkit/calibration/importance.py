@@ -1,0 +1,78 @@
+"""How important each input of a linear is for rounding: its mean square on a small sample of text.
+
+The diagonal of the Hessian that GPTQ solves for, at the cost of one pass. llama.cpp calls it an importance matrix.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.packaged import PackagedText
+from quantkit.errors import RequestError
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.model.layerwise import Batch, layerwise_hidden
+from quantkit.progress import Progress, silent
+from quantkit.text.tokenizer import Tokenizer
+
+IMPORTANCE = "importance of inputs"
+"""The name of the phase in reports of progress."""
+
+_SAMPLES = 4
+_LENGTH = 128
+_EVEN = 32.0  # tokens; as many make half of the exponent
+_LEAST = 0.1  # of the mean: other text may use inputs that the sample does not
+
+
+def input_importance(
+    source: Checkpoint, tokenizer: Tokenizer | None, *, progress: Progress = silent
+) -> dict[str, Tensor]:
+    """The importance [I] of the inputs of each linear, by name, in float32 on the CPU, their mean 1.
+
+    The fewer tokens reach a linear, the more even it is. A linear that none reaches, such as that of an expert, and one
+    whose inputs are not finite, is left out.
+
+    Args:
+        source: runnable; passed through block by block.
+        tokenizer: for samples of the packaged text; without one, or if it makes nothing of that text, they are random
+            tokens.
+    """
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def observe(linear: str, inputs: Tensor) -> None:
+        rows = inputs.flatten(0, -2)
+        sums[linear] = sums.get(linear, 0) + rows.square().sum(0)
+        counts[linear] = counts.get(linear, 0) + len(rows)
+
+    batch = Batch.from_start(_tokens(source, tokenizer))
+    (hidden,) = layerwise_hidden(source, [batch], observe=observe, progress=progress)
+    observe("lm_head", hidden)
+    return {name: _weights(total, counts[name]) for name, total in sums.items() if _is_known(total)}
+
+
+def importance_tokens(source: Checkpoint) -> tuple[int, int]:
+    """The samples, and the tokens of each."""
+    return _SAMPLES, min(_LENGTH, source.config.max_context)
+
+
+def _tokens(source: Checkpoint, tokenizer: Tokenizer | None) -> Tensor:
+    samples, length = importance_tokens(source)
+    if tokenizer is not None:
+        try:
+            text = PackagedText.of(tokenizer, None, seed=0, wanted=samples * length)
+            drawn = text.draw(samples=samples, length=length, seed=0, near_uniform=lambda pieces: [False] * len(pieces))
+            return drawn.tokens
+        except RequestError:
+            pass
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(source.config.vocab_size, (samples, length), generator=generator)
+
+
+def _weights(total: Tensor, count: int) -> Tensor:
+    return (total / total.mean()).clamp_(min=_LEAST) ** (count / (count + _EVEN))
+
+
+def _is_known(total: Tensor) -> bool:
+    """Whether a sum of squares gives finite weights."""
+    return bool(total.isfinite().all() and 0 < total.mean() < torch.inf)
