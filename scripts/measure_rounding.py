@@ -2,11 +2,11 @@
 
     python scripts/measure_rounding.py PYTHON MODEL... --texts TEXT... [--scheme int4-g32] [--window 256] [--windows 60]
 
-PYTHON has llama-cpp-python. Each model, in its own float type, is rounded as `quantize --method rtn` does, and once
-more on scales that span the groups. llama.cpp quantizes the same floats, from a GGUF file: with its defaults, where
-the embedding and the head have codes too, and with these left in floats, as ours are. Prints a table in Markdown:
-KL(source || quantized) per token in units of 1e-4 nats, all models run by quantkit, and seconds of processor time of
-the whole job: `quantkit.quantize`, with its gate, or llama.cpp's process.
+PYTHON has llama-cpp-python. Each model, in its own float type, is rounded as `quantize --method rtn` does, without the
+importance of inputs, and on scales that span the groups. llama.cpp quantizes the same floats, from a GGUF file: with
+its defaults, where the embedding and the head have codes too, and with these left in floats, as ours are. Prints a
+table in Markdown: KL(source || quantized) per token in units of 1e-4 nats, all models run by quantkit, and seconds of
+processor time of the whole job: `quantkit.quantize`, with its gate, or llama.cpp's process.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from torch import Tensor
 import quantkit
 from quantkit.calibration import quantizers
 from quantkit.formats.detect import open_checkpoint
+from quantkit.jobs import quantize as job
 from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn
@@ -42,20 +44,24 @@ def rtn(source: Path, scheme: str, dst: Path) -> float:
     return time.process_time() - started
 
 
-def plain(source: Path, scheme: str, dst: Path) -> float:
-    """The same job on scales that span the groups."""
-
-    def round_plainly(
-        weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, kernels_of: object
-    ) -> tuple[QuantTensor, str]:
-        return quantize_rtn(weight, scheme, scale_dtype), ROUNDING
-
-    searching = quantizers.round_to_nearest
-    quantizers.round_to_nearest = round_plainly  # type: ignore[assignment]
+def changed(module: ModuleType, name: str, by: object, source: Path, scheme: str, dst: Path) -> float:
+    """The same job with a function of a module replaced."""
+    before = getattr(module, name)
+    setattr(module, name, by)
     try:
         return rtn(source, scheme, dst)
     finally:
-        quantizers.round_to_nearest = searching
+        setattr(module, name, before)
+
+
+def round_plainly(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, *_: object) -> tuple[QuantTensor, str]:
+    """In place of `round_to_nearest`: on scales that span the groups."""
+    return quantize_rtn(weight, scheme, scale_dtype), ROUNDING
+
+
+def no_importance(*_: object, **__: object) -> dict[str, Tensor]:
+    """In place of `input_importance`: all errors count the same."""
+    return {}
 
 
 def llamacpp(python: str, file: Path, flags: Sequence[str], dst: Path) -> float:
@@ -90,9 +96,11 @@ def main() -> None:
             quantkit.convert(model, source)
             quantkit.convert(source, file)
             texts = batches(source, options.texts, options.window, options.windows)
+            given = source, options.scheme
             methods: dict[str, tuple[str, Callable[[Path], float]]] = {
-                "rtn": ("rtn", partial(rtn, source, options.scheme)),
-                "rtn, plain scales": ("plain", partial(plain, source, options.scheme)),
+                "rtn": ("rtn", partial(rtn, *given)),
+                "rtn, not weighted": ("even", partial(changed, job, "input_importance", no_importance, *given)),
+                "rtn, plain scales": ("plain", partial(changed, quantizers, "round_to_nearest", round_plainly, *given)),
                 "Q4_0": ("all.gguf", partial(llamacpp, options.python, file, ())),
                 "Q4_0, linears only": ("linears.gguf", partial(llamacpp, options.python, file, ("--linears-only",))),
             }
