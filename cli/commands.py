@@ -98,7 +98,7 @@ def doctor(
         sys.exit(BROKEN)
 
 
-@click.command(cls=Command, epilog=exit_codes(0, 8, 10, 11))
+@click.command(cls=Command, epilog=exit_codes(0, 3, 8, 10, 11))
 @click.argument("a", type=options.PATH)
 @click.argument("b", type=options.PATH, required=False)
 @click.option("--allow-bound", is_flag=True, help="Exit with 0, not 10, if the two are within the bound.")

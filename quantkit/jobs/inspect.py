@@ -19,6 +19,7 @@ from quantkit.formats.kv_cache import cache_text
 from quantkit.quality.positions import PositionCertificate
 from quantkit.tensors.spec import TensorSpec
 
+_OF_MAKER = ("quantkit_version", "job", "method", "effort")  # of the manifest
 _OF_TOKENIZER = ("kind", "vocab_size", "bos_id")
 
 
@@ -41,7 +42,8 @@ class Inspection:
         bits_per_weight: their average over all parameters.
         tensors: number of tensors by float type or scheme.
         tokenizer: its ``kind``, ``vocab_size`` and ``bos_id``; None where there is none.
-        made_by: ``quantkit_version`` and ``job`` that wrote it; None if unknown.
+        made_by: ``quantkit_version`` and ``job`` that wrote it, ``method`` and ``effort`` of a quantization; None
+            if unknown.
         schemes_chosen: for which ``target_bits`` or ``max_size``, and ``estimated_kl``; None if they were given.
         readers: the programs that load the folder.
         readers_note: on programs that do not; None for none.
@@ -110,7 +112,7 @@ class Inspection:
             *([f"  tokenizer: {_described(self.tokenizer)}"] if self.runnable else []),
             *([f"  KV cache: {cache_text(cache['scheme'], cache['layers'], self.layers)}"] if cache else []),
             f"  loads in: {', '.join(self.readers)}" + (f"; {self.readers_note}" if self.readers_note else ""),
-            *([f"  made by: quantkit {made_by['quantkit_version']} ({made_by['job']})"] if made_by else []),
+            *([f"  made by: {_maker(**made_by)}"] if made_by else []),
             *([f"  schemes: {_chosen_for(self.schemes_chosen)}"] if self.schemes_chosen else []),
             *(f"  {line}" for line in ([] if self.positions is None else self.positions.lines())),
             *(f"  note: {note}" for note in self.notes),
@@ -154,12 +156,17 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         parameters=parameter_count(checkpoint), active_parameters=active_parameter_count(checkpoint), weight_bytes=size,
         bits_per_weight=bits_per_weight, tensors=dict(kinds.most_common()),
         tokenizer=None if tokenizer is None else {name: getattr(tokenizer, name) for name in _OF_TOKENIZER},
-        made_by={name: made.get(name) for name in ("quantkit_version", "job")} if made else None,
+        made_by={name: made.get(name) for name in _OF_MAKER if name in made} if made else None,
         readers=readers.split(", "), readers_note=readers_note or None, notes=[*checkpoint.notes, *notes],
         runnable=config.runnable, schemes_chosen=_schemes_chosen(made),
         kv_cache=None if cache is None else {"scheme": cache.scheme, "layers": cache.layers_with_scales},
         positions=None if made.get("positions") is None else PositionCertificate.from_json(made["positions"], path),
     )  # fmt: skip
+
+
+def _maker(quantkit_version: object = None, job: object = None, **how: object) -> str:
+    """Who made a model, in words."""
+    return f"quantkit {quantkit_version} ({', '.join([str(job), *(f'{name} {value}' for name, value in how.items())])})"
 
 
 def _kind(spec: TensorSpec) -> str:

@@ -244,8 +244,11 @@ def test_inspect_counts_what_is_there(source: Path, tmp_path: Path) -> None:
     assert after.tensors == {"float32": 16, "int4-g32": 14}
     assert after.weight_bytes < before.weight_bytes
     assert json.loads(json.dumps(after.to_json()))["made_by"] == {
-        "quantkit_version": quantkit.__version__, "job": "quantize"
+        "quantkit_version": quantkit.__version__, "job": "quantize", "method": "rtn"
     }  # fmt: skip
+    assert f"  made by: quantkit {quantkit.__version__} (quantize, method rtn)" in after.lines()
+    quantkit.convert(source, tmp_path / "c")
+    assert f"  made by: quantkit {quantkit.__version__} (convert)" in quantkit.inspect(tmp_path / "c").lines()
 
 
 def test_inspect_says_who_can_load_it(source: Path, tmp_path: Path) -> None:
