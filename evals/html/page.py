@@ -115,10 +115,10 @@ def _divergences(evaluation: Evaluation, row: Row) -> tuple[list[Estimate], list
 
 
 def _range(estimates: list[Estimate]) -> str:
-    """One figure, or the smallest and the largest, with the digits that tables have and without errors."""
+    """One figure, or the smallest and the largest, with the digits that tables have, without errors and line breaks."""
     ordered = sorted(estimates, key=lambda one: one.value)
     values = []
     for one in (ordered[0], ordered[-1]):  # 0.0123 ± 0.0004 or (1.23 ± 0.04)e-05
         value, sign, error = str(one).partition(" ± ")
         values.append(value.lstrip("(") + error.partition(")")[2] if sign else value)
-    return " to ".join(dict.fromkeys(values))
+    return " to ".join(dict.fromkeys(values)).replace("e-", "e\u2011")
