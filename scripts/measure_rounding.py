@@ -30,7 +30,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs import quantize as job
 from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches, text_windows
-from quantkit.tensors.qtensor import ROUNDING, QuantTensor, quantize_rtn
+from quantkit.tensors.qtensor import QuantTensor, Solver, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -56,7 +56,7 @@ def changed(module: ModuleType, name: str, by: object, source: Path, scheme: str
 
 def round_plainly(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, *_: object) -> tuple[QuantTensor, str]:
     """In place of `round_to_nearest`: on scales that span the groups."""
-    return quantize_rtn(weight, scheme, scale_dtype), ROUNDING
+    return quantize_rtn(weight, scheme, scale_dtype), Solver.ROUNDING
 
 
 def no_importance(*_: object, **__: object) -> dict[str, Tensor]:

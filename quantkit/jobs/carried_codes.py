@@ -22,7 +22,7 @@ from quantkit.model.column_kernels import column_kernels
 from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, checked_cast
-from quantkit.tensors.qtensor import SCALES_CAST, QuantTensor, cast_scales, relative_error
+from quantkit.tensors.qtensor import QuantTensor, Solver, cast_scales, relative_error
 from quantkit.tensors.scheme import QuantScheme
 
 _MAX_BITS_OF_INT4 = 5.2  # a weight, scales included, up to which integers that are not carried are rounded to int4
@@ -164,7 +164,7 @@ def cast(value: QuantTensor, dtypes: tuple[DType, ...]) -> tuple[QuantTensor, Ma
     found = cast_scales(value, *(dtype.torch for dtype in dtypes))
     assert found is not None, "it was cast when the conversion was planned"
     error = relative_error(found, value.dequantize())
-    return found, {"solver": SCALES_CAST, "relative_error": float(f"{error:.4g}")}
+    return found, {"solver": Solver.SCALES_CAST, "relative_error": float(f"{error:.4g}")}
 
 
 def _reason(

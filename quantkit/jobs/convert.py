@@ -26,7 +26,7 @@ from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.transcoded import Exact, require_exact, require_same_kv_cache
 from quantkit.quality.weights_only import carried_tensors
 from quantkit.tensors.finite import checked_cast, checked_codes
-from quantkit.tensors.qtensor import CARRIED, QuantTensor, row_chunks
+from quantkit.tensors.qtensor import QuantTensor, Solver, row_chunks
 from quantkit.tensors.spec import TensorSpec
 
 
@@ -114,7 +114,7 @@ def _value(plan: Conversion, spec: TensorSpec) -> tuple[Tensor | QuantTensor, Ma
     if spec.scheme is not None and spec.name in changes.cast:
         return carried_codes.cast(value, changes.cast[spec.name].dtypes)
     if spec.scheme is not None:
-        return carried_codes.with_scales(value, spec.dtype) or value, {"solver": CARRIED}
+        return carried_codes.with_scales(value, spec.dtype) or value, {"solver": Solver.CARRIED}
     floats = torch.empty(value.shape, dtype=dtype)
     for start, stop in row_chunks(*value.shape):
         rows = value.rows(start, stop).dequantize()

@@ -22,17 +22,7 @@ from quantkit.quality.measures import Windows, tallies
 from quantkit.quality.transcoded import equal_as_numbers, row_pieces
 from quantkit.solver.rounding import Importance, round_to_nearest
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.qtensor import (
-    CARRIED,
-    ROUNDED,
-    ROUNDING,
-    SCALES_CAST,
-    SEARCHED,
-    WEIGHTED,
-    QuantTensor,
-    quantize_rtn,
-    relative_error,
-)
+from quantkit.tensors.qtensor import ROUNDED, QuantTensor, Solver, quantize_rtn, relative_error
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -182,7 +172,7 @@ def run_gate(
     if not schemes(source):
         scale_dtype = result.info(f"{next(iter(assigned))}.weight").dtype
         solvers = {record.get("solver") for record in records.values() if record}
-        weights = importance() if WEIGHTED in solvers else {} if SEARCHED in solvers else None
+        weights = importance() if Solver.WEIGHTED in solvers else {} if Solver.SEARCHED in solvers else None
         rounded_again = rtn_baseline(source, assigned, scale_dtype, importance=weights)
         if not is_baseline(result, rounded_again, records):
             others.append(rtn_baseline(source, assigned, scale_dtype))
@@ -237,16 +227,21 @@ def _distorted(
     for index, (module, scheme) in enumerate(assigned.items()):
         progress("weights", index, len(assigned), "linears")
         record = records.get(module + ".weight") or {}
+        solver = record.get("solver")
         if module == EMBEDDING:
             error, bound = worst_row(*_pair(source, result, module))
-        elif record.get("solver") == CARRIED:
+        elif solver == Solver.CARRIED:
             continue  # it has no error
         else:
             error = float(record.get("relative_error", math.nan))
-            if record.get("solver") in (ROUNDING, SEARCHED, SCALES_CAST):  # its error is that of rounding, or less
-                bound = MAX_ERROR
+            if solver in (
+                Solver.ROUNDING,
+                Solver.SEARCHED,
+                Solver.SCALES_CAST,
+            ):
+                bound = MAX_ERROR  # its error is that of rounding, or less
             else:
-                compensated = scheme if record.get("solver") == WEIGHTED else worst
+                compensated = scheme if solver == Solver.WEIGHTED else worst
                 bound = weight_bound(*_pair(source, result, module), compensated)
         if not error <= bound:
             found[module] = (rounded(error), rounded(bound))

@@ -8,16 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.solver.columns import TORCH, ColumnKernels
-from quantkit.tensors.qtensor import (
-    CACHED_ELEMENTS,
-    ROUNDING,
-    SEARCHED,
-    WEIGHTED,
-    QuantTensor,
-    quantize_rtn,
-    row_chunks,
-    spanning_scales,
-)
+from quantkit.tensors.qtensor import CACHED_ELEMENTS, QuantTensor, Solver, quantize_rtn, row_chunks, spanning_scales
 from quantkit.tensors.scheme import QuantScheme
 
 Importance = Mapping[str, Tensor]
@@ -43,9 +34,9 @@ def round_to_nearest(
         importance: [I] float32, positive: how much the errors of an input's weights count; None is all the same.
     """
     if scheme.bits == 8:
-        return quantize_rtn(weight, scheme, scale_dtype), ROUNDING
+        return quantize_rtn(weight, scheme, scale_dtype), Solver.ROUNDING
     found = quantize_searched(weight, scheme, scale_dtype, kernels_of(weight.device), importance)
-    return found, SEARCHED if importance is None else WEIGHTED
+    return found, Solver.SEARCHED if importance is None else Solver.WEIGHTED
 
 
 def quantize_searched(

@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from quantkit.tensors.scheme import QuantScheme
 
-# What manifests call the solver:
-ROUNDING = "round-to-nearest"  # `quantize_rtn`: on the scales that span each group
-SEARCHED = "round-to-nearest, searched scales"  # `solver.rounding.quantize_searched`
-WEIGHTED = "round-to-nearest, searched scales, weighted by inputs"  # the same, where inputs differ in size
-ROUNDED = (ROUNDING, SEARCHED, WEIGHTED)
-CARRIED = "carried"  # codes are those of the source
-SCALES_CAST = "scales cast"  # codes and zero points are those of the source, scales are rounded to another type
 
+class Solver(StrEnum):
+    """How the codes of a weight were found, as manifests call it."""
+
+    ROUNDING = "round-to-nearest"  # `quantize_rtn`: on the scales that span each group
+    SEARCHED = "round-to-nearest, searched scales"  # `solver.rounding.quantize_searched`
+    WEIGHTED = "round-to-nearest, searched scales, weighted by inputs"  # the same, where inputs differ in size
+    CARRIED = "carried"  # codes are those of the source
+    SCALES_CAST = "scales cast"  # codes and zero points are those of the source, scales are rounded to another type
+
+
+ROUNDED = (Solver.ROUNDING, Solver.SEARCHED, Solver.WEIGHTED)
 CHUNK_ELEMENTS = 1 << 20
 CACHED_ELEMENTS = 1 << 17
 """Elements whose float32 temporaries stay in a core's cache."""

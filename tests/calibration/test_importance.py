@@ -25,7 +25,7 @@ from quantkit.quality.gate import rtn_baseline
 from quantkit.quality.measures import compare_batches
 from quantkit.solver.columns import TORCH
 from quantkit.solver.rounding import quantize_searched
-from quantkit.tensors.qtensor import WEIGHTED, quantize_rtn
+from quantkit.tensors.qtensor import Solver, quantize_rtn
 from quantkit.tensors.scheme import SCHEMES
 
 
@@ -100,7 +100,7 @@ def test_rounding_with_it_is_closer_to_the_source(tmp_path: Path) -> None:
     source = _uneven(tmp_path / "source")
     quantkit.quantize(source, tmp_path / "rtn", "int4-g32", method="rtn", source_check=False, accept_quality_loss=True)
     made, floats = json.loads((tmp_path / "rtn" / "quantkit.json").read_text()), open_checkpoint(source)
-    assert {one["solver"] for one in made["modules"].values() if one["scheme"]} == {WEIGHTED}
+    assert {one["solver"] for one in made["modules"].values() if one["scheme"]} == {Solver.WEIGHTED}
     result = open_checkpoint(tmp_path / "rtn")
     assert _kl(floats, result) < 0.8 * _kl(floats, rtn_baseline(floats, schemes(result), importance={}))
 

@@ -25,7 +25,7 @@ from quantkit.model.column_kernels import column_kernels
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.solver.rounding import round_to_nearest
-from quantkit.tensors.qtensor import ROUNDING, WEIGHTED, QuantTensor
+from quantkit.tensors.qtensor import QuantTensor, Solver
 from quantkit.tensors.recipe import Override, Recipe
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -485,7 +485,7 @@ def test_the_manifest_reports_hashes_schemes_and_errors(tmp_path: Path) -> None:
         weight = floats[f"{module}.weight"]
         quantized = _module(out, module)
         assert entry["scheme"] == str(quantized.scheme)
-        assert entry["solver"] == (ROUNDING if quantized.scheme.bits == 8 else WEIGHTED)
+        assert entry["solver"] == (Solver.ROUNDING if quantized.scheme.bits == 8 else Solver.WEIGHTED)
         exact = weight.double()
         expected = float((quantized.dequantize().double() - exact).norm() / exact.norm())
         assert entry["relative_error"] == pytest.approx(expected, rel=0.01)

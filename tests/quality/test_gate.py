@@ -36,7 +36,7 @@ from quantkit.quality.gate import is_baseline, rtn_baseline
 from quantkit.quality.measures import compare, text_windows
 from quantkit.quality.verify import verify
 from quantkit.solver.gptq import SingularError
-from quantkit.tensors.qtensor import SEARCHED, QuantTensor
+from quantkit.tensors.qtensor import QuantTensor, Solver
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -157,7 +157,7 @@ def test_a_layer_that_gptq_cannot_solve_is_rounded_and_stops_it(
     assert len(seen) == 1  # nothing was solved again
     made = _manifest(tmp_path / "out")
     assert made["quality"]["fallbacks"] == {"model.layers.0.mlp.down_proj": "the Hessian stays singular"}
-    assert made["modules"]["model.layers.0.mlp.down_proj"]["solver"] == SEARCHED
+    assert made["modules"]["model.layers.0.mlp.down_proj"]["solver"] == Solver.SEARCHED
     assert made["modules"]["model.layers.1.mlp.down_proj"]["solver"] == "gptq"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from quantkit.model.column_kernels import column_kernels
 from quantkit.solver.columns import TORCH, ColumnKernels
 from quantkit.solver.rounding import quantize_searched, round_to_nearest
-from quantkit.tensors.qtensor import ROUNDING, SEARCHED, QuantTensor, quantize_rtn, relative_error
+from quantkit.tensors.qtensor import QuantTensor, Solver, quantize_rtn, relative_error
 from quantkit.tensors.scheme import SCHEMES
 
 INT4 = [name for name in SCHEMES if name.startswith("int4")]
@@ -69,10 +69,10 @@ def test_int8_is_rounded_on_scales_that_span_its_rows() -> None:
         weight, SCHEMES["int8"], torch.bfloat16, lambda _: pytest.fail("kernels are not needed")
     )
     expected = quantize_rtn(weight, SCHEMES["int8"], torch.bfloat16)
-    assert solver == ROUNDING
+    assert solver == Solver.ROUNDING
     assert torch.equal(found.codes, expected.codes)
     assert torch.equal(found.scale, expected.scale)
-    assert round_to_nearest(weight, SCHEMES["int4-g32"], torch.bfloat16, lambda _: TORCH)[1] == SEARCHED
+    assert round_to_nearest(weight, SCHEMES["int4-g32"], torch.bfloat16, lambda _: TORCH)[1] == Solver.SEARCHED
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "int4-g32-asym"])
