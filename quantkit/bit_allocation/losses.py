@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, layer_kinds
 from quantkit.bit_allocation.allocation import Unit
-from quantkit.calibration.effort import batch_samples
-from quantkit.calibration.estimate import every_group, forward_flops, groups_of, largest_block
+from quantkit.calibration.effort import batch_samples, every_group, groups_of
+from quantkit.calibration.estimate import forward_flops, largest_block
 from quantkit.calibration.streams import embedded, step_of_samples
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError

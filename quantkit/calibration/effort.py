@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import InputGroup, input_groups, layer_kinds, sizes
+from quantkit.architectures.topology import input_groups, layer_kinds, sizes
 
 EffortName = Literal["quick", "default", "thorough"]
 SAMPLES = 128
@@ -32,8 +32,8 @@ class Effort:
     """How much calibration GPTQ does.
 
     Attributes:
-        tokens_per_input: calibration tokens by default, in units of the inputs of the widest linear; infinite for
-            samples of `MAX_LENGTH`.
+        tokens_per_input: calibration tokens by default, in units of the inputs of the widest linear, over the
+            share of all tokens that it gets; infinite for samples of `MAX_LENGTH`.
         stride: the float stream, which shows the drift of the quantized model, has every `stride`-th batch, but at
             least four.
     """
@@ -43,7 +43,8 @@ class Effort:
 
     def length(self, config: ModelConfig) -> int:
         """The tokens of a sample by default: a power of two, or the model's context if that is shorter."""
-        wanted = self.tokens_per_input * _inputs_per_token(config) / SAMPLES
+        inputs = max(group.columns / group.share for group, _ in every_group(config))
+        wanted = self.tokens_per_input * inputs / SAMPLES
         length = MAX_LENGTH if wanted > MAX_LENGTH else max(MIN_LENGTH, 1 << math.ceil(math.log2(wanted)))
         return min(length, config.max_context)
 
@@ -75,24 +76,44 @@ def batch_samples(config: ModelConfig, length: int) -> int:
     return max(1, min(_BATCH_TOKENS, _BATCH_VALUES // inner_width(config)) // length)
 
 
+@dataclass(frozen=True)
+class Group:
+    """Linears of a block that share their inputs, as one linear with weights [rows, columns]. `count` is their number,
+    `writes` whether it ends a branch, or an expert; `share` is the share of all tokens that go through it."""
+
+    branch: str
+    count: int
+    rows: int
+    columns: int
+    writes: bool
+    share: float
+
+    @property
+    def weights(self) -> int:
+        return self.rows * self.columns
+
+
+def groups_of(config: ModelConfig, layer: int) -> list[Group]:
+    """The groups of a block."""
+    counts, experts = sizes(config), config.experts
+    return [
+        Group(
+            group.branch, len(group.linears), sum(counts[linear.dims[0]] for linear in group.linears),
+            counts[group.linears[0].dims[1]], group.writes,
+            1.0 if experts is None or group.expert is None else experts.per_token / experts.count,
+        )
+        for group in input_groups(config, layer)
+    ]  # fmt: skip
+
+
+def every_group(config: ModelConfig) -> list[tuple[Group, int]]:
+    """The groups of all kinds of blocks, with the number of blocks that have them."""
+    return [(group, count) for layer, count in layer_kinds(config).items() for group in groups_of(config, layer)]
+
+
 def inner_width(config: ModelConfig) -> int:
     """The largest width of a feed-forward's inner states at a time: in a mixture, of one expert."""
-    counts = sizes(config)
-    groups = [group for layer in layer_kinds(config) for group in input_groups(config, layer)]
-    return max(counts[group.linears[0].dims[1]] for group in groups if group.branch == "mlp" and group.writes)
-
-
-def share_of_tokens(config: ModelConfig, group: InputGroup) -> float:
-    """The share of all tokens that go through a group of linears: in a mixture, of those that an expert is sent."""
-    experts = config.experts
-    return 1.0 if experts is None or group.expert is None else experts.per_token / experts.count
-
-
-def _inputs_per_token(config: ModelConfig) -> float:
-    """The inputs of the widest linear, over the share of all tokens that it gets."""
-    counts = sizes(config)
-    groups = (group for layer in layer_kinds(config) for group in input_groups(config, layer))
-    return max(counts[group.linears[0].dims[1]] / share_of_tokens(config, group) for group in groups)
+    return max(group.columns for group, _ in every_group(config) if group.branch == "mlp" and group.writes)
 
 
 def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
@@ -112,14 +133,14 @@ def activation_bytes(
     The figures are for one process with all samples. Several processes share the samples, each with this memory, so
     they write less to disk, unless their shares are so few batches that the float stream has more of them.
     """
-    counts, streams = sizes(config), 1 + followed_share(config, shape, effort)
+    streams = 1 + followed_share(config, shape, effort)
     between = 0.0
     for layer in layer_kinds(config):
-        groups = [group for group in input_groups(config, layer) if group.writes]
+        groups = [group for group in groups_of(config, layer) if group.writes]
         if config.layers[layer].experts:
             groups = [group for group in groups if group.branch != "mlp"]
             between = max(between, streams * config.hidden_size)
-        between = max(between, *(counts[group.linears[0].dims[1]] for group in groups))
+        between = max(between, *(group.columns for group in groups))
     total = int(4 * math.prod(shape) * (streams * config.hidden_size + between))
     on_gpu = min(total, gpu_bytes)
     held = min(total - on_gpu, memory_bytes)

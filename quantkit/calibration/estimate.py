@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import input_groups, layer_kinds, sizes
-from quantkit.calibration.effort import Effort, batch_samples, followed_share, share_of_tokens
+from quantkit.architectures.topology import layer_kinds
+from quantkit.calibration.effort import Effort, batch_samples, every_group, followed_share, groups_of
 from quantkit.solver.grid import refit_bytes, weights_at_once
 
 _SOLVER_MATRICES = 10  # of the size of the solved rows, at a time
@@ -22,38 +21,6 @@ _SOLVER_PRODUCTS = 3.6  # of a weight with a matrix of the size of its Hessian, 
 _SECONDS_OF_BATCH = 0.001  # through the linears that share an input
 _SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
 _SECONDS_OF_GPU_COLUMN = 1e-5  # a guess, not measured
-
-
-@dataclass(frozen=True)
-class Group:
-    """Linears of a block that share their inputs, as one linear with weights [rows, columns]. `writes` is whether it
-    ends a branch, or an expert; `share` is the share of all tokens that go through it."""
-
-    rows: int
-    columns: int
-    writes: bool
-    share: float
-
-    @property
-    def weights(self) -> int:
-        return self.rows * self.columns
-
-
-def groups_of(config: ModelConfig, layer: int) -> list[Group]:
-    """The groups of a block."""
-    counts = sizes(config)
-    return [
-        Group(
-            sum(counts[linear.dims[0]] for linear in group.linears), counts[group.linears[0].dims[1]], group.writes,
-            share_of_tokens(config, group),
-        )
-        for group in input_groups(config, layer)
-    ]  # fmt: skip
-
-
-def every_group(config: ModelConfig) -> list[tuple[Group, int]]:
-    """The groups of all kinds of blocks, with the number of blocks that have them."""
-    return [(group, count) for layer, count in layer_kinds(config).items() for group in groups_of(config, layer)]
 
 
 def gptq_bytes(config: ModelConfig, tokens: int, device: torch.device) -> int:

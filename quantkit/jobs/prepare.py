@@ -14,11 +14,12 @@ from typing import Any
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import unread_experts
 from quantkit.architectures.names import EMBEDDING
-from quantkit.architectures.topology import Parameter, input_groups, layer_kinds, linear_columns, sizes
+from quantkit.architectures.topology import Parameter, linear_columns
 from quantkit.arguments import as_path, as_strings
 from quantkit.bit_allocation.allocation import Allocation, units
 from quantkit.bit_allocation.fit import Fit
 from quantkit.calibration.data import Calibration
+from quantkit.calibration.effort import every_group
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError, UnsupportedError
@@ -307,9 +308,7 @@ def _not_chosen(prepared: Prepared) -> dict[str, QuantScheme | None]:
 
 def too_few_tokens(shape: Sequence[int], config: ModelConfig) -> list[str]:
     """A note where samples of a shape [N, T] cannot give a Hessian full rank."""
-    counts = sizes(config)
-    groups = (group for layer in layer_kinds(config) for group in input_groups(config, layer))
-    tokens, width = math.prod(shape), max(counts[group.linears[0].dims[1]] for group in groups)
+    tokens, width = math.prod(shape), max(group.columns for group, _ in every_group(config))
     if tokens >= width:
         return []
     return [f"{tokens} calibration tokens are fewer than the widest linear's {width} inputs; give more `samples`"]

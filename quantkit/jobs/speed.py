@@ -10,9 +10,8 @@ from functools import cache, cached_property
 import torch
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import input_groups, layer_kinds
-from quantkit.calibration.effort import inner_width
-from quantkit.calibration.estimate import every_group, forward_flops
+from quantkit.calibration.effort import every_group, inner_width
+from quantkit.calibration.estimate import forward_flops
 from quantkit.model.column_kernels import column_kernels
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
 from quantkit.quality.measures import LOGITS_BYTES, TOKENS_THROUGH_THE_HEAD, Tally
@@ -71,8 +70,7 @@ class Speed:
     @cached_property
     def linears(self) -> int:
         """The number of linears in the decoder."""
-        kinds = layer_kinds(self.config).items()
-        return sum(count * len(own.modules) for layer, count in kinds for own in input_groups(self.config, layer))
+        return sum(count * group.count for group, count in every_group(self.config))
 
     @cached_property
     def _weights(self) -> int:
