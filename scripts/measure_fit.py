@@ -61,10 +61,10 @@ def estimates(measured: Measurement) -> None:
     found = []
     for scheme in map(str, CANDIDATES[:3:2]):
         for unit in allocation.units:
-            others = (Override("*", None), *(Override(one, CANDIDATES[0].parse(scheme)) for one in unit.patterns))
+            others = (Override("*", None), *(Override(one, CANDIDATES[0].parse(scheme)) for one in unit.modules))
             kl = measured.kl(measured.quantized(Recipe(CANDIDATES[0], others), 0))
-            found.append([1e4 * unit.losses[scheme], *kl])
-            print(f"layer {unit.layer} {unit.name} {scheme}:", *(f"{one:.3f}" for one in found[-1]), flush=True)
+            found.append([1e4 * unit.estimated_kl[scheme], *kl])
+            print(f"layer {unit.layer} {unit.linears} {scheme}:", *(f"{one:.3f}" for one in found[-1]), flush=True)
     table = torch.tensor(found, dtype=torch.float64).t()
     ranks = table.argsort(1).argsort(1).double()
     for number in range(1, len(table)):

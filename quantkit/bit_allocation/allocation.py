@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,32 +135,25 @@ def size_target(target_bits: float | None, max_size: int | None, scheme: object)
 
 @dataclass(frozen=True)
 class UnitChoice:
-    """The scheme of a unit, by name (`FLOAT` keeps floats), and the KL that each scheme would cost."""
+    """A manifest's entry on a unit: its layer, the names of its linears, globs that match their modules, how many
+    weights they have, the name of the scheme (`FLOAT` keeps floats), and the KL that each scheme would cost."""
 
     layer: int
-    name: str
-    patterns: tuple[str, ...]
+    linears: str
+    modules: list[str]
     weights: int
     scheme: str
-    losses: Mapping[str, float]
+    estimated_kl: dict[str, float]
 
     @classmethod
     def of(cls, unit: Unit, scheme: QuantScheme | None, losses: Mapping[QuantScheme, float]) -> UnitChoice:
         """The choice of a scheme, None for floats, given the loss of each."""
         rounded = {str(one): float(f"{loss:.4g}") for one, loss in losses.items()}
-        return cls(
-            unit.layer, unit.name, tuple(unit.patterns), unit.weights, FLOAT if scheme is None else str(scheme), rounded
-        )
+        return cls(unit.layer, unit.name, unit.patterns, unit.weights, str(scheme or FLOAT), rounded)
 
     @property
     def loss(self) -> float:
-        return self.losses.get(self.scheme, 0.0)
-
-    def to_json(self) -> dict[str, object]:
-        return {
-            "layer": self.layer, "linears": self.name, "modules": list(self.patterns), "weights": self.weights,
-            "scheme": self.scheme, "estimated_kl": dict(self.losses),
-        }  # fmt: skip
+        return self.estimated_kl.get(self.scheme, 0.0)
 
 
 @dataclass(frozen=True)
@@ -190,7 +183,7 @@ class Allocation:
         named = [unit for unit in self.units if unit.scheme != default]
         overrides = (
             Override(pattern, None if unit.scheme == FLOAT else QuantScheme.parse(unit.scheme))
-            for unit in named for pattern in unit.patterns
+            for unit in named for pattern in unit.modules
         )  # fmt: skip
         return Recipe(QuantScheme.parse(default), (*overrides, *others))
 
@@ -198,27 +191,22 @@ class Allocation:
         """The manifest's entry."""
         return {
             **self.target.to_json(), "bits_per_weight": self.bits, "weight_bytes": self.weight_bytes,
-            "estimated_kl": float(f"{self.kl:.4g}"), "units": [unit.to_json() for unit in self.units],
+            "estimated_kl": float(f"{self.kl:.4g}"), "units": [asdict(unit) for unit in self.units],
         }  # fmt: skip
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Allocation:
         """The result of `to_json`, read back."""
         target = SizeTarget(found.get("target_bits"), found.get("max_size"))
-        units = [
-            UnitChoice(
-                one["layer"], one["linears"], tuple(one["modules"]), one["weights"], one["scheme"], one["estimated_kl"]
-            )
-            for one in found["units"]
-        ]
+        units = [UnitChoice(**one) for one in found["units"]]
         return cls(target, found["bits_per_weight"], found["weight_bytes"], units)
 
     def table(self) -> list[list[str]]:
         """A header and a row for each layer: the schemes of its units, and their estimated cost."""
-        names = list(dict.fromkeys(unit.name for unit in self.units))
+        names = list(dict.fromkeys(unit.linears for unit in self.units))
         rows = [["layer", *names, "KL x 1e-4"]]
         for layer in dict.fromkeys(unit.layer for unit in self.units):
-            own = {unit.name: unit for unit in self.units if unit.layer == layer}
+            own = {unit.linears: unit for unit in self.units if unit.layer == layer}
             schemes = [own[name].scheme if name in own else "" for name in names]
             rows.append([str(layer), *schemes, significant(1e4 * sum(unit.loss for unit in own.values()))])
         return rows
@@ -243,7 +231,7 @@ class Allocation:
 def picture(allocation: Allocation) -> str:
     """The choice as an SVG: a column for each layer, a row for each kind of linears, darker where there are more bits;
     above it each layer's estimated loss. It follows the reader's light or dark theme."""
-    names = list(dict.fromkeys(unit.name for unit in allocation.units))
+    names = list(dict.fromkeys(unit.linears for unit in allocation.units))
     losses = {unit.layer: 0.0 for unit in allocation.units}
     for unit in allocation.units:
         losses[unit.layer] += unit.loss
