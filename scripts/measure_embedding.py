@@ -29,7 +29,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
 from quantkit.model.load import load_model
-from quantkit.quality.gate import RtnCheckpoint
+from quantkit.quality.gate import RtnBaseline
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
@@ -56,11 +56,11 @@ def make(folder: Path, layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-def rounded(source: StoredCheckpoint, scheme: str, embedding: str | None) -> RtnCheckpoint:
+def rounded(source: StoredCheckpoint, scheme: str, embedding: str | None) -> RtnBaseline:
     """The source as rounding makes it; a file of it has the same codes."""
     overrides = () if embedding is None else (Override(EMBEDDING, QuantScheme.parse(embedding)),)
     schemes = SchemeMap.of(Recipe(QuantScheme.parse(scheme), overrides), source.config).schemes
-    return RtnCheckpoint(source, schemes)
+    return RtnBaseline(source, schemes)
 
 
 def stored_bytes(checkpoint: Checkpoint) -> int:

@@ -153,7 +153,7 @@ def run_gate(
     """Compare a quantized model with its source on texts that are not for calibration.
 
     The mean KL must be within `BOUNDS` for the fewest bits of its schemes and, with a little slack, within that of the
-    RTN baseline (`rtn_baseline`). A result that is its own baseline is run once. A source that is quantized itself has
+    RTN baseline (`RtnBaseline`). A result that is its own baseline is run once. A source that is quantized itself has
     no baseline.
 
     Args:
@@ -173,9 +173,9 @@ def run_gate(
         scale_dtype = result.info(f"{next(iter(assigned))}.weight").dtype
         solvers = {record.get("solver") for record in records.values() if record}
         weights = importance() if Solver.WEIGHTED in solvers else {} if Solver.SEARCHED in solvers else None
-        rounded_again = rtn_baseline(source, assigned, scale_dtype, importance=weights)
+        rounded_again = RtnBaseline(source, assigned, scale_dtype, importance=weights)
         if not is_baseline(result, rounded_again, records):
-            others.append(rtn_baseline(source, assigned, scale_dtype))
+            others.append(RtnBaseline(source, assigned, scale_dtype))
     bound = scheme_bound(assigned.values())
     measured = measured_windows(source)
     lost = tallies(source, others, [Windows.of(windows) for _, windows in measured.values()], progress=progress)
@@ -261,36 +261,29 @@ def _distinct_digits(value: float, bound: float) -> int:
     return next((digits for digits in range(3, 17) if f"{value:.{digits}g}" != f"{bound:.{digits}g}"), 17)
 
 
-def rtn_baseline(
-    source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None, *,
-    importance: Importance | None = None,
-) -> RtnCheckpoint:  # fmt: skip
-    """The RTN baseline: the source rounded in the schemes by module, but int4 never in groups longer than 128.
-
-    Args:
-        scale_dtype: of its scales; None is the source's.
-        importance: round int4 on scales that are searched with it, as `method="rtn"` does; None is on those that span
-            the groups.
-    """
-    schemes = {}
-    for module, scheme in assigned.items():
-        if scheme.bits == 4 and (scheme.group_size is None or scheme.group_size > _COARSEST):
-            columns = source.info(module + ".weight").shape[1]
-            scheme = QuantScheme(4, _COARSEST, scheme.symmetric).fitted(columns)
-        schemes[module] = scheme
-    return RtnCheckpoint(source, schemes, scale_dtype, importance=importance)
-
-
-class RtnCheckpoint(CheckpointView):
-    """A float checkpoint with some layers rounded to nearest when they are loaded; arguments as for `rtn_baseline`."""
+class RtnBaseline(CheckpointView):
+    """The RTN baseline: a float checkpoint with some layers rounded to nearest when they are loaded, but int4 never in
+    groups longer than 128."""
 
     def __init__(
         self, source: Checkpoint, assigned: Mapping[str, QuantScheme], scale_dtype: DType | None = None, *,
         importance: Importance | None = None,
     ) -> None:  # fmt: skip
+        """
+        Args:
+            assigned: the schemes by module.
+            scale_dtype: of its scales; None is the source's.
+            importance: round int4 on scales that are searched with it, as `method="rtn"` does; None is on those that
+                span the groups.
+        """
         super().__init__(source)
-        self._assigned, self._scale_dtype = assigned, scale_dtype or DType(source.config.dtype)
-        self._importance = importance
+        self._scale_dtype, self._importance = scale_dtype or DType(source.config.dtype), importance
+        self._assigned = {}
+        for module, scheme in assigned.items():
+            if scheme.bits == 4 and (scheme.group_size is None or scheme.group_size > _COARSEST):
+                columns = source.info(module + ".weight").shape[1]
+                scheme = QuantScheme(4, _COARSEST, scheme.symmetric).fitted(columns)
+            self._assigned[module] = scheme
 
     def info(self, name: str) -> TensorSpec:
         info, scheme = self._source.info(name), self._assigned.get(name.removesuffix(".weight"))

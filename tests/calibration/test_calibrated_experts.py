@@ -37,7 +37,7 @@ from quantkit.model.decoder import Step
 from quantkit.model.feed_forward import Experts
 from quantkit.model.layerwise import Batch
 from quantkit.model.load import load_model
-from quantkit.quality.gate import rtn_baseline
+from quantkit.quality.gate import RtnBaseline
 from quantkit.quality.measures import compare_batches
 from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.scheme import QuantScheme
@@ -110,7 +110,7 @@ def test_gptq_is_closer_to_the_source_than_rounding(case: str, text: Path, tmp_p
     source = _saved(case, tmp_path / "source")
     made = _quantize(source, tmp_path / "gptq", text, "int4-g32")
     floats, solved = open_checkpoint(source), open_checkpoint(tmp_path / "gptq")
-    assert _kl(floats, solved) < 0.8 * _kl(floats, rtn_baseline(floats, schemes(solved), importance={}))
+    assert _kl(floats, solved) < 0.8 * _kl(floats, RtnBaseline(floats, schemes(solved), importance={}))
     assert quantkit.verify(source, tmp_path / "gptq").ok
     assert quantkit.verify(tmp_path / "gptq").ok
     assert not made.quality.distorted

@@ -23,7 +23,7 @@ from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch
 from quantkit.model.load import load_model
-from quantkit.quality.gate import rtn_baseline
+from quantkit.quality.gate import RtnBaseline
 from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
@@ -159,7 +159,7 @@ def test_every_architecture_can_be_calibrated(kind: str, demo_model: Path, text:
     _quantize(source, tmp_path / "gptq", text, "int4-g32", length=40, source_check=False)
     batch = Batch.from_start(oracle.random_tokens(40, batch=4, vocabulary=2048))
     reference, solved = open_checkpoint(source), open_checkpoint(tmp_path / "gptq")
-    assert _kl(reference, solved, batch) < _kl(reference, rtn_baseline(reference, schemes(solved)), batch)
+    assert _kl(reference, solved, batch) < _kl(reference, RtnBaseline(reference, schemes(solved)), batch)
 
 
 def test_two_runs_and_a_resumed_one_give_equal_bytes(

@@ -21,7 +21,7 @@ from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.model.layerwise import Batch
-from quantkit.quality.gate import rtn_baseline
+from quantkit.quality.gate import RtnBaseline
 from quantkit.quality.measures import compare_batches
 from quantkit.solver.columns import TORCH
 from quantkit.solver.rounding import quantize_searched
@@ -102,7 +102,7 @@ def test_rounding_with_it_is_closer_to_the_source(tmp_path: Path) -> None:
     made, floats = json.loads((tmp_path / "rtn" / "quantkit.json").read_text()), open_checkpoint(source)
     assert {one["solver"] for one in made["modules"].values() if one["scheme"]} == {Solver.WEIGHTED}
     result = open_checkpoint(tmp_path / "rtn")
-    assert _kl(floats, result) < 0.8 * _kl(floats, rtn_baseline(floats, schemes(result), importance={}))
+    assert _kl(floats, result) < 0.8 * _kl(floats, RtnBaseline(floats, schemes(result), importance={}))
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "int4-g64-asym"])

@@ -32,7 +32,7 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.quality import gate
 from quantkit.quality.bounds import BOUNDS, weight_bound
 from quantkit.quality.figures import Estimate
-from quantkit.quality.gate import is_baseline, rtn_baseline
+from quantkit.quality.gate import RtnBaseline, is_baseline
 from quantkit.quality.measures import compare, text_windows
 from quantkit.quality.verify import verify
 from quantkit.solver.gptq import SingularError
@@ -195,7 +195,7 @@ def test_the_baseline_of_long_groups_is_groups_of_128(demo_model: Path) -> None:
         ("int4-g64", "int4-g64"),
         ("int8", "int8"),
     ):
-        rounded = rtn_baseline(source, {down: any_scheme(given)})
+        rounded = RtnBaseline(source, {down: any_scheme(given)})
         assert str(rounded.info(down + ".weight").scheme) == expected
         value = rounded.load(down + ".weight")
         assert isinstance(value, QuantTensor)
@@ -293,7 +293,7 @@ def test_a_result_that_is_not_its_baseline_is_reported(damage: str, demo_model: 
     name, kept = "model.layers.2.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight"
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     source = open_checkpoint(demo_model)
-    baseline = rtn_baseline(source, schemes(open_checkpoint(tmp_path / "out")))
+    baseline = RtnBaseline(source, schemes(open_checkpoint(tmp_path / "out")))
     assert is_baseline(open_checkpoint(tmp_path / "out"), baseline, records)
     if damage == "codes":
         tensors[name + "_packed"] = tensors[name + "_packed"].flip(0)
@@ -304,7 +304,7 @@ def test_a_result_that_is_not_its_baseline_is_reported(damage: str, demo_model: 
     elif damage == "kept":
         tensors[kept] *= 2
     elif damage == "scheme":
-        baseline = rtn_baseline(source, dict.fromkeys(schemes(open_checkpoint(tmp_path / "out")), _INT4))
+        baseline = RtnBaseline(source, dict.fromkeys(schemes(open_checkpoint(tmp_path / "out")), _INT4))
     else:
         records[name] = {**records[name], damage: "gptq"}
     save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
@@ -321,7 +321,7 @@ def test_scales_of_another_type_than_the_source_are_not_its_baseline(tmp_path: P
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     quantkit.quantize(source, tmp_path / "out", "int8", accept_quality_loss=True)
     opened, result = open_checkpoint(source), open_checkpoint(tmp_path / "out")
-    baseline = rtn_baseline(opened, schemes(result))
+    baseline = RtnBaseline(opened, schemes(result))
     assert is_baseline(result, baseline, _records(tmp_path / "out"))
     for name in result.names():
         assert baseline.info(name).dtype == result.info(name).dtype
