@@ -9,13 +9,12 @@ from typing import Any
 
 from quantkit.architectures.rope import RopeConfig
 from quantkit.arguments import as_path, require_flags
-from quantkit.errors import CheckpointError
-from quantkit.formats import manifest
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.container import weight_size
 from quantkit.formats.detect import WeightKind, made_of_tensors, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.kv_cache import cache_text
+from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.positions import PositionCertificate
 from quantkit.tensors.spec import TensorSpec
 
@@ -144,7 +143,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
     tokenizer, notes = checked_tokenizer(checkpoint)
     specs = [checkpoint.info(name) for name in checkpoint.names()]
     size, bits_per_weight = weight_size(checkpoint)
-    kinds, made, cache = Counter(map(_kind, specs)), _manifest(checkpoint.path), checkpoint.kv_cache
+    kinds, made, cache = Counter(map(_kind, specs)), manifest_or_empty(checkpoint.path), checkpoint.kv_cache
     readers, _, readers_note = checkpoint.readers().partition("; ")
     return Inspection(
         path=str(path), format=checkpoint.layout, architecture=config.architecture, layers=config.num_layers,
@@ -182,14 +181,6 @@ def _rope_text(rope: RopeConfig) -> str:
 
 def _described(tokenizer: dict[str, Any] | None) -> str:
     return "none" if tokenizer is None else "{kind}, {vocab_size} tokens, BOS {bos_id}".format(**tokenizer)
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    """What the manifest records; empty if there is none."""
-    try:
-        return manifest.read(folder)
-    except CheckpointError:
-        return {}
 
 
 def _schemes_chosen(made: dict[str, Any]) -> dict[str, Any] | None:
