@@ -6,10 +6,10 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit.arguments import as_integer, require_flags
+from quantkit.arguments import as_integer
 from quantkit.formats.detect import WeightKind
 from quantkit.formats.registry import TargetName
-from quantkit.jobs.option_fields import OTHER, IfExists, option, require_if_exists
+from quantkit.jobs.option_fields import OTHER, IfExists, option, require_valid
 from quantkit.tensors.dtypes import SHORT_NAMES, DType, FloatName, float_name
 
 if TYPE_CHECKING:
@@ -72,12 +72,8 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         """Raise a `RequestError` for a value of the wrong type, or an unknown float type."""
-        require_flags(
-            resume=self.resume, allow_nonfinite=self.allow_nonfinite, source_check=self.source_check,
-            tensors_only=self.tensors_only, dequantize=self.dequantize, requantize=self.requantize,
-        )  # fmt: skip
+        require_valid(self)
         float_name(self.dtype)
-        require_if_exists(self.if_exists)
         object.__setattr__(self, "mp", as_integer("mp", self.mp))
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
-from quantkit.arguments import as_string
+from quantkit.arguments import as_string, require_flags
 from quantkit.errors import RequestError
 
 P = ParamSpec("P")
@@ -53,10 +53,11 @@ def option(
     return field(default=default, metadata={_KEY: info})
 
 
-def require_if_exists(value: object) -> None:
-    """Raise a `RequestError` for an unknown value of `if_exists`."""
-    if as_string("if_exists", value) not in get_args(IfExists):
-        raise RequestError("unknown value of `if_exists`", found=value, expected=" or ".join(get_args(IfExists)))
+def require_valid(options: Any) -> None:
+    """Raise a `RequestError` for a field of booleans with another value, and for an unknown value of `if_exists`."""
+    require_flags(**{one.name: getattr(options, one.name) for one in fields(options) if one.type == "bool"})
+    if (found := as_string("if_exists", options.if_exists)) not in get_args(IfExists):
+        raise RequestError("unknown value of `if_exists`", found=found, expected=" or ".join(get_args(IfExists)))
 
 
 def declared(options: type) -> dict[str, OptionInfo]:

@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from quantkit.arguments import as_integer, as_path, as_seed, as_string, is_several, require_flags
+from quantkit.arguments import as_integer, as_path, as_seed, as_string, is_several
 from quantkit.calibration.effort import ACTIVATION_MEMORY, EFFORTS, MAX_LENGTH, SAMPLES, SEED, EffortName
 from quantkit.errors import RequestError
 from quantkit.formats.registry import TargetName
-from quantkit.jobs.option_fields import OTHER, IfExists, option, require_if_exists
+from quantkit.jobs.option_fields import OTHER, IfExists, declared, option, require_valid
 from quantkit.jobs.target import quantized_target
 from quantkit.json_values import shown
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
@@ -39,13 +39,6 @@ OUTPUT = "Output"
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _LICENSE = re.compile(r"[A-Za-z0-9][\w.+-]{0,95}", re.ASCII)
-_FLAGS = (
-    "thorough", "strict", "accept_quality_loss", "resume", "allow_nonfinite", "source_check", "dequantize",
-    "tensors_only",
-)  # fmt: skip
-_FOR_GPTQ = (
-    "calibration", "text_column", "effort", "thorough", "samples", "length", "seed", "activation_memory", "device",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -179,9 +172,8 @@ class QuantizeOptions:
     def __post_init__(self) -> None:
         """Raise a `RequestError` for a value of the wrong type or out of range, and for options that exclude each
         other, as far as this needs no model."""
-        require_flags(**{name: getattr(self, name) for name in _FLAGS})
+        require_valid(self)
         as_path("dst", self.dst)
-        require_if_exists(self.if_exists)
         for value, pattern, name, expected in (
             (self.base_model, HUB_NAME, "base_model", "owner/name"),
             (self.license, _LICENSE, "license", "apache-2.0, llama3.1, other, ..."),
@@ -210,8 +202,9 @@ class QuantizeOptions:
 
     def require_no_calibration(self) -> None:
         """Raise a `RequestError` for an option that only GPTQ uses."""
-        for name in _FOR_GPTQ:
-            if (value := getattr(self, name)) is not None and value is not False:
+        for name, info in declared(type(self)).items():
+            value = getattr(self, name) if info.section == CALIBRATION else None
+            if value is not None and value is not False:
                 raise RequestError(f'`{name}` goes with `method="gptq"`')
 
     def _check_method(self) -> None:
