@@ -187,7 +187,7 @@ class FileJob:
     def __post_init__(self) -> None:
         """Raise a `RequestError` for invalid options."""
         require_flags(truncate=self.truncate, resume=self.resume)
-        if checked(self.continuation).scores_prompt and self.backend == "xla":
+        if checked(self.continuation)[0].scores_prompt and self.backend == "xla":
             raise no_prompt_logprobs("echo")
         if as_integer("batch_size", self.batch_size) < 1:
             raise RequestError("batch_size must be at least 1", found=self.batch_size)

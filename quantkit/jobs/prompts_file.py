@@ -160,8 +160,7 @@ class PromptReader:
     def _prompt(self, kind: str, given: Mapping[str, Any], known_by: dict[str, Any]) -> Prompt:
         defaults = self._chat_defaults if kind == "messages" else {}
         asked = {**defaults, **self._options, **{key: given[key] for key in OPTIONS & given.keys()}}
-        stop = stop_strings(asked.pop("stop", ()))
-        request = _request(asked)
+        request, stop = checked(asked)
         if request.scores_prompt and not self._prompt_logprobs:
             raise no_prompt_logprobs("echo" if "echo" in given else "logprobs")
         ids = self._ids(kind, given)
@@ -221,16 +220,10 @@ def input_bytes(file: str | Path, what: str) -> bytes:
         raise RequestError(f"the {what} cannot be read: {error.strerror}", path=name) from error
 
 
-def checked(options: Mapping[str, Any]) -> Request:
-    """The options for all lines, as a request without its prompt. Raises `RequestError` for a value of the wrong type
-    or out of its range."""
-    others = dict(options)
-    stop_strings(others.pop("stop", ()))
-    return _request(others)
-
-
-def _request(asked: Mapping[str, Any]) -> Request:
-    """A request without its prompt."""
+def checked(asked: Mapping[str, Any]) -> tuple[Request, list[str]]:
+    """Options as a request without its prompt, and the strings at which its text ends. Raises `RequestError` for a
+    value of the wrong type or out of its range."""
+    stop = stop_strings(asked.get("stop", ()))
     sampling: Any = {key: asked[key] for key in SamplingOptions.__annotations__ if key in asked}
     if isinstance(bias := sampling.get("logit_bias"), dict):
         tokens = [_as_token(key) for key in bias]
@@ -239,9 +232,10 @@ def _request(asked: Mapping[str, Any]) -> Request:
         sampling["logit_bias"] = dict(zip(tokens, bias.values(), strict=True))
     echo = asked.get("echo", False)
     require_flags(echo=echo)
-    return checked_options(
+    request = checked_options(
         asked["max_new_tokens"], sampling, samples=asked.get("n", 1), logprobs=asked.get("logprobs"), echo=echo
     )
+    return request, stop
 
 
 def _as_token(key: Any) -> Any:
