@@ -65,7 +65,7 @@ def quantize(options: QuantizeOptions) -> Estimate:
     estimate = estimate_quantization(prepared, size_fit(prepared))
     _require_room(prepared.dst, prepared.encoder, estimate, options)
     if prepared.settings is not None:
-        prepared.settings.require_text(prepared.tokenizer, prepared.source)
+        prepared.settings.require_text(prepared.source)
     return estimate
 
 

@@ -182,7 +182,7 @@ def _settled(
         )
         prepared = replace(prepared, scheme_map=scheme_map)
     if settings is not None:
-        drawn = settings.draw(prepared.tokenizer, source, group=group, progress=progress)
+        drawn = settings.draw(source, group=group, progress=progress)
         notes = [*drawn.notes, *too_few_tokens(drawn.tokens.shape, source.config)]
         if fit is not None:
             prepared = choose_schemes(prepared, fit, drawn, group=group, progress=progress)

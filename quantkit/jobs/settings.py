@@ -40,6 +40,7 @@ class GptqSettings:
         device: computes.
     """
 
+    tokenizer: Tokenizer
     text: TextSource | None
     column: str | None
     samples: int
@@ -62,46 +63,41 @@ class GptqSettings:
         room = gpu_activation_bytes(config, shape, self.device)
         return effort.activation_bytes(config, shape, self.effort_on(config, shape), self.memory_bytes, room)
 
-    def draw(
-        self, tokenizer: Tokenizer | None, source: Checkpoint, *, group: ProcessGroup = SINGLE,
-        progress: Progress = silent,
-    ) -> Calibration:  # fmt: skip
+    def draw(self, source: Checkpoint, *, group: ProcessGroup = SINGLE, progress: Progress = silent) -> Calibration:
         """Draw the calibration samples for a model; from the packaged text only those that the source predicts, as
         rank 0 of the group finds.
 
         Raises:
-            RequestError: if the source has no tokenizer, or as `load_calibration` and `PackagedText` do.
+            RequestError: as `load_calibration` and `PackagedText` do.
         """
-        tokenizer = _required(tokenizer, source)
         if self.text is not None:
-            return load_calibration(self.text, tokenizer, **self._drawn_from(tokenizer, source))
-        choices = min(tokenizer.vocab_size, source.config.vocab_size)
+            return load_calibration(self.text, self.tokenizer, **self._drawn_from(source))
+        choices = min(self.tokenizer.vocab_size, source.config.vocab_size)
         report = in_phase(progress, "calibration samples")
 
         def near_uniform(pieces: Sequence[torch.Tensor]) -> list[bool]:
             found = near_uniform_pieces(source, pieces, choices, report) if group.is_rank0 else []
             return group.broadcast_from_rank0(found)
 
-        text = self._packaged(tokenizer, source)
+        text = self._packaged(source)
         return text.draw(samples=self.samples, length=self.length, seed=self.seed, near_uniform=near_uniform)
 
-    def require_text(self, tokenizer: Tokenizer | None, source: Checkpoint) -> None:
+    def require_text(self, source: Checkpoint) -> None:
         """Make the checks of `draw`, without drawing samples. Raises `RequestError` as `draw` does."""
-        tokenizer = _required(tokenizer, source)
         if self.text is None:
-            self._packaged(tokenizer, source).require(self.samples, self.length)
+            self._packaged(source).require(self.samples, self.length)
         else:
-            require_calibration(self.text, tokenizer, **self._drawn_from(tokenizer, source))
+            require_calibration(self.text, self.tokenizer, **self._drawn_from(source))
 
-    def _drawn_from(self, tokenizer: Tokenizer, source: Checkpoint) -> dict[str, Any]:
-        chat = partial(model_chat, source.path, tokenizer)
+    def _drawn_from(self, source: Checkpoint) -> dict[str, Any]:
+        chat = partial(model_chat, source.path, self.tokenizer)
         return {
             "samples": self.samples, "length": self.length, "seed": self.seed, "column": self.column, "chat": chat
         }  # fmt: skip
 
-    def _packaged(self, tokenizer: Tokenizer, source: Checkpoint) -> PackagedText:
-        chat, notes = model_chat(source.path, tokenizer)
-        text = PackagedText.of(tokenizer, chat, seed=self.seed, wanted=self.samples * self.length)
+    def _packaged(self, source: Checkpoint) -> PackagedText:
+        chat, notes = model_chat(source.path, self.tokenizer)
+        text = PackagedText.of(self.tokenizer, chat, seed=self.seed, wanted=self.samples * self.length)
         return replace(text, notes=(*notes, *text.notes))
 
 
@@ -113,7 +109,8 @@ def gptq_settings(
 
     Raises:
         RequestError: if the source cannot be calibrated though int4 or a size needs it; if options of GPTQ are given
-            for a model that is rounded; if the samples are none, or longer than the model's context.
+            for a model that is rounded; if the source has no tokenizer; if the samples are none, or longer than the
+            model's context.
     """
     sized = options.size is not None
     solved = sized or any(scheme.bits <= _SOLVED_BITS for scheme in schemes)
@@ -131,6 +128,11 @@ def gptq_settings(
             f"int4 is solved by GPTQ, and the source cannot be calibrated: {lack}", path=source.path,
             hint='round it with `method="rtn"`',
         )  # fmt: skip
+    if tokenizer is None:
+        raise RequestError(
+            "calibration needs a tokenizer, and the source has none", path=source.path,
+            hint='round it with `method="rtn"`',
+        )  # fmt: skip
     device, context = usable_device(options.device), source.config.max_context
     samples = effort.SAMPLES if options.samples is None else options.samples
     length = effort.EFFORTS[options.effort_name].length(source.config) if options.length is None else options.length
@@ -145,15 +147,6 @@ def gptq_settings(
     memory_bytes = effort.ACTIVATION_MEMORY if options.activation_memory is None else int(options.activation_memory)
     seed = effort.SEED if options.seed is None else options.seed
     return GptqSettings(
-        options.calibration, options.text_column, samples, length, seed, options.effort_name, memory_bytes, device
-    )
-
-
-def _required(tokenizer: Tokenizer | None, source: Checkpoint) -> Tokenizer:
-    """The tokenizer; raises a `RequestError` if there is none."""
-    if tokenizer is None:
-        raise RequestError(
-            "calibration needs a tokenizer, and the source has none", path=source.path,
-            hint='round it with `method="rtn"`',
-        )  # fmt: skip
-    return tokenizer
+        tokenizer, options.calibration, options.text_column, samples, length, seed, options.effort_name, memory_bytes,
+        device,
+    )  # fmt: skip
