@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import input_groups, layer_kinds, linear_columns, sizes
@@ -32,9 +32,6 @@ from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
 from quantkit.quality.bounds import measured_tokens, window_length
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
 from quantkit.tensors.dtypes import DType
-
-if TYPE_CHECKING:
-    pass
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
 _PRODUCTS = 60 << 20  # what oneDNN keeps for each shape that the solver and experts multiply

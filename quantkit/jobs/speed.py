@@ -51,8 +51,10 @@ class Speed:
         config = self.config
         states = tokens * config.num_layers * config.hidden_size * _SECONDS_OF_STATE
         logits = tokens * config.vocab_size * _seconds_of_logit(config.vocab_size)
-        head = config.vocab_size * config.hidden_size * max(1, tokens // self._tokens_of_head)
-        loaded = passes * (self.linears * _SECONDS_OF_LINEAR + (self._weights + head) * _SECONDS_OF_WEIGHT)
+        together = max(TOKENS_THROUGH_THE_HEAD, LOGITS_BYTES // (4 * config.vocab_size))  # tokens through the head
+        head = config.vocab_size * config.hidden_size * max(1, tokens // together)
+        weights = sum(count * group.weights for group, count in every_group(config))
+        loaded = passes * (self.linears * _SECONDS_OF_LINEAR + (weights + head) * _SECONDS_OF_WEIGHT)
         return models * (self.products(forward_flops(config, tokens)) + states + logits + loaded)
 
     def rounding(self, schemes: Mapping[QuantScheme, int], *, searched: bool) -> float:
@@ -71,15 +73,6 @@ class Speed:
     def linears(self) -> int:
         """The number of linears in the decoder."""
         return sum(count * group.count for group, count in every_group(self.config))
-
-    @cached_property
-    def _weights(self) -> int:
-        return sum(count * group.weights for group, count in every_group(self.config))
-
-    @property
-    def _tokens_of_head(self) -> int:
-        """The tokens that go through the head together."""
-        return max(TOKENS_THROUGH_THE_HEAD, LOGITS_BYTES // (4 * self.config.vocab_size))
 
 
 @cache
