@@ -253,7 +253,7 @@ class Writer:
         check, source = self._source_check, self._work.source
         written = manifest.build(
             self._work.job, source.format, self._source_hashes, dict(sorted(self._hashes.items())),
-            {"source_check": check.to_json() if isinstance(check, SourceCheck) else check, **details},
+            {"source_check": asdict(check) if isinstance(check, SourceCheck) else check, **details},
             origin(source.path),
         )  # fmt: skip
         self._staging.folder.write(self._manifest_name, json_bytes(written))

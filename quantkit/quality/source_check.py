@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +38,6 @@ class SourceCheck:
     tokens: int
     perplexity: float
     bits_per_byte: float
-
-    def to_json(self) -> dict[str, Any]:
-        """The manifest's form."""
-        return asdict(self)
 
     def note(self) -> str | None:
         """A warning for the user, if there is one."""
