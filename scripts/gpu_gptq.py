@@ -22,8 +22,8 @@ from synthetic_checkpoint import shard
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.model.column_kernels import column_kernels, gpu_kernels
+from quantkit.solver import gptq
 from quantkit.solver.columns import TORCH
-from quantkit.solver.gptq import gptq
 from quantkit.tensors.scheme import QuantScheme
 
 LINEARS = {"q": (4096, 4096), "o": (4096, 4096), "gate": (11008, 4096), "down": (4096, 11008)}
@@ -48,7 +48,7 @@ def solve(name: str, shape: tuple[int, int], rows: int, results: gpu.Results) ->
         gpu.reset_memory()
         gpu.synchronize()
         started = time.perf_counter()
-        solved, report = gptq(placed, summed, scheme, torch.bfloat16, kernels=of_device)
+        solved, report = gptq.solve(placed, gptq.Damped.of_(summed.clone()), scheme, torch.bfloat16, kernels=of_device)
         gpu.synchronize()
         result |= {f"seconds_{case}": time.perf_counter() - started, f"peak_{case}": gpu.peak_memory()}
         result[f"error_{case}"] = report.output_error

@@ -14,7 +14,7 @@ from quantkit.kernels import cpu_gptq
 from quantkit.kernels.build import VARIANT_SETTING
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.solver.columns import TORCH, ColumnKernels
-from quantkit.solver.gptq import gptq
+from quantkit.solver.gptq import Damped, solve
 from quantkit.solver.grid import FINE, search_scales, signed_steps
 from quantkit.tensors.scheme import QuantScheme
 
@@ -82,11 +82,11 @@ def _what_is_wrong(kernels: ColumnKernels, device: torch.device) -> str | None:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(2 * _COLUMNS, _COLUMNS, generator=generator).cumsum(1)
     weight = torch.randn(_ROWS, _COLUMNS, generator=generator).to(device)
-    hessian = (inputs.t() @ inputs).to(device)
+    hessian = Damped.of_((inputs.t() @ inputs).to(device))
     for name in _SCHEMES:
         scheme = QuantScheme.parse(name)
         (_, found), (_, expected) = (
-            gptq(weight, hessian, scheme, torch.bfloat16, kernels=one) for one in (kernels, TORCH)
+            solve(weight, hessian, scheme, torch.bfloat16, kernels=one) for one in (kernels, TORCH)
         )
         if not abs(found.output_error / expected.output_error - 1) <= _TOLERANCE:
             return f"their output error is {found.output_error:.4g}, that of torch {expected.output_error:.4g}"

@@ -114,32 +114,15 @@ class Damped:
         return found
 
 
-def gptq(
-    weight: Tensor, hessian: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, *, target: Tensor | None = None,
+def solve(
+    weight: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype, *, target: Tensor | None = None,
     kernels: ColumnKernels = TORCH,
 ) -> tuple[QuantTensor, GptqReport]:  # fmt: skip
     """Quantize a layer so that its outputs on the calibration inputs change least.
 
     Args:
-        hessian: [I, I] float32, ``X.T @ X`` over the inputs that the layer will get; not changed.
-        weight, scheme, scale_dtype, target, kernels: as for `solve`.
-
-    Raises:
-        NonFiniteError: if the weight or the Hessian holds NaN or Inf.
-        SingularError: see `Damped.of_`.
-    """
-    return solve(weight, Damped.of_(hessian.clone()), scheme, scale_dtype, target=target, kernels=kernels)
-
-
-def solve(
-    weight: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype, *, target: Tensor | None = None,
-    kernels: ColumnKernels = TORCH,
-) -> tuple[QuantTensor, GptqReport]:  # fmt: skip
-    """`gptq` with a damped Hessian.
-
-    Args:
         weight: [O, I], any float dtype; not changed.
-        hessian: not changed.
+        hessian: of ``X.T @ X`` over the inputs that the layer will get; not changed.
         scheme: the group size must divide I.
         scale_dtype: dtype the scales are stored in.
         target: the weights [O, I] to approximate, if not `weight`; see `Damped.divide`.

@@ -26,7 +26,7 @@ from quantkit.distributed.group import SINGLE
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.json_values import Settings
-from quantkit.solver.gptq import gptq
+from quantkit.solver.gptq import Damped, solve
 from quantkit.tensors.scheme import QuantScheme
 
 GPTQ: dict[str, Any] = {"method": "gptq", "calibration": EXCERPT, "samples": 8, "length": 64, "source_check": False}
@@ -107,7 +107,7 @@ def test_predicted_errors_are_close_to_those_of_gptq() -> None:
     hessian = x.t() @ x / len(x)
     found = row_errors({"a": weight}, hessian.clone(), [G32, INT8], torch.float32, {"a": 96})["a"]
     for scheme in (G32, INT8):
-        _, report = gptq(weight, hessian, scheme, torch.float32)
+        _, report = solve(weight, Damped.of_(hessian.clone()), scheme, torch.float32)
         assert found.errors[scheme].sum().item() == pytest.approx(report.error.sum().item(), rel=0.35)
     some = row_errors({"a": weight}, hessian.clone(), [G32], torch.float32, {"a": 24})["a"]
     gradients = torch.rand(96)

@@ -18,7 +18,7 @@ from quantkit.kernels.build import VARIANT_SETTING, VARIANTS
 from quantkit.model import column_kernels as column_kernels_module
 from quantkit.model.column_kernels import column_kernels, cpu_kernels
 from quantkit.solver.columns import TORCH
-from quantkit.solver.gptq import gptq
+from quantkit.solver.gptq import Damped, solve
 from quantkit.solver.grid import search_scales
 
 pytestmark = pytest.mark.cpu_kernels
@@ -83,8 +83,10 @@ def test_a_layer_loses_as_little_as_with_torch(variant: str, name: str, rows: in
     weight, hessian = _problem(rows, columns)
     dead = hessian.diagonal() == 0
     hessian.diagonal()[dead] = hessian.diagonal().mean()  # as the solver takes them
-    quantized, report = gptq(weight, hessian, any_scheme(name), torch.bfloat16, kernels=cpu_kernels())
-    _, other = gptq(weight, hessian, any_scheme(name), torch.bfloat16, kernels=TORCH)
+    quantized, report = solve(
+        weight, Damped.of_(hessian.clone()), any_scheme(name), torch.bfloat16, kernels=cpu_kernels()
+    )
+    _, other = solve(weight, Damped.of_(hessian.clone()), any_scheme(name), torch.bfloat16, kernels=TORCH)
     # Of one row's scale both signs may lose the same, and all else follows from which is taken.
     assert report.output_error == pytest.approx(other.output_error, rel=0.02 if rows > 1 else 1)
     error = quantized.dequantize() - weight

@@ -16,7 +16,7 @@ from quantkit.model import column_kernels as column_kernels_module
 from quantkit.model.column_kernels import column_kernels, gpu_kernels
 from quantkit.solver import columns as columns_module
 from quantkit.solver.columns import TORCH, ColumnKernels, descend, solve_codes
-from quantkit.solver.gptq import Damped, GptqReport, gptq
+from quantkit.solver.gptq import Damped, GptqReport, solve
 from quantkit.solver.grid import Grid, search_scales
 from quantkit.tensors.qtensor import QuantTensor
 
@@ -75,7 +75,7 @@ def test_a_layer_loses_as_little_with_kernels() -> None:
     weight, hessian = _problem(21, 64)
 
     def solved(kernels: ColumnKernels) -> tuple[QuantTensor, GptqReport]:
-        return gptq(weight, hessian, any_scheme("int4-g32-asym"), torch.bfloat16, kernels=kernels)
+        return solve(weight, Damped.of_(hessian.clone()), any_scheme("int4-g32-asym"), torch.bfloat16, kernels=kernels)
 
     (found, report), (expected, other) = solved(replace(KERNELS, max_columns=8)), solved(TORCH)
     assert _equal(found.codes, expected.codes)

@@ -18,7 +18,6 @@ from quantkit.solver.columns import TORCH, descend, solve_codes
 from quantkit.solver.gptq import (
     Damped,
     SingularError,
-    gptq,
     refit_scales,
     reverse_factor,
     solve,
@@ -122,7 +121,7 @@ def test_uncorrelated_inputs_make_it_round_to_nearest() -> None:
 def test_the_output_error_is_well_below_that_of_rounding(scheme: str, dtype: torch.dtype) -> None:
     weight, inputs, hessian = _problem()
     parsed = any_scheme(scheme)
-    quantized, report = gptq(weight, hessian, parsed, dtype)
+    quantized, report = solve(weight, Damped.of_(hessian.clone()), parsed, dtype)
     outputs = inputs @ weight.t()
 
     def error(dequantized: Tensor) -> float:
@@ -194,12 +193,12 @@ def test_drift_of_the_inputs_is_made_up_for() -> None:
     scheme = QuantScheme.parse("int4-g32")
 
     def error(target: Tensor | None) -> float:
-        quantized, _ = gptq(weight, hessian, scheme, torch.float32, target=target)
+        quantized, _ = solve(weight, Damped.of_(hessian.clone()), scheme, torch.float32, target=target)
         return (seen @ quantized.dequantize().t() - wanted).norm().item()
 
     target = weight + Damped.of_(hessian.clone()).divide(weight @ drift)
     assert error(target) < 0.5 * error(None)
-    quantized, report = gptq(weight, hessian, scheme, torch.float32, target=target)
+    quantized, report = solve(weight, Damped.of_(hessian.clone()), scheme, torch.float32, target=target)
     lost = (seen @ (quantized.dequantize() - target).t()).square().sum(0)
     torch.testing.assert_close(report.error, lost.double(), rtol=1e-2, atol=0)
     torch.testing.assert_close(report.energy, (seen @ target.t()).square().sum(0).double(), rtol=1e-3, atol=0)
@@ -209,9 +208,9 @@ def test_drift_of_the_inputs_is_made_up_for() -> None:
 def test_rows_may_be_solved_apart(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, _, hessian = _problem()
     parsed = any_scheme(scheme)
-    whole, whole_report = gptq(weight, hessian, parsed, torch.float32)
+    whole, whole_report = solve(weight, Damped.of_(hessian.clone()), parsed, torch.float32)
     monkeypatch.setattr(gptq_module, "weights_at_once", lambda device: 5 * COLUMNS)
-    parts, parts_report = gptq(weight, hessian, parsed, torch.float32)
+    parts, parts_report = solve(weight, Damped.of_(hessian.clone()), parsed, torch.float32)
     assert (parts.codes == whole.codes).float().mean() > 0.99  # sums of other shapes round otherwise
     torch.testing.assert_close(parts.scale, whole.scale, rtol=1e-2, atol=0)
     torch.testing.assert_close(parts_report.energy, whole_report.energy, rtol=1e-5, atol=0)
@@ -243,7 +242,7 @@ def test_threads_that_search_scales_have_none_of_their_own(monkeypatch: pytest.M
 def test_inputs_are_not_changed() -> None:
     weight, _, hessian = _problem()
     before = weight.clone(), hessian.clone()
-    gptq(weight, hessian, QuantScheme.parse("int4-g32"), torch.float32, target=weight + 1)
+    solve(weight, Damped.of_(hessian.clone()), QuantScheme.parse("int4-g32"), torch.float32, target=weight + 1)
     damped, pull = Damped.of_(hessian.clone()), torch.randn(ROWS, COLUMNS)
     matrix, kept = damped.matrix.clone(), pull.clone()
     target = weight + damped.divide(pull)
@@ -265,7 +264,7 @@ def test_singular_hessians_give_finite_codes(kind: str) -> None:
         inputs = inputs[:1]
     else:
         inputs = inputs[:1].expand(50, -1)
-    quantized, report = gptq(weight, inputs.t() @ inputs, QuantScheme.parse("int4-g32"), torch.float32)
+    quantized, report = solve(weight, Damped.of_(inputs.t() @ inputs), QuantScheme.parse("int4-g32"), torch.float32)
     assert torch.isfinite(quantized.dequantize()).all()
     assert report.dead_columns == {"dead columns": 15, "all dead": COLUMNS}.get(kind, 0)
     largest = weight.view(ROWS, -1, GROUP).abs().amax(-1, keepdim=True)
@@ -277,14 +276,14 @@ def test_nan_is_refused(where: str) -> None:
     weight, _, hessian = _problem()
     (weight if where == "weight" else hessian)[3, 4] = torch.nan
     with pytest.raises(NonFiniteError):
-        gptq(weight, hessian, QuantScheme.parse("int4-g32"), torch.float32)
+        solve(weight, Damped.of_(hessian.clone()), QuantScheme.parse("int4-g32"), torch.float32)
 
 
 def test_a_hessian_that_no_damping_helps_is_an_error() -> None:
     weight, _, _ = _problem()
     indefinite = torch.full((COLUMNS, COLUMNS), 5.0).fill_diagonal_(1)
     with pytest.raises(SingularError):
-        gptq(weight, indefinite, QuantScheme.parse("int4-g32"), torch.float32)
+        solve(weight, Damped.of_(indefinite.clone()), QuantScheme.parse("int4-g32"), torch.float32)
 
 
 def test_damping_is_raised_in_steps() -> None:
