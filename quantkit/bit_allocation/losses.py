@@ -35,10 +35,10 @@ from quantkit.calibration.estimate import forward_flops, largest_block
 from quantkit.calibration.streams import embedded, step_of_samples
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, stored_name
 from quantkit.memory import malloc_trim
 from quantkit.model.decoder import Block, final_logits, rms_norm
-from quantkit.model.load import BLOCK_PREFIX, fill, meta_init
+from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, floats_of, meta_init
 from quantkit.progress import Progress, silent
 from quantkit.solver.gptq import Damped, SingularError
 from quantkit.solver.grid import search_scales
@@ -173,9 +173,8 @@ class _Passes:
         `first` is the index of this process's first sample among all samples."""
         del self._states[len(self._inputs) :]
         norm = rms_norm(self._source.config)
-        norm.weight = nn.Parameter(_floats(self._source, "model.norm.weight").float(), requires_grad=False)
-        head = _floats(self._source, "model.embed_tokens.weight" if self._source.config.tied_embeddings
-                       else "lm_head.weight")  # fmt: skip
+        norm.weight = float_parameter(self._source, "model.norm.weight", torch.device("cpu"), torch.float32)
+        head = floats_of(self._source.load(stored_name(self._source, "lm_head.weight")))
         for index, states in enumerate(self._states):
             states.requires_grad_()
             normed = norm(states)
@@ -286,12 +285,6 @@ def _head_gradients(hidden: Tensor, head: Tensor, config: ModelConfig, first: in
 
 def _parts(head: Tensor) -> Sequence[Tensor]:
     return torch.split(head, max(1, _HEAD_WEIGHTS // head.shape[1]))
-
-
-def _floats(source: Checkpoint, name: str) -> Tensor:
-    value = source.load(name)
-    assert isinstance(value, Tensor)
-    return value
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from quantkit.formats.container import Written
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.memory import malloc_trim, set_mmap_threshold
 from quantkit.model.column_kernels import column_kernels
+from quantkit.model.load import floats_of
 from quantkit.progress import Progress, silent
 from quantkit.solver.rounding import Importance, round_to_nearest
 from quantkit.tensors.dtypes import DType
@@ -92,8 +93,7 @@ class RtnQuantizer:
 
     def _rounded(self, spec: TensorSpec) -> Solved:
         """One tensor of the output, rounded to nearest if it is to be quantized."""
-        weight, path = self.source.load(spec.name), self.source.path
-        assert isinstance(weight, Tensor)
+        weight, path = floats_of(self.source.load(spec.name)), self.source.path
         if spec.scheme is None:
             return spec.name, checked_cast(weight, spec.dtype.torch, spec.name, path, self.allow_nonfinite), None
         module = spec.name.removesuffix(".weight")
@@ -188,8 +188,7 @@ class GptqQuantizer(RtnQuantizer):
                     self._report(layer, count)
         except NonFiniteError as error:
             for spec in block.tensors:  # the first that is not finite explains the others
-                value = self.source.load(spec.name)
-                assert isinstance(value, Tensor)
+                value = floats_of(self.source.load(spec.name))
                 checked_cast(value, value.dtype, spec.name, self.source.path, allow_nonfinite=False)
             raise NonFiniteError(error.problem, path=self.source.path, hint=error.hint) from error
         return results

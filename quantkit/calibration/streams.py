@@ -24,6 +24,7 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.attention import causal_attention
 from quantkit.model.decoder import Block, Step, scaled_embeddings
 from quantkit.model.feed_forward import Experts
+from quantkit.model.load import floats_of
 from quantkit.model.rope import Rotary
 
 QUANTIZED, FLOAT = "quantized", "float"  # the streams: the store's keys for a batch's states
@@ -34,8 +35,7 @@ _MIN_ROWS = 2048  # that go through an expert together, if it gets as many
 
 def embedded(source: Checkpoint, batches: Iterable[Tensor]) -> Iterator[Tensor]:
     """The first block's inputs [B, T, D], float32, for each batch of tokens [B, T]."""
-    embedding = source.load("model.embed_tokens.weight")
-    assert isinstance(embedding, Tensor)
+    embedding = floats_of(source.load("model.embed_tokens.weight"))
     for batch in batches:
         yield scaled_embeddings(nn.functional.embedding(batch, embedding).float(), source.config.embedding_multiplier)
 

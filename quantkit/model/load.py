@@ -114,7 +114,7 @@ def fill(
                 weight = _quantized_rows(checkpoint, value, sources)
                 if weight is None:
                     fused, sources, weight = owner, [owner], value
-                biases = [_floats(checkpoint.load(bias)) for one in sources if (bias := f"{one}.bias") in parameters]
+                biases = [floats_of(checkpoint.load(bias)) for one in sources if (bias := f"{one}.bias") in parameters]
                 linear = QuantLinear(weight, torch.cat(biases) if biases else None, device, dtype, backend)
                 _replace(module, prefix, sources, fused, linear)
                 done.update(sources)
@@ -164,7 +164,7 @@ def float_parameter(checkpoint: Checkpoint, name: str, device: torch.device, dty
     """A float tensor on its device in its dtype; a large one that must be copied goes some heads' rows at a time."""
     info = checkpoint.info(name)
     if info.dtype.torch == dtype and device.type == "cpu":
-        return nn.Parameter(_floats(checkpoint.load(name)), requires_grad=False)
+        return nn.Parameter(floats_of(checkpoint.load(name)), requires_grad=False)
     return _stacked_floats(checkpoint, [name], device, dtype)
 
 
@@ -180,11 +180,12 @@ def _stacked_floats(
     for name, copy in zip(names, torch.split(whole, rows), strict=True):
         for start in range(0, len(copy), step):
             part = TensorSlice(0, ((start, min(start + step, len(copy))),)) if step < len(copy) else None
-            copy[start : start + step] = _floats(checkpoint.load(name, part))
+            copy[start : start + step] = floats_of(checkpoint.load(name, part))
     return nn.Parameter(whole, requires_grad=False)
 
 
-def _floats(value: Tensor | QuantTensor) -> Tensor:
+def floats_of(value: Tensor | QuantTensor) -> Tensor:
+    """A tensor that a checkpoint has as floats."""
     assert isinstance(value, Tensor)
     return value
 
