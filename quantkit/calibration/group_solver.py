@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -75,17 +76,15 @@ class GroupSolver:
         results: dict[str, Result] = {}
         for scheme, names in by_scheme.items():
             quantized, report = solved[scheme]
-            start = 0
-            for name in names:
+            ends = accumulate((len(linears[name].weight) for name in names), initial=0)
+            for name, rows in zip(names, pairwise(ends), strict=True):
                 weight = linears[name].weight
-                rows = start, start + len(weight)
                 own = report.rows(*rows)
                 record: dict[str, object] = {
                     "solver": "gptq", "output_error": float(f"{own.output_error:.4g}"), "damping": own.damping,
                     "dead_columns": own.dead_columns,
                 }  # fmt: skip
                 results[name] = Result.of(quantized.rows(*rows), weight, record)
-                start = rows[1]
         return results
 
     def round(self, name: str, weight: Tensor, record: Mapping[str, object]) -> Result:

@@ -31,7 +31,7 @@ from quantkit.jobs.result import growth_text
 from quantkit.jobs.target import NATIVE
 from quantkit.jobs.weights_only import kept_recurrent
 from quantkit.memory import size_text
-from quantkit.quality.bounds import BOUNDS, RANDOM, WINDOW, coarser
+from quantkit.quality.bounds import RANDOM, WINDOW, scheme_bound
 from quantkit.quality.figures import significant
 from quantkit.quality.gate import FLOOR, SLACK, Gate
 from quantkit.quality.positions import CACHES, PositionCertificate, rise_text
@@ -182,9 +182,9 @@ def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
         ]
         for one in gate.texts
     ]  # fmt: skip
-    bounds = (BOUNDS[f"int{scheme.bits}"] for scheme in prepared.scheme_map.schemes.values())
+    bound = scheme_bound(prepared.scheme_map.schemes.values())
     return {
-        "quality_heads": heads, "quality_rows": rows, "rounding": rounding, "highest_kl": coarser(bounds).kl,
+        "quality_heads": heads, "quality_rows": rows, "rounding": rounding, "highest_kl": bound.kl,
         "random_tokens": any(one.text == RANDOM for one in gate.texts), "window": WINDOW, "slack": SLACK,
         "floor": FLOOR,
     }  # fmt: skip
