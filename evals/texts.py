@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.calibration.conversations import ModelChat, without_chat
+from quantkit.calibration.conversations import ModelChat
 from quantkit.calibration.documents import has_documents, read_documents
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import CheckpointError, RequestError
@@ -80,7 +80,7 @@ class Text:
 
 
 def read_text(
-    source: Path | Iterable[object], column: str | None = None, chat: ModelChat = without_chat, name: str | None = None
+    source: Path | Iterable[object], column: str | None = None, chat: ModelChat | None = None, name: str | None = None
 ) -> Text:
     """A text from a file or folder, or under a name from a dataset, strings or rows; `column` and `chat` are those of
     `read_documents`.

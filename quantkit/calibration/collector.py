@@ -44,13 +44,13 @@ class DocumentText:
 class Collector:
     """Takes the documents from the rows of one source."""
 
-    def __init__(self, path: str | Path, limit: int, column: str | None, chat: ModelChat) -> None:
+    def __init__(self, path: str | Path, limit: int, column: str | None, chat: ModelChat | None) -> None:
         """
         Args:
             path: of the source, for messages.
             limit: bytes of text, after which no more rows are read.
             column: has the documents; None is the first of `COLUMNS`, or the only one of strings.
-            chat: renders conversations.
+            chat: renders conversations; None for a base model.
         """
         self._path, self._limit, self._chat_of, self._requested = path, limit, chat, column
         self._columns: tuple[str, ...] = COLUMNS if column is None else (column,)
@@ -137,7 +137,7 @@ class Collector:
     def _rendered(self, messages: list[Mapping[str, object]], place: str) -> str | None:
         """The text of a conversation; None if it cannot be rendered."""
         if self._specials is None:
-            self._chat, notes = self._chat_of()
+            self._chat, notes = self._chat_of() if self._chat_of else (None, [])
             self._specials = self._chat is not None
             if self._chat is None:
                 notes = notes or [f"{self._path}: the model has no chat template; conversations are used as plain text"]

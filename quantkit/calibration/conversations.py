@@ -29,11 +29,6 @@ def model_chat(path: Path, tokenizer: Tokenizer) -> tuple[TemplateChat | None, l
         return None, [f"{problem}; conversations are used as plain text"]
 
 
-def without_chat() -> tuple[None, list[str]]:
-    """The `ModelChat` of a base model."""
-    return None, []
-
-
 def rendered(messages: Sequence[Message], chat: TemplateChat | None, budget: Budget) -> str:
     """The text of a conversation, without the system message if the template has no system role.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.arguments import as_seed
 from quantkit.calibration.collector import DocumentText
-from quantkit.calibration.conversations import ModelChat, without_chat
+from quantkit.calibration.conversations import ModelChat
 from quantkit.calibration.documents import TextSource, read_documents
 from quantkit.errors import RequestError
 from quantkit.text.tokenizer import Tokenizer
@@ -58,7 +58,7 @@ class Calibration:
 
 def load_calibration(
     source: TextSource, tokenizer: Tokenizer, *, samples: int, length: int, seed: int, column: str | None = None,
-    chat: ModelChat = without_chat,
+    chat: ModelChat | None = None,
 ) -> Calibration:  # fmt: skip
     """Draw samples at random positions of the text, each with BOS first where the tokenizer puts it.
 
@@ -95,7 +95,7 @@ def load_calibration(
 
 def require_calibration(
     source: TextSource, tokenizer: Tokenizer, *, samples: int, length: int, seed: int, column: str | None = None,
-    chat: ModelChat = without_chat,
+    chat: ModelChat | None = None,
 ) -> None:  # fmt: skip
     """Make the checks of `load_calibration`, which raise its errors, without drawing samples."""
     found = _read(source, samples, length, seed, column, chat)
@@ -123,7 +123,7 @@ def _shown(source: TextSource) -> str | Path:
 
 
 def _read(
-    source: TextSource, samples: int, length: int, seed: int, column: str | None, chat: ModelChat
+    source: TextSource, samples: int, length: int, seed: int, column: str | None, chat: ModelChat | None
 ) -> DocumentText:
     """The text that the samples need."""
     as_seed("seed", seed)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from quantkit.calibration.collector import Collector, DocumentText, decoded
-from quantkit.calibration.conversations import ModelChat, without_chat
+from quantkit.calibration.conversations import ModelChat
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.files.hub import SECONDS, call_in_time, short
 from quantkit.files.hub_answers import checked_answers, checked_commit
@@ -69,7 +69,7 @@ def has_documents(path: Path) -> bool:
 
 
 def read_documents(
-    source: TextSource, limit: int, *, column: str | None = None, chat: ModelChat = without_chat,
+    source: TextSource, limit: int, *, column: str | None = None, chat: ModelChat | None = None,
     name: str = "calibration",
 ) -> DocumentText:  # fmt: skip
     """The first `limit` bytes of a source's documents, separated by empty lines where no template ends them.
@@ -78,7 +78,7 @@ def read_documents(
         source: UTF-8 text; by the suffix, JSON lines or Parquet; a folder that `datasets` saved; a dataset on a hub, of
             which no more than necessary is downloaded; or a `Dataset`, strings or rows in Python.
         column: has the documents; None is ``text``, ``messages`` or ``conversations``, or the only one of strings.
-        chat: renders conversations, which are lists of messages.
+        chat: renders conversations, which are lists of messages; None for a base model.
         name: of a source in Python, for messages.
 
     Raises:
@@ -109,7 +109,7 @@ def read_documents(
     return _file_text(path, limit, column, chat)
 
 
-def _file_text(path: Path, limit: int, column: str | None, chat: ModelChat) -> DocumentText:
+def _file_text(path: Path, limit: int, column: str | None, chat: ModelChat | None) -> DocumentText:
     suffix, collector = path.suffix.lower(), Collector(path, limit, column, chat)
     try:
         with path.open("rb") as file:
