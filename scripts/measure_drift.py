@@ -62,7 +62,7 @@ def main() -> None:
         quantkit.convert(options.model, source, dtype="fp32")
         batches = [Batch.from_start(windows(source, text)) for text in options.texts]
         for stride in [*map(int, options.strides.split(",")), 0]:
-            effort.EFFORTS["default"] = Followed(effort.STANDARD.tokens_per_input, stride)
+            effort.EFFORTS["default"] = Followed(effort.EFFORTS["default"].tokens_per_input, stride)
             found = []
             for seed in range(options.seeds):
                 dst = folder / f"{stride}-{seed}"

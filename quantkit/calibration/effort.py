@@ -65,10 +65,7 @@ class Effort:
         return max(1, min(self.stride, batches // _MIN_FOLLOWED))
 
 
-QUICK = Effort(8, 4)
-STANDARD = Effort(32, 4)
-THOROUGH = Effort(math.inf, 1)
-EFFORTS: dict[EffortName, Effort] = {"quick": QUICK, "default": STANDARD, "thorough": THOROUGH}
+EFFORTS: dict[EffortName, Effort] = {"quick": Effort(8, 4), "default": Effort(32, 4), "thorough": Effort(math.inf, 1)}
 
 
 def batch_samples(config: ModelConfig, length: int) -> int:

@@ -22,7 +22,7 @@ from quantkit.calibration import group_solver
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_pair import BlockPair
 from quantkit.calibration.block_quantizer import quantize_block
-from quantkit.calibration.effort import STANDARD, THOROUGH, Effort, activation_bytes, batch_samples
+from quantkit.calibration.effort import EFFORTS, Effort, activation_bytes, batch_samples
 from quantkit.calibration.group_solver import GroupSolver
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.streams import Streams
@@ -121,7 +121,7 @@ def test_both_streams_are_the_models_own(case: str, tmp_path: Path) -> None:
     source = open_checkpoint(_saved(case, tmp_path / "source"))
     tokens = oracle.random_tokens(LENGTH, batch=SAMPLES, vocabulary=2048)
     store = ActivationStore(tmp_path / "states", 10**9)
-    streams = Streams(source, tokens, store, CPU, THOROUGH)
+    streams = Streams(source, tokens, store, CPU, EFFORTS["thorough"])
     decoder = load_model(source, dtype=torch.float32, device="cpu")
     positions = torch.arange(LENGTH)
     step = Step(decoder.rotary(positions), causal_attention(positions, decoder.config.windows))
@@ -151,7 +151,7 @@ def test_a_hessian_is_of_the_tokens_that_are_sent_to_the_expert_by_their_shares(
     monkeypatch.setattr(HessianAccumulator, "release", watched)
     schemes = {_expert(0, expert, "down_proj"): QuantScheme.parse("int8") for expert in (1, NEVER)}
     store = ActivationStore(tmp_path / "states", 10**9)
-    _quantize_block(source, 0, Streams(source, tokens, store, CPU, STANDARD), schemes)
+    _quantize_block(source, 0, Streams(source, tokens, store, CPU, EFFORTS["default"]), schemes)
     decoder, positions = load_model(source, dtype=torch.float32, device="cpu"), torch.arange(LENGTH)
     step = Step(decoder.rotary(positions), causal_attention(positions, decoder.config.windows))
     block: Any = decoder.model.layers[0]
@@ -298,7 +298,7 @@ def test_experts_have_schemes_of_their_own(model: Path, text: Path, tmp_path: Pa
     assert records[_expert(1, 2, "up_proj")]["scheme"] is None
 
 
-@pytest.mark.parametrize("effort", [STANDARD, THOROUGH])
+@pytest.mark.parametrize("effort", [EFFORTS["default"], EFFORTS["thorough"]])
 def test_a_store_holds_what_was_reckoned(
     effort: Effort, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

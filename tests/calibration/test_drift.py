@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.calibration import effort as effort_module
 from quantkit.calibration import group_solver
-from quantkit.calibration.effort import STANDARD, THOROUGH, followed_share
+from quantkit.calibration.effort import EFFORTS, followed_share
 from quantkit.calibration.group_solver import GroupSolver
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.distributed.group import SINGLE
@@ -69,8 +69,8 @@ def test_half_is_followed_where_tokens_are_few_for_the_width(
     monkeypatch.setattr(effort_module, "inner_width", lambda config: inner)
     config: ModelConfig = SimpleNamespace()
     shape = 64, 128
-    assert STANDARD.for_samples(config, shape).stride == standard
-    assert THOROUGH.for_samples(config, shape) == THOROUGH
-    assert STANDARD.for_samples(config, (256, 128)).stride == (8 if inner == 5632 else 4)
+    assert EFFORTS["default"].for_samples(config, shape).stride == standard
+    assert EFFORTS["thorough"].for_samples(config, shape) == EFFORTS["thorough"]
+    assert EFFORTS["default"].for_samples(config, (256, 128)).stride == (8 if inner == 5632 else 4)
     monkeypatch.setattr(effort_module, "batch_samples", lambda config, length: 1)
-    assert followed_share(config, shape, STANDARD.for_samples(config, shape)) == 1 / standard
+    assert followed_share(config, shape, EFFORTS["default"].for_samples(config, shape)) == 1 / standard

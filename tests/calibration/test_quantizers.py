@@ -17,7 +17,7 @@ from torch import Tensor
 import quantkit
 from quantkit.architectures.topology import input_groups
 from quantkit.calibration.data import Calibration
-from quantkit.calibration.effort import STANDARD
+from quantkit.calibration.effort import EFFORTS
 from quantkit.calibration.quantizers import GptqQuantizer, RtnQuantizer
 from quantkit.calibration.streams import Streams
 from quantkit.data.files import EXCERPT
@@ -110,7 +110,7 @@ def test_gptq_reads_each_quantized_weight_once(demo_model: Path, tmp_path: Path)
     planned = [spec for block in blocks for spec in block.tensors]
     quantizer = GptqQuantizer(
         source, Calibration(oracle.random_tokens(16, batch=4, vocabulary=2048), "", 0), schemes,
-        device=torch.device("cpu"), memory_bytes=10**9, effort=STANDARD, allow_nonfinite=False, group=SINGLE,
+        device=torch.device("cpu"), memory_bytes=10**9, effort=EFFORTS["default"], allow_nonfinite=False, group=SINGLE,
     )  # fmt: skip
     with quantizer.running(blocks, Written(_encoder(source, planned), tmp_path)):
         for block in blocks:

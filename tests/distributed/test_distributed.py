@@ -14,7 +14,7 @@ import quantkit
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_pair import BlockPair
 from quantkit.calibration.block_quantizer import quantize_block
-from quantkit.calibration.effort import STANDARD
+from quantkit.calibration.effort import EFFORTS
 from quantkit.calibration.group_solver import GroupSolver
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.streams import Streams
@@ -76,7 +76,7 @@ def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, mo
         states = ActivationStore(tmp_path / "states", 10**9)
         solver = GroupSolver({"model.layers.0.mlp.down_proj": QuantScheme.parse("int8")}, torch.float32, SINGLE)
         with torch.inference_mode():
-            streams = Streams(source, part, states, cpu, STANDARD)
+            streams = Streams(source, part, states, cpu, EFFORTS["default"])
             list(quantize_block(BlockPair(source, 0, solver, cpu), streams))
     whole, first, second = seen
     torch.testing.assert_close(first + second, whole, rtol=1e-4, atol=1e-2)

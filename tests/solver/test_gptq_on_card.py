@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.calibration import activation_store
 from quantkit.calibration.activation_store import ActivationStore
-from quantkit.calibration.effort import STANDARD, activation_bytes
+from quantkit.calibration.effort import EFFORTS, activation_bytes
 from quantkit.calibration.estimate import gptq_bytes, gpu_activation_bytes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.solver.columns import ColumnKernels, descend, solve_codes
@@ -86,10 +86,10 @@ def test_what_is_predicted_follows_the_gpu(demo_model: Path, monkeypatch: pytest
     assert weights_at_once(README_FILE) == 1 << 28
     assert gptq_bytes(config, 64, README_FILE) > on_cpu
     room = gpu_activation_bytes(config, shape, README_FILE)
-    whole = sum(activation_bytes(config, shape, STANDARD, 10**9))
+    whole = sum(activation_bytes(config, shape, EFFORTS["default"], 10**9))
     assert room > whole
-    assert activation_bytes(config, shape, STANDARD, 10**9, room) == (0, 0, whole)
-    assert activation_bytes(config, shape, STANDARD, 1000, whole - 1500) == (1000, 500, whole - 1500)
+    assert activation_bytes(config, shape, EFFORTS["default"], 10**9, room) == (0, 0, whole)
+    assert activation_bytes(config, shape, EFFORTS["default"], 1000, whole - 1500) == (1000, 500, whole - 1500)
     _readme(monkeypatch, 8 * 10**9, 10**6)
     assert weights_at_once(README_FILE) == 1 << 26
     assert gpu_activation_bytes(config, shape, README_FILE) == 0
