@@ -67,15 +67,14 @@ def _filled_up(items: Sequence[Sequence[Option]], chosen: Sequence[int], room: i
     found = list(chosen)
     spare = room - sum(options[one].size for options, one in zip(items, found, strict=True))
     while True:
-        best: tuple[float, int, int] | None = None
-        for number, options in enumerate(items):
-            now = options[found[number]]
-            for index, option in enumerate(options):
-                more, saved = option.size - now.size, now.loss - option.loss
-                if more <= spare and saved > 0 and (best is None or saved / max(more, 1) > best[0]):
-                    best = saved / max(more, 1), number, index
-        if best is None:
+        swaps = [
+            ((options[now].loss - option.loss) / max(more, 1), more, number, index)
+            for number, (options, now) in enumerate(zip(items, found, strict=True))
+            for index, option in enumerate(options)
+            if (more := option.size - options[now].size) <= spare and option.loss < options[now].loss
+        ]
+        if not swaps:
             return found
-        _, number, index = best
-        spare -= items[number][index].size - items[number][found[number]].size
+        _, more, number, index = max(swaps, key=lambda swap: swap[0])
+        spare -= more
         found[number] = index
