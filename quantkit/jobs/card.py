@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,14 +65,14 @@ def model_card_files(
         title, short = f"{allocation.bits:.4g} bits per weight", f"{allocation.bits:.4g}bit"
     folder = f"{name}-{short}"
     command, recipe = _quantize_command(name, folder, prepared, drawn)
+    readers = _readers(prepared, method)
     text = _template().render(
-        metadata=_metadata(prepared, method, base), name=name, known=known_name(source, base) is not None, title=title,
-        base=base, folder=folder, version=__version__, config=source.config, settings=prepared.settings, drawn=drawn,
-        allocation=allocation, embedding=chosen.embedding, size=size_text(weight_bytes), picture=PICTURE,
-        bits_per_weight=bits_per_weight, significant=significant, command=command, recipe=recipe, gate=gate,
-        certificate=certificate,
+        metadata=_metadata(prepared, method, base, readers), name=name, title=title, base=base, folder=folder,
+        known=known_name(source, base) is not None, version=__version__, config=source.config,
+        settings=prepared.settings, drawn=drawn, allocation=allocation, embedding=chosen.embedding,
+        size=size_text(weight_bytes), picture=PICTURE, bits_per_weight=bits_per_weight, significant=significant,
+        command=command, recipe=recipe, gate=gate, certificate=certificate, **readers,
         **_layers(prepared), **_calibration(prepared, drawn), **_quality(prepared, gate), **_positions(certificate),
-        **_readers(prepared, method),
     )  # fmt: skip
     files = {NAME: text.encode()}
     if allocation is not None:
@@ -90,7 +91,7 @@ def _template() -> Template:
     return environment.get_template(_TEMPLATE)
 
 
-def _metadata(prepared: Prepared, method: QuantMethod, base: str | None) -> str:
+def _metadata(prepared: Prepared, method: QuantMethod, base: str | None, readers: Mapping[str, object]) -> str:
     """What hubs read, in YAML."""
     from huggingface_hub import ModelCardData
 
@@ -101,7 +102,7 @@ def _metadata(prepared: Prepared, method: QuantMethod, base: str | None) -> str:
         carried = {"license": license} | {key: carried[key] for key in carried if not key.startswith("license")}
     facts: dict[str, Any] = {
         **carried, "base_model": base, "base_model_relation": "quantized" if base else None,
-        "library_name": "transformers" if _loads_in_transformers(prepared, method) else None,
+        "library_name": "transformers" if readers["in_transformers"] else None,
         "pipeline_tag": "text-generation" if source.config.runnable else before.get("pipeline_tag"),
         "tags": ["quantkit", method.name, *prepared.scheme_map.counts()],
     }  # fmt: skip
@@ -116,16 +117,6 @@ def _front_matter(path: Path) -> dict[str, Any]:
         return metadata_load(path) or {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError):  # ValueError: no dictionary, or an invalid date
         return {}
-
-
-def _loads_in_transformers(prepared: Prepared, method: QuantMethod) -> bool:
-    chosen, config = prepared.scheme_map, prepared.source.config
-    if read_here_alone(method, chosen.assigned, tied=config.tied_embeddings):
-        return False
-    if method.name != NATIVE:
-        return "transformers" in method.readers(chosen.assigned)
-    symmetric = all(scheme.symmetric for scheme in chosen.schemes.values())
-    return symmetric and chosen.embedding is None and unread_experts(config, chosen.schemes) is None
 
 
 def _layers(prepared: Prepared) -> dict[str, object]:
@@ -213,12 +204,13 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
     chosen, config = prepared.scheme_map, prepared.source.config
     symmetric = all(scheme.symmetric for scheme in chosen.schemes.values())
     unread = unread_experts(config, chosen.schemes) if symmetric else "packed zero points"
+    unread = unread if chosen.embedding is None else "a packed embedding"
+    native, readers = method.name == NATIVE, method.readers(chosen.assigned)
+    here_alone = read_here_alone(method, chosen.assigned, tied=config.tied_embeddings)
     return {
-        "symmetric": symmetric, "native": method.name == NATIVE,
-        "unread": unread if chosen.embedding is None else "a packed embedding",
+        "symmetric": symmetric, "native": native, "unread": unread, "readers": readers, "read_here_alone": here_alone,
         "has_int8": any(scheme.bits != 4 for scheme in chosen.schemes.values()),
-        "readers": method.readers(chosen.assigned),
-        "read_here_alone": read_here_alone(method, chosen.assigned, tied=config.tied_embeddings),
+        "in_transformers": not here_alone and (unread is None if native else "transformers" in readers),
     }  # fmt: skip
 
 
