@@ -16,7 +16,7 @@ from quantkit.bit_allocation.losses import choice_bytes
 from quantkit.calibration import estimate as costs
 from quantkit.calibration.effort import batch_samples, inner_width
 from quantkit.calibration.packaged import PREFIX
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, stored_name
 from quantkit.formats.container import Encoder
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.output.destination import output_files
@@ -200,10 +200,9 @@ def _side_bytes(files: Mapping[str, bytes | Path]) -> int:
 
 def _streaming(source: Checkpoint, encoder: Encoder) -> int:
     """Peak of a stream of tensors: the largest as it is read, cast or split, and what is under way."""
-    largest, names = 0, frozenset(source.names())
+    largest = 0
     for item in encoder.planned:
-        name = item.name if item.name in names else "model.embed_tokens.weight"
-        count, dtype = math.prod(item.shape), source.info(name).dtype
+        count, dtype = math.prod(item.shape), source.info(stored_name(source, item.name)).dtype
         copied = item.scheme is None and (item.dtype != dtype or encoder.rearranges)
         largest = max(largest, count * dtype.itemsize + copied * count * item.dtype.itemsize)
     largest = max(largest, 2 * encoder.joined_bytes)

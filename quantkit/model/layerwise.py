@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, stored_name
 from quantkit.model.attention import Scores, causal_attention
 from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scaled_embeddings
 from quantkit.model.linear import float32_linears
@@ -126,8 +126,7 @@ def head_logits(checkpoint: Checkpoint, hidden: Sequence[Tensor], *, group: Proc
     """Logits [N, V] of each of some hidden states [N, D], in float32; the head is read once, and taken in pieces. The
     processes of a group share it as in `layerwise_hidden`."""
     tp = TensorParallel(checkpoint, group)
-    tied = checkpoint.config.tied_embeddings
-    head = tp.checkpoint.load("model.embed_tokens.weight" if tied else "lm_head.weight")
+    head = tp.checkpoint.load(stored_name(tp.checkpoint, "lm_head.weight"))
     logits = float32_linears(hidden, head)
     del head  # the largest tensor there is, and with two models at hand there are two
     return [final_logits(tp.gather_logits(one), checkpoint.config) for one in logits]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit.architectures.names import EMBEDDING
 from quantkit.errors import QuantkitError
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, stored_name
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.kv_cache import KvCache
 from quantkit.progress import Progress, silent
@@ -75,11 +75,11 @@ def require_exact(
     Raises:
         QuantkitError: if a tensor differs: quantkit, or the disk, has changed it.
     """
-    names, own = result.names(), frozenset(source.names())
+    names = result.names()
     quantized = floats = norms = scales_cast = 0
     for index, name in enumerate(names):
         progress("exact", index, len(names), "tensors")
-        before = source.info(name if name in own else "model.embed_tokens.weight")
+        before = source.info(stored_name(source, name))
         if name in rounded:
             continue
         if before.scheme is not None:
