@@ -31,6 +31,7 @@ from quantkit.formats.codecs.table import LAYOUTS
 from quantkit.formats.containers.hf_settings import SETTINGS
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.late import torch
 
 _STATE_BITS = 8
 _NUMBER = re.compile(r"\d+")
@@ -312,8 +313,6 @@ def _words(coded: Description) -> tuple[StoredTensor, StoredTensor]:
 
 
 def _mean_code(view: View, words: StoredTensor) -> float:
-    import torch
-
     home = view.folder.homes[words.name]
     total = count = 0
     for part in home.row_parts(words.name):

@@ -7,15 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from quantkit.errors import CheckpointError
 from quantkit.files.source import SourceFile
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.late import torch
 from quantkit.tensors.tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BUFFER_BYTES = 1 << 23  # bytes per read if not all of them are needed
 _MAX_DIMS = 64  # of torch
@@ -84,7 +82,7 @@ class Home(Protocol):
     @property
     def tensors(self) -> Mapping[str, StoredTensor]: ...
 
-    def read(self, name: str, part: TensorSlice | None = None) -> Tensor: ...
+    def read(self, name: str, part: TensorSlice | None = None) -> torch.Tensor: ...
 
     def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes: ...
 
@@ -122,7 +120,7 @@ class TensorFile:
     def path(self) -> Path:
         return self.source.path
 
-    def read(self, name: str, part: TensorSlice | None = None) -> Tensor:
+    def read(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
         """A tensor, or a part of it."""
         return self.read_view(self._views[name], part)
 
@@ -130,7 +128,7 @@ class TensorFile:
         """The place of a tensor's elements."""
         return self._views[name]
 
-    def read_view(self, view: View, part: TensorSlice | None = None) -> Tensor:
+    def read_view(self, view: View, part: TensorSlice | None = None) -> torch.Tensor:
         """Elements of the file, or a part of them."""
         shape = list(view.shape)
         if part is not None:
@@ -139,7 +137,7 @@ class TensorFile:
         self._read_into(target, view, part)
         return target
 
-    def read_into(self, target: Tensor, name: str, part: TensorSlice | None = None) -> None:
+    def read_into(self, target: torch.Tensor, name: str, part: TensorSlice | None = None) -> None:
         """Fill a tensor of the right shape and dtype, contiguous or not."""
         self._read_into(target, self._views[name], part)
 
@@ -157,7 +155,7 @@ class TensorFile:
         for start in range(0, rows, step):
             yield TensorSlice(0, ((start, min(start + step, rows)),))
 
-    def _read_into(self, target: Tensor, view: View, part: TensorSlice | None) -> None:
+    def _read_into(self, target: torch.Tensor, view: View, part: TensorSlice | None) -> None:
         start = 0
         for piece in view.of(part):
             if part is None:
@@ -166,7 +164,7 @@ class TensorFile:
                 self._fill(target.narrow(part.axis, start, piece.shape[part.axis]), piece)
                 start += piece.shape[part.axis]
 
-    def _fill(self, target: Tensor, view: View) -> None:
+    def _fill(self, target: torch.Tensor, view: View) -> None:
         if target.numel() == 0:
             return
         span = extent(view.shape, view.stride)
@@ -224,5 +222,5 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.view(-1).view(DType.UINT8.torch).numpy().data

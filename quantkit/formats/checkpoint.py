@@ -5,24 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
-from quantkit.formats.codecs.codec import DAMAGED_FILE, FLOAT_MODEL
+from quantkit.formats.codecs.codec import DAMAGED_FILE, FLOAT_MODEL, Weight
 from quantkit.formats.codecs.small_floats import TYPES as SMALL_FLOATS
 from quantkit.formats.codecs.table import quantized_as
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.tensors.qtensor import QuantTensor
 
 
 class Checkpoint(Protocol):
@@ -46,7 +41,7 @@ class Checkpoint(Protocol):
         """Shape, dtype and scheme, from headers alone."""
         ...
 
-    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+    def load(self, name: str, part: TensorSlice | None = None) -> Weight:
         """One tensor, or a part of it, in canonical layout, in newly allocated memory."""
         ...
 
@@ -69,7 +64,7 @@ class CheckpointView:
     def info(self, name: str) -> TensorSpec:
         return self._source.info(name)
 
-    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+    def load(self, name: str, part: TensorSlice | None = None) -> Weight:
         return self._source.load(name, part)
 
     def files(self) -> list[SourceFile]:

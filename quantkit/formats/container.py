@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter
@@ -16,18 +16,14 @@ from quantkit.errors import RequestError, UnsupportedError
 from quantkit.files.gguf_types import GGUF, STEM
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import Checkpoint, parameter_count, read_as_floats, schemes
-from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
+from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, Weight
 from quantkit.formats.codecs.ggml import BLOCK_TYPES, GgmlBlocks
 from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.late import torch
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.tensors.qtensor import QuantTensor
 
 Chunk = tuple[str, bytes | memoryview]
 
@@ -95,7 +91,7 @@ class Encoder(Protocol):
         """The bytes with which files begin, by their names; empty if they are not known in advance."""
         return {}
 
-    def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
+    def encode(self, index: int, value: Weight) -> Iterator[Chunk]:
         """What tensor number `index` appends to which file.
 
         Raises:
@@ -103,7 +99,7 @@ class Encoder(Protocol):
         """
         ...
 
-    def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
+    def decode(self, index: int, folder: Path) -> Weight:
         """Tensor number `index`, read back from the files so far, for a quantizer that resumes; floats-only formats
         do not need it."""
         raise UnsupportedError("the format cannot be read back before it is complete")
@@ -141,7 +137,7 @@ class Written:
     def _indices(self) -> dict[str, int]:
         return {spec.name: index for index, spec in enumerate(self.encoder.planned)}
 
-    def load(self, name: str) -> Tensor | QuantTensor:
+    def load(self, name: str) -> Weight:
         """One of the tensors, read back."""
         return self.encoder.decode(self._indices[name], self.folder)
 
@@ -315,7 +311,7 @@ def weight_size(checkpoint: StoredCheckpoint) -> tuple[int, float]:
     return size, 8 * size / parameter_count(checkpoint)
 
 
-def tensor_bytes(tensor: Tensor, expected: StoredTensor) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor, expected: StoredTensor) -> memoryview:
     """The bytes of a tensor, which must have the planned dtype and shape."""
     dtype, shape = DType.of(tensor.dtype), tuple(tensor.shape)
     if shape != expected.shape or dtype != expected.dtype:

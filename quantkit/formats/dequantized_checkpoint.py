@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint
@@ -11,11 +11,9 @@ from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.containers.hf_settings import without_settings
 from quantkit.formats.registry import GGUF
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class DequantizedCheckpoint:
@@ -41,12 +39,10 @@ class DequantizedCheckpoint:
     def files(self) -> list[SourceFile]:
         return self._source.files()
 
-    def load(self, name: str, part: TensorSlice | None = None) -> Tensor:
+    def load(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
         """One tensor, or a part of it, in floats."""
-        from quantkit.tensors.qtensor import QuantTensor
-
         value, dtype = self._source.load(name, part), self.info(name).dtype.torch
-        return value.floats(dtype) if isinstance(value, QuantTensor) else value.to(dtype)
+        return value.floats(dtype) if isinstance(value, qtensor.QuantTensor) else value.to(dtype)
 
     def stored_bytes(self, name: str) -> int:
         return self._source.stored_bytes(name)

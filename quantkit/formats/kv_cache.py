@@ -30,10 +30,9 @@ from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.late import torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from quantkit.architectures.config import ModelConfig
 
 Scheme = Mapping[str, Any]
@@ -121,9 +120,9 @@ class KvCache:
         """The tensors, with their bytes."""
         return [(file.tensors[name], file.read_bytes(name)) for name, file in self.tensors.items()]
 
-    def values(self) -> dict[Place, Tensor]:
+    def values(self) -> dict[Place, torch.Tensor]:
         """The scales and zero points, flat and in the types in which they are stored, whatever their names."""
-        found: dict[Place, Tensor] = {}
+        found: dict[Place, torch.Tensor] = {}
         for name, entry in cache_tensors(self.tensors).items():
             found |= dict.fromkeys(entry.places, self.tensors[name].read(name).flatten())
         return found
@@ -187,7 +186,7 @@ class KvCache:
         )
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors are equal to the bit, or the same numbers where their types differ."""
     if first.dtype == second.dtype:
         return first.view(DType.UINT8.torch).equal(second.view(DType.UINT8.torch))

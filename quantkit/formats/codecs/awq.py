@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.errors import UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
@@ -32,14 +32,10 @@ from quantkit.formats.codecs.gptq_zeros import G_IDX, QWEIGHT, QZEROS, SCALES
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Claims, Layout, Shape, Shapes, words
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.tensors.qtensor import QuantTensor
 
 _BITS, _PER_WORD = 4, 8
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -90,16 +86,16 @@ class AwqLinear(GroupedCodec):
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         return self.scheme.group_size or 1
 
-    def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> QuantTensor:
-        from quantkit.tensors.qtensor import QuantTensor
-
+    def read(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> qtensor.QuantTensor:
         assert spec.scheme is not None, "all of AWQ has a scheme"
         size = spec.scheme.group_size
         groups = (0, 1) if size is None else (columns[0] // size, columns[1] // size)
         scale = read_outputs(raw, SCALES, rows, groups)
         codes = read_outputs(raw, QWEIGHT, rows, columns, _PER_WORD, _unpacked)
         zero = None if spec.scheme.symmetric else read_outputs(raw, QZEROS, rows, groups, _PER_WORD, _unpacked)
-        return QuantTensor(codes, scale, zero, spec.scheme)
+        return qtensor.QuantTensor(codes, scale, zero, spec.scheme)
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         rows, columns = shape
@@ -109,9 +105,7 @@ class AwqLinear(GroupedCodec):
             return Reason("the group size does not divide its row", found=f"{columns} columns", expected=self.scheme)
         return None
 
-    def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
-        import torch
-
+    def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
         rows, columns = value.shape
         if reason := self.misfit(value.shape):
             return reason
@@ -192,18 +186,14 @@ class Awq(QuantMethod):
         return f"gptqmodel, {transformers}vLLM"
 
 
-def _unpacked(words: Tensor) -> Tensor:
+def _unpacked(words: torch.Tensor) -> torch.Tensor:
     """Codes [N, O] of words [N, O / 8]."""
-    from quantkit.tensors.qtensor import unpack_int32
-
     count = words.shape[1] * _PER_WORD
-    fields = unpack_int32(words, _BITS, count).view(len(words), -1, _PER_WORD)
+    fields = qtensor.unpack_int32(words, _BITS, count).view(len(words), -1, _PER_WORD)
     return fields[..., list(_FIELDS)].view(len(words), count)
 
 
-def _packed(codes: Tensor) -> Tensor:
+def _packed(codes: torch.Tensor) -> torch.Tensor:
     """Words [N, O / 8] of codes [N, O]."""
-    from quantkit.tensors.qtensor import pack_int32
-
     fields = codes.reshape(len(codes), -1, _PER_WORD)[..., list(_ORDER)]
-    return pack_int32(fields.flatten(1), _BITS)
+    return qtensor.pack_int32(fields.flatten(1), _BITS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import damaged_file
@@ -23,10 +23,8 @@ from quantkit.formats.codecs.layout import Layout
 from quantkit.formats.codecs.small_floats import DequantizedTensor
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 METHOD = "bitsandbytes"
 _STATES = {"NF4": ".quant_state.bitsandbytes__nf4", "FP4": ".quant_state.bitsandbytes__fp4"}
@@ -93,25 +91,21 @@ class FourBitWeight(DequantizedTensor):
             # bitsandbytes ignores the map
             self._refuse("has a 'quant_map' of other values than its type's", shown(list(values)))
 
-    def floats(self, part: TensorSlice | None) -> Tensor:
-        from quantkit.tensors.qtensor import row_chunks
-
+    def floats(self, part: TensorSlice | None) -> torch.Tensor:
         count, columns = self.tensor.shape
         rows = part if part is not None and part.axis == 0 else TensorSlice(0, ((0, count),))
         left, right = part.ranges[0] if part is not None and part.axis == 1 else (0, columns)
         absmax, values = self._absmax(), self._part(_MAP)
         out, filled = self.tensor.dtype.empty((rows.size, right - left)), 0
         for first, last in rows.ranges:
-            for start, stop in row_chunks(last - first, columns):
+            for start, stop in qtensor.row_chunks(last - first, columns):
                 chunk = self._rows(first + start, first + stop, values, absmax)
                 out[filled : filled + len(chunk)] = chunk[:, left:right]
                 filled += len(chunk)
         return out
 
-    def _rows(self, start: int, stop: int, values: Tensor, absmax: Tensor) -> Tensor:
+    def _rows(self, start: int, stop: int, values: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
         """Rows in float32, cut out of their blocks."""
-        import torch
-
         columns, size = self.tensor.shape[1], self._block
         first, last = start * columns // size, -(-stop * columns // size)
         low, high = first * size // 2, min(last * size // 2, self._codes.shape[0])
@@ -121,16 +115,14 @@ class FourBitWeight(DequantizedTensor):
         wide = blocks.view(-1, size) * absmax[first:last, None]
         return wide.flatten()[start * columns - first * size :][: (stop - start) * columns].view(-1, columns)
 
-    def _absmax(self) -> Tensor:
-        import torch
-
+    def _absmax(self) -> torch.Tensor:
         absmax = self._part(_ABSMAX)
         if not self._nested_block:
             return absmax.float()
         blocks = torch.div(torch.arange(len(absmax)), self._nested_block, rounding_mode="floor")
         return self._part(_NESTED_MAP)[absmax.int()] * self._part(_NESTED_ABSMAX)[blocks] + self._offset
 
-    def _part(self, suffix: str) -> Tensor:
+    def _part(self, suffix: str) -> torch.Tensor:
         return self._homes[self._name + suffix].read(self._name + suffix).flatten()
 
     def _state(self, tensor: StoredTensor) -> Settings:
@@ -226,14 +218,12 @@ class EightBitWeight(DequantizedTensor):
                 found=f"{_FORMAT} {list(said)}", expected="0, row by row", hint="save it with a current bitsandbytes",
             )  # fmt: skip
 
-    def floats(self, part: TensorSlice | None) -> Tensor:
-        from quantkit.tensors.qtensor import row_chunks
-
+    def floats(self, part: TensorSlice | None) -> torch.Tensor:
         weight, scale = self.parts[:2]
         codes = self._read(weight, part)
         factors = self._read(scale, part if part is not None and part.axis == 0 else None)
         out = self.tensor.dtype.empty(codes.shape)
-        for start, stop in row_chunks(*codes.shape):
+        for start, stop in qtensor.row_chunks(*codes.shape):
             floats = codes[start:stop].float().mul_(factors[start:stop].float().unsqueeze(1))
             out[start:stop] = floats.mul_(_STEP)
         return out

@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 from quantkit.errors import CheckpointError, NotRepresentableError, UnsupportedError
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
 from quantkit.formats.codecs.layout import Claims, Layout
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.tensors.qtensor import QuantTensor
-
-Weight: TypeAlias = "QuantTensor | Tensor"
+Weight: TypeAlias = "qtensor.QuantTensor | torch.Tensor"
 Schemes: TypeAlias = Mapping[str, QuantScheme]
 """The scheme of each quantized module."""
 DAMAGED_FILE = "a weight file is missing or damaged; download it again"
@@ -54,7 +50,7 @@ class Reason:
 NO_EMBEDDING = Reason("it has codes of linears only, and this is the embedding", expected="an embedding of floats")
 
 
-def exact_scale(scale: Tensor, dtype: DType) -> Tensor | Reason:
+def exact_scale(scale: torch.Tensor, dtype: DType) -> torch.Tensor | Reason:
     """Scales in another float type, if it has all of them; every type has NaN and Inf."""
     found = scale.to(dtype.torch)
     lost = ~((found.float() == scale.float()) | (found.isnan() & scale.isnan()))
@@ -117,7 +113,7 @@ class RawModule:
         file = self._files.get(f"{self.name}.{suffix}")
         return file.metadata.get(key) if isinstance(file, TensorFile) else None
 
-    def read(self, suffix: str, part: TensorSlice | None = None) -> Tensor:
+    def read(self, suffix: str, part: TensorSlice | None = None) -> torch.Tensor:
         """A tensor, or a part of it; see `TensorFile.read`."""
         name = f"{self.name}.{suffix}"
         return self._files[name].read(name, part)
@@ -145,7 +141,7 @@ class HoldsCodes(Protocol):
         """Why no weight of a shape [O, I] can be stored; None if one can."""
         ...
 
-    def encode(self, value: QuantTensor) -> Any | Reason:
+    def encode(self, value: qtensor.QuantTensor) -> Any | Reason:
         """The stored form, or why there is none that is exact."""
         ...
 
@@ -192,7 +188,7 @@ class Codec(ReadCodec, HoldsCodes, Protocol):
         """The tensors that a weight occupies, in the order they are written."""
         ...
 
-    def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
+    def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
         """The tensors of `stored`, in its order; codes, scales and zero points do not change."""
         ...
 
@@ -213,7 +209,7 @@ class GroupedCodec:
         if (first, last) == (start, stop):
             return value
         inside = TensorSlice(1, ((start - first, stop - first),)).of_weight(value)
-        return inside if spec.scheme is not None else cast("Tensor", inside).contiguous()
+        return inside if spec.scheme is not None else cast("torch.Tensor", inside).contiguous()
 
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         """How many columns are stored together: whole words, and whole groups."""
@@ -248,11 +244,9 @@ class ReadAsFloats:
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
         return self._codec.parts(raw, self._coded or spec)
 
-    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> Tensor:
-        from quantkit.tensors.qtensor import QuantTensor
-
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> torch.Tensor:
         value = self._codec.decode(raw, self._coded or spec, part)
-        return value.floats(spec.dtype.torch) if isinstance(value, QuantTensor) else value
+        return value.floats(spec.dtype.torch) if isinstance(value, qtensor.QuantTensor) else value
 
 
 class CodeFormat:

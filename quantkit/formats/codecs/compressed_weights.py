@@ -16,20 +16,16 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import DAMAGED_FILE, GroupedCodec, RawModule, Weight
 from quantkit.formats.codecs.layout import Layout, Shape, Shapes, words
 from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.tensors.qtensor import QuantTensor
 
 PACKED, SHAPE = "weight_packed", "weight_shape"
 PLAIN, SCALE, _ZERO, _GROUPS = "weight", "weight_scale", "weight_zero_point", "weight_g_idx"
@@ -123,8 +119,6 @@ class CompressedLinear(GroupedCodec):
         return [*found, *(tensor for tensor in others if tensor is not None)]
 
     def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
-        from quantkit.tensors.qtensor import QuantTensor
-
         codes, (start, stop) = self.codes(raw, spec, rows, columns), columns
         scale = self.whole_rows(raw.read(SCALE), spec, rows)
         zero = None
@@ -135,26 +129,26 @@ class CompressedLinear(GroupedCodec):
         if (size := self.scheme.group_size) is not None:
             groups = slice(start // size, -(-stop // size))
             scale, zero = scale[:, groups], None if zero is None else zero[:, groups]
-        return QuantTensor(codes, scale, zero, self.scheme)
+        return qtensor.QuantTensor(codes, scale, zero, self.scheme)
 
-    def codes(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Tensor:
+    def codes(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> torch.Tensor:
         """Unsigned codes [R, C]."""
         raise NotImplementedError
 
-    def zero_points(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None) -> Tensor:
+    def zero_points(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None) -> torch.Tensor:
         """Zero points [R, G] in bytes."""
         return self.whole_rows(self.unsigned(raw, raw.read(_ZERO)), spec, rows)
 
-    def whole_rows(self, value: Tensor, spec: TensorSpec, part: TensorSlice | None) -> Tensor:
+    def whole_rows(self, value: torch.Tensor, spec: TensorSpec, part: TensorSlice | None) -> torch.Tensor:
         """One value for each group [O, G] of some rows; a single value is repeated."""
         rows, groups = spec.shape[0], self.scheme.groups(spec.shape[1])
         found = value.reshape(1, 1).expand(rows, 1) if value.numel() == 1 else value.reshape(rows, groups)
         return (found if part is None else part.of(found)).contiguous()
 
-    def unsigned(self, raw: RawModule, signed: Tensor) -> Tensor:
+    def unsigned(self, raw: RawModule, signed: torch.Tensor) -> torch.Tensor:
         """Unsigned codes or zero points from signed ones; any outside the scheme raises `CheckpointError`."""
-        import torch
-
         if self.scheme.bits == 8:
             return signed.view(torch.uint8) ^ 128
         half = self.scheme.levels // 2
@@ -186,14 +180,18 @@ class CompressedLinear(GroupedCodec):
         return found == tuple(column * groups // columns for column in range(columns))
 
     def _by_index(
-        self, raw: RawModule, spec: TensorSpec, codes: Tensor, scale: Tensor, zero: Tensor | None, start: int
-    ) -> Tensor:
+        self,
+        raw: RawModule,
+        spec: TensorSpec,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None,
+        start: int,
+    ) -> torch.Tensor:
         """The floats of columns from `start` on, each with the scale and zero point of its group."""
-        from quantkit.tensors.qtensor import row_chunks
-
         index = raw.read(_GROUPS)[start : start + codes.shape[1]].long()
         out = spec.dtype.empty(codes.shape)
-        for first, last in row_chunks(*codes.shape):
+        for first, last in qtensor.row_chunks(*codes.shape):
             offset = self.scheme.levels // 2 if zero is None else zero[first:last].float()[:, index]
             out[first:last] = (codes[first:last].float() - offset) * scale[first:last].float()[:, index]
         return out
@@ -207,33 +205,27 @@ class PackQuantized(CompressedLinear):
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         return self.scheme.group_size or 32 // self.scheme.bits  # groups are whole words
 
-    def codes(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Tensor:
-        from quantkit.tensors.qtensor import unpack_int32
-
+    def codes(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> torch.Tensor:
         (first, last), bits = columns, self.scheme.bits
         if (shape := raw.read(SHAPE).tolist()) != list(spec.shape):
             raise raw.damaged(f"tensor '{raw.name}.{SHAPE}' disagrees with the config", shape, list(spec.shape))
         part = self.columns_slice(rows, first * bits // 32, words(last, bits), words(spec.shape[1], bits))
-        return unpack_int32(raw.read(PACKED, part), bits, last - first)
+        return qtensor.unpack_int32(raw.read(PACKED, part), bits, last - first)
 
-    def zero_points(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None) -> Tensor:
-        from quantkit.tensors.qtensor import unpack_int32
-
+    def zero_points(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None) -> torch.Tensor:
         stored = raw.read(_ZERO)
         if DType.of(stored.dtype) == DType.INT8:
             return self.whole_rows(self.unsigned(raw, stored), spec, rows)
-        zero = unpack_int32(stored.t(), self.scheme.bits, spec.shape[0]).t()
+        zero = qtensor.unpack_int32(stored.t(), self.scheme.bits, spec.shape[0]).t()
         return (zero if rows is None else rows.of(zero)).contiguous()
 
-    def encode(self, value: QuantTensor) -> list[Tensor]:
-        import torch
-
-        from quantkit.tensors.qtensor import pack_int32
-
+    def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor]:
         bits = value.scheme.bits
-        tensors = [pack_int32(value.codes, bits), value.scale.contiguous(), torch.tensor(value.shape)]
+        tensors = [qtensor.pack_int32(value.codes, bits), value.scale.contiguous(), torch.tensor(value.shape)]
         if value.zero is not None:
-            tensors.append(pack_int32(value.zero.t(), bits).t().contiguous())
+            tensors.append(qtensor.pack_int32(value.zero.t(), bits).t().contiguous())
         return tensors
 
 
@@ -245,12 +237,12 @@ class IntQuantized(CompressedLinear):
     def unit(self, raw: RawModule, spec: TensorSpec) -> int:
         return 1 if spec.scheme is None else self.scheme.group_size or 1
 
-    def codes(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Tensor:
+    def codes(
+        self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]
+    ) -> torch.Tensor:
         return self.unsigned(raw, raw.read(PLAIN, self.columns_slice(rows, *columns, spec.shape[1])))
 
-    def encode(self, value: QuantTensor) -> list[Tensor]:
-        import torch
-
+    def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor]:
         half = self.scheme.levels // 2
         stored = [value.codes] if value.zero is None else [value.codes, value.zero]
         codes, *zero = ((one.to(torch.int16) - half).to(torch.int8).contiguous() for one in stored)

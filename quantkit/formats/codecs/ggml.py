@@ -9,20 +9,15 @@ Source: ggml's block_q4_0 and block_q8_0.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from quantkit.files.gguf_types import GgmlType
 from quantkit.files.tensor_file import TensorFile, View
 from quantkit.formats.codecs.codec import CodeFormat, Reason, Weight, exact_scale
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.tensors.qtensor import QuantTensor
 
 BLOCK = 32
 """Weights that share a scale."""
@@ -64,7 +59,7 @@ class BlockType:
         """The size of a row of `columns` weights, a multiple of 32."""
         return columns // BLOCK * self.block_bytes
 
-    def decode(self, rows: Tensor) -> QuantTensor:
+    def decode(self, rows: torch.Tensor) -> qtensor.QuantTensor:
         """Rows of blocks as codes.
 
         Args:
@@ -73,24 +68,18 @@ class BlockType:
         Returns:
             [O, I], of `scheme`, scales in float16.
         """
-        import torch
-
-        from quantkit.tensors.qtensor import QuantTensor
-
         count = rows.shape[0]
         blocks = rows.reshape(count, rows.shape[1] // self.block_bytes, self.block_bytes)
         scale = blocks[..., :_SCALE_BYTES].clone(memory_format=torch.contiguous_format)  # floats need aligned bytes
         data = blocks[..., _SCALE_BYTES:]
         codes = data ^ 0x80 if self.scheme.bits == 8 else torch.cat((data & 0xF, data >> 4), -1)
-        return QuantTensor(codes.reshape(count, -1), scale.view(torch.float16).squeeze(-1), None, self.scheme)
+        return qtensor.QuantTensor(codes.reshape(count, -1), scale.view(torch.float16).squeeze(-1), None, self.scheme)
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         return self.unsupported(self.scheme, shape[-1])
 
-    def encode(self, value: QuantTensor) -> Tensor | Reason:
+    def encode(self, value: qtensor.QuantTensor) -> torch.Tensor | Reason:
         """The blocks [O, N] uint8 of a weight, with the same codes and scales; or why there are none."""
-        import torch
-
         if (reason := self.unsupported(value.scheme, value.shape[1])) is not None:
             return reason
         rows, columns = value.shape
@@ -176,14 +165,12 @@ class GgmlRows:
         found = BLOCK_TYPES[self.type].decode(self.file.read_view(view, part))
         return found if (left, right) == (0, columns) else found.columns(left, right)
 
-    def _floats(self, view: View, rows: TensorSlice | None, left: int, right: int) -> Tensor:
+    def _floats(self, view: View, rows: TensorSlice | None, left: int, right: int) -> torch.Tensor:
         """Floats of some columns, computed in float32 for a few rows at a time and rounded once."""
-        from quantkit.tensors.qtensor import row_chunks
-
         rows = rows or TensorSlice(0, ((0, view.shape[0]),))
         target = self.dtype.empty((rows.size, right - left))
         columns = view.shape[1] // self.type.block_bytes * self.type.block
-        for start, stop in row_chunks(rows.size, columns, CHUNK_ELEMENTS):
+        for start, stop in qtensor.row_chunks(rows.size, columns, CHUNK_ELEMENTS):
             raw = self.file.read_view(view, rows.rows(start, stop))
             target[start:stop] = dequantized(raw, self.type)[:, left:right]
         return target
@@ -193,10 +180,9 @@ class GgmlRows:
         return replace(self, view=self.view.at(expert))
 
 
-def dequantized(rows: Tensor, kind: GgmlType) -> Tensor:
+def dequantized(rows: torch.Tensor, kind: GgmlType) -> torch.Tensor:
     """Rows of blocks, bytes [O, N], in float32, computed by the gguf package."""
     import numpy as np
-    import torch
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 

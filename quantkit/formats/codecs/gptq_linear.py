@@ -13,21 +13,16 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import DAMAGED_FILE, GroupedCodec, RawModule, Reason, Weight, exact_scale
 from quantkit.formats.codecs.gptq_zeros import G_IDX, QWEIGHT, QZEROS, SCALES, Packed, Version, ones, zero_points
 from quantkit.formats.codecs.layout import Layout, Shape, Shapes, words
 from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.tensors.qtensor import QuantTensor
 
 SUFFIXES = (QWEIGHT, QZEROS, SCALES)
 
@@ -97,12 +92,10 @@ class GptqLinear(GroupedCodec):
         return groups or 32 // self.bits  # groups are whole words
 
     def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
-        from quantkit.tensors.qtensor import QuantTensor, unpack_int32
-
         packed, (first, last) = self._packed(spec.shape), columns
         inputs = TensorSlice(0, ((first // packed.per_word, -(-last // packed.per_word)),))
         words = raw.read(QWEIGHT, inputs if rows is None else TensorSlice(1, rows.ranges))
-        codes = unpack_int32(words.t(), self.bits, last - first)
+        codes = qtensor.unpack_int32(words.t(), self.bits, last - first)
         if spec.scheme is None:
             return self._floats(raw, packed, spec.dtype, codes, rows, first)
         groups = [0]
@@ -112,7 +105,7 @@ class GptqLinear(GroupedCodec):
         scale = read_outputs(raw, SCALES, rows, bounds)
         zero = None if symmetric else self._zeros(raw, packed, rows, bounds)
         within = [group - groups[0] for group in groups]
-        return QuantTensor(codes, scale[:, within], None if zero is None else zero[:, within], spec.scheme)
+        return qtensor.QuantTensor(codes, scale[:, within], None if zero is None else zero[:, within], spec.scheme)
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         per_word = 32 // self.bits
@@ -121,24 +114,20 @@ class GptqLinear(GroupedCodec):
                 return Reason(f"its {what} fill no whole words", found=size, expected=f"a multiple of {per_word}")
         return None
 
-    def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
-        import torch
-
-        from quantkit.tensors.qtensor import pack_int32
-
+    def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
         if (reason := self.misfit(value.shape)) is not None:
             return reason
         packed = self._packed(value.shape)
         scale = exact_scale(value.scale, DType.FLOAT16)
         if isinstance(scale, Reason):
             return scale
-        qweight = pack_int32(value.codes, self.bits).t().contiguous()
+        qweight = qtensor.pack_int32(value.codes, self.bits).t().contiguous()
         if value.zero is None:
             field = 2 ** (self.bits - 1) - 1
             shape = packed.groups, packed.rows // packed.per_word
             qzeros = torch.full(shape, field * ones(self.bits), dtype=torch.int32)
         else:
-            qzeros = pack_int32(value.zero.t(), self.bits)
+            qzeros = qtensor.pack_int32(value.zero.t(), self.bits)
         g_idx = torch.arange(packed.columns, dtype=torch.int32) // packed.group_size
         return [qweight, qzeros, scale.t().contiguous(), g_idx]
 
@@ -165,24 +154,20 @@ class GptqLinear(GroupedCodec):
             raise raw.damaged(problem, stray, f"0 to {packed.groups - 1}")
         return False
 
-    def _zeros(self, raw: RawModule, packed: Packed, rows: TensorSlice | None, groups: tuple[int, int]) -> Tensor:
+    def _zeros(self, raw: RawModule, packed: Packed, rows: TensorSlice | None, groups: tuple[int, int]) -> torch.Tensor:
         """The zero points [O, G] of some groups."""
         version = 2 if self.version is None else self.version.of(raw)
 
-        def unpack(words: Tensor) -> Tensor:
+        def unpack(words: torch.Tensor) -> torch.Tensor:
             count = packed.rows if rows is None else words.shape[1] * packed.per_word
             return zero_points(words, self.bits, count, version)
 
         return read_outputs(raw, QZEROS, rows, groups, packed.per_word, unpack)
 
     def _floats(
-        self, raw: RawModule, packed: Packed, dtype: DType, codes: Tensor, rows: TensorSlice | None, start: int
-    ) -> Tensor:
+        self, raw: RawModule, packed: Packed, dtype: DType, codes: torch.Tensor, rows: TensorSlice | None, start: int
+    ) -> torch.Tensor:
         """The weights of columns from `start` on, computed in float32 and rounded once."""
-        import torch
-
-        from quantkit.tensors.qtensor import row_chunks
-
         stop = start + codes.shape[1]
         group = torch.arange(start, stop) // packed.group_size
         if raw.find(G_IDX) is not None:
@@ -191,7 +176,7 @@ class GptqLinear(GroupedCodec):
         scale, zero = read_outputs(raw, SCALES, rows, groups), self._zeros(raw, packed, rows, groups)
         group -= groups[0]
         out = dtype.empty(codes.shape)
-        for first, last in row_chunks(len(codes), stop - start):
+        for first, last in qtensor.row_chunks(len(codes), stop - start):
             steps = codes[first:last].float() - zero[first:last].float()[:, group]
             out[first:last] = steps.mul_(scale[first:last].float()[:, group])
         return out
@@ -199,16 +184,14 @@ class GptqLinear(GroupedCodec):
 
 def read_outputs(
     raw: RawModule, suffix: str, rows: TensorSlice | None, lines: tuple[int, int], per_word: int = 1,
-    unpack: Callable[[Tensor], Tensor] = lambda words: words,
-) -> Tensor:  # fmt: skip
+    unpack: Callable[[torch.Tensor], torch.Tensor] = lambda words: words,
+) -> torch.Tensor:  # fmt: skip
     """The transpose [O, N] of some lines of a tensor [N, O], whose outputs may be packed into words.
 
     Args:
         rows: some outputs; None for all.
         unpack: from words [N, W] to outputs.
     """
-    import torch
-
     if rows is None:
         return unpack(raw.read(suffix, TensorSlice(0, (lines,)))).t().contiguous()
     words = tuple((start // per_word, -(-stop // per_word)) for start, stop in rows.ranges)

@@ -14,14 +14,12 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.codecs.codec import RawModule
 from quantkit.tensors.dtypes import DType
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from quantkit.tensors.late import qtensor, torch
 
 QWEIGHT, QZEROS, SCALES, G_IDX = "qweight", "qzeros", "scales", "g_idx"
 WRITER = "quantkit"
@@ -65,11 +63,9 @@ def ones(bits: int) -> int:
     return 0xFFFFFFFF // ((1 << bits) - 1)
 
 
-def zero_points(words: Tensor, bits: int, count: int, version: int) -> Tensor:
+def zero_points(words: torch.Tensor, bits: int, count: int, version: int) -> torch.Tensor:
     """The zero points [..., count] uint8 that words [..., W] int32 hold."""
-    from quantkit.tensors.qtensor import unpack_int32
-
-    return unpack_int32(words + ones(bits) if version == 1 else words, bits, count)
+    return qtensor.unpack_int32(words + ones(bits) if version == 1 else words, bits, count)
 
 
 def _constant(raw: RawModule, packed: Packed) -> int | None:
@@ -82,15 +78,13 @@ def _constant(raw: RawModule, packed: Packed) -> int | None:
     return field if data == word * (len(data) // 4) else None
 
 
-def _stored_fields(raw: RawModule, packed: Packed) -> Tensor:
+def _stored_fields(raw: RawModule, packed: Packed) -> torch.Tensor:
     """The stored value for each group and output [G, O], uint8."""
     return zero_points(raw.read(QZEROS), packed.bits, packed.rows, 2)
 
 
 def _require_whole(raw: RawModule, packed: Packed) -> bool:
     """Whether a zero point borrows from the next output's; see `Version.require_whole`."""
-    import torch
-
     full = _stored_fields(raw, packed) == 2**packed.bits - 1
     if not full.any():
         return False
@@ -269,9 +263,6 @@ def _packed(raw: RawModule, stated: Stated) -> Packed | None:
 
 def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
     """The mean of codes minus zero points for some inputs, with version 1 and with 2, and its standard error."""
-    import torch
-
-    from quantkit.tensors.qtensor import unpack_int32
     from quantkit.tensors.tensor_slice import TensorSlice
 
     inputs = min(packed.columns, max(_INPUTS, min(packed.group_size, _MAX_INPUTS)))
@@ -284,7 +275,7 @@ def _offsets(raw: RawModule, packed: Packed) -> list[_Offset]:
     for start in range(0, inputs, _AT_ONCE):
         stop = min(start + _AT_ONCE, inputs)
         words = raw.read(QWEIGHT, TensorSlice(0, ((start // packed.per_word, -(-stop // packed.per_word)),)))
-        codes = unpack_int32(words.t(), packed.bits, stop - start)
+        codes = qtensor.unpack_int32(words.t(), packed.bits, stop - start)
         totals.index_add_(1, group[start:stop], codes.float())
         counts.index_add_(0, group[start:stop], torch.ones(stop - start))
     there = counts > 0

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
@@ -30,14 +30,10 @@ from quantkit.formats.codecs.codec import (
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, Shape, Shapes, words
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.tensors.qtensor import QuantTensor
 
 _CODES, _SCALES, _BIASES = "weight", "scales", "biases"
 _LEAVES = (_CODES, _SCALES, _BIASES)
@@ -110,8 +106,6 @@ class Affine(GroupedCodec):
 
     def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
         """Codes are [O, I], also those of one of several experts."""
-        from quantkit.tensors.qtensor import QuantTensor
-
         (first, last), count, scheme = columns, spec.shape[-1], spec.scheme
         bits, size = self._layout(raw, spec.shape)
         packed = raw.read(_CODES, self.columns_slice(rows, first * bits // 32, words(last, bits), words(count, bits)))
@@ -128,18 +122,14 @@ class Affine(GroupedCodec):
             if zero is None:
                 raise raw.damaged(f"the offsets of '{raw.name}' have changed since it was opened")
             zero = zero[:, ::repeats].contiguous()
-        return QuantTensor(codes, scale[:, ::repeats].contiguous(), zero, scheme)
+        return qtensor.QuantTensor(codes, scale[:, ::repeats].contiguous(), zero, scheme)
 
     def misfit(self, shape: tuple[int, ...]) -> Reason | None:
         assert self.scheme is not None, "what is written has a scheme"
         found = _written_group_size(self.scheme, shape[-1])
         return found if isinstance(found, Reason) else None
 
-    def encode(self, value: QuantTensor) -> list[Tensor] | Reason:
-        import torch
-
-        from quantkit.tensors.qtensor import pack_int32
-
+    def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
         scheme, columns = value.scheme, value.shape[1]
         group_size = _written_group_size(scheme, columns)
         if isinstance(group_size, Reason):
@@ -156,7 +146,7 @@ class Affine(GroupedCodec):
             return Reason(problem, found, expected, () if lost.any() else _EXACT_OFFSETS[dtype])
         repeats = columns // group_size // scale.shape[1]
         groups = [one.repeat_interleave(repeats, 1) if repeats > 1 else one.contiguous() for one in (scale, offset)]
-        return [pack_int32(value.codes, scheme.bits).view(torch.uint32), *groups]
+        return [qtensor.pack_int32(value.codes, scheme.bits).view(torch.uint32), *groups]
 
     def _layout(self, raw: RawModule, shape: tuple[int, ...]) -> tuple[int, int]:
         """Bits and group size of a module with a weight of a shape, from its tensors, which are checked."""
@@ -282,18 +272,14 @@ def _written_group_size(scheme: QuantScheme, columns: int) -> int | Reason:
     return Reason("MLX has no groups that divide it", found=f"{scheme} of {size} columns", expected="32, 64 or 128")
 
 
-def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Codes [R, C] uint8 of words [R, W] uint32: a stream of bits, the least significant first."""
-    import torch
-
-    from quantkit.tensors.qtensor import row_chunks, unpack_int32
-
     words = words.view(torch.int32)
     if bits in (4, 8):
-        return unpack_int32(words, bits, count)
+        return qtensor.unpack_int32(words, bits, count)
     codes = torch.empty(len(words), count, dtype=torch.uint8)
     weights = (1 << torch.arange(bits)).to(torch.uint8)
-    for start, stop in row_chunks(len(words), count):
+    for start, stop in qtensor.row_chunks(len(words), count):
         data = words[start:stop].contiguous().view(torch.uint8)
         stream = (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
         groups = stream.flatten(1)[:, : count * bits].view(stop - start, count, bits)
@@ -301,7 +287,7 @@ def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     return codes
 
 
-def zero_points(scale: Tensor, offset: Tensor, bits: int, origin: int = 0) -> Tensor | None:
+def zero_points(scale: torch.Tensor, offset: torch.Tensor, bits: int, origin: int = 0) -> torch.Tensor | None:
     """The zero points, uint8 in the shape of the scales; None if a group has none.
 
     A group whose scale and offset are zero gets the middle code.
@@ -310,8 +296,6 @@ def zero_points(scale: Tensor, offset: Tensor, bits: int, origin: int = 0) -> Te
         scale, offset: of each group, in one float type.
         origin: the code whose weight is the offset.
     """
-    import torch
-
     steps, offset = scale.double(), offset.double()
     zero = torch.where(steps == 0, 1 << (bits - 1), origin - (offset / steps).round())
     whole = (zero >= 0) & (zero < 1 << bits) & (steps * (origin - zero) == offset) & steps.isfinite()
@@ -330,12 +314,10 @@ def scheme_of(
         scales, offsets: the suffixes of tensors [..., G].
         bits, origin: see `zero_points`.
     """
-    from quantkit.tensors.qtensor import row_chunks
-
     stored = raw.find(scales)
     assert stored is not None, "its shape was checked"
     symmetric, by_row = True, bits == 8
-    for rows in row_chunks(stored.shape[0], math.prod(stored.shape[1:]), _CHUNK):
+    for rows in qtensor.row_chunks(stored.shape[0], math.prod(stored.shape[1:]), _CHUNK):
         scale, offset = (raw.read(suffix, TensorSlice(0, (rows,))) for suffix in (scales, offsets))
         zero = zero_points(scale, offset, bits, origin)
         if zero is None:
@@ -345,7 +327,9 @@ def scheme_of(
     return QuantScheme(bits, None if by_row else group_size, symmetric)
 
 
-def affine(codes: Tensor, scale: Tensor, offset: Tensor, dtype: DType, origin: int = 0) -> Tensor:
+def affine(
+    codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, dtype: DType, origin: int = 0
+) -> torch.Tensor:
     """The weights [R, C] of such groups, in float32 and then rounded once.
 
     Args:
@@ -354,10 +338,8 @@ def affine(codes: Tensor, scale: Tensor, offset: Tensor, dtype: DType, origin: i
         dtype: of the weights.
         origin: see `zero_points`.
     """
-    from quantkit.tensors.qtensor import row_chunks
-
     out = dtype.empty(codes.shape)
-    for start, stop in row_chunks(*codes.shape):
+    for start, stop in qtensor.row_chunks(*codes.shape):
         steps, base = (groups[start:stop].float().unsqueeze(-1) for groups in (scale, offset))
         values = codes[start:stop].reshape(stop - start, scale.shape[1], -1).float().sub_(origin)
         out[start:stop] = values.mul_(steps).add_(base).flatten(1)

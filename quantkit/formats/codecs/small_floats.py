@@ -16,16 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quantkit.errors import UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.layout import Layout, Shape, Shapes
 from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TYPES = (DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2FNUZ)
 SUFFIXES = ("_scale_inv", "_scale")
@@ -78,17 +75,17 @@ class DequantizedTensor:
         """The size on disk, with the scales."""
         return sum(part.nbytes for part in self.parts)
 
-    def floats(self, part: TensorSlice | None) -> Tensor:
+    def floats(self, part: TensorSlice | None) -> torch.Tensor:
         """The floats, or a part of them."""
         raise NotImplementedError
 
-    def _read(self, stored: StoredTensor, part: TensorSlice | None = None) -> Tensor:
+    def _read(self, stored: StoredTensor, part: TensorSlice | None = None) -> torch.Tensor:
         return self._homes[stored.name].read(stored.name, part)
 
-    def read(self, name: str, part: TensorSlice | None = None) -> Tensor:
+    def read(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
         return self.floats(part)
 
-    def decode(self, raw: object, spec: object, part: TensorSlice | None = None) -> Tensor:
+    def decode(self, raw: object, spec: object, part: TensorSlice | None = None) -> torch.Tensor:
         """`read` with the arguments of a codec."""
         return self.floats(part)
 
@@ -119,11 +116,7 @@ class Float8Weight(DequantizedTensor):
         super().__init__(StoredTensor(weight.name, dtype, weight.shape), (weight, scale), homes)
         self._grid, self._block = _grid(weight, scale, block, homes[scale.name].path, by_columns=by_columns)
 
-    def floats(self, part: TensorSlice | None) -> Tensor:
-        import torch
-
-        from quantkit.tensors.qtensor import row_chunks
-
+    def floats(self, part: TensorSlice | None) -> torch.Tensor:
         weight, scale = self.parts
         codes, stored = self._read(weight, part), self._read(scale)
         scales = (_powers(stored) if scale.dtype == DType.UINT8 else stored.float()).reshape(self._grid)
@@ -138,7 +131,7 @@ class Float8Weight(DequantizedTensor):
         matrices = zip(codes.view(-1, *codes.shape[-2:]), out.view(-1, *out.shape[-2:]), strict=True)
         for index, (matrix, target) in enumerate(matrices):
             own = scales.view(-1, *scales.shape[-2:])[index][:, columns]
-            for start, stop in row_chunks(*matrix.shape):
+            for start, stop in qtensor.row_chunks(*matrix.shape):
                 target[start:stop] = matrix[start:stop].float() * own[rows[start:stop]]
         return out
 
@@ -170,16 +163,14 @@ def _grid(
     )  # fmt: skip
 
 
-def _indices(shape: tuple[int, ...], axis: int, part: TensorSlice | None) -> Tensor:
+def _indices(shape: tuple[int, ...], axis: int, part: TensorSlice | None) -> torch.Tensor:
     """The indices of a part of a tensor along an axis."""
-    import torch
-
     if part is None or part.axis != len(shape) + axis:
         return torch.arange(shape[axis])
     return torch.cat([torch.arange(start, stop) for start, stop in part.ranges])
 
 
-def _powers(exponents: Tensor) -> Tensor:
+def _powers(exponents: torch.Tensor) -> torch.Tensor:
     """Powers of two by their biased exponents, uint8."""
     return (exponents.float() - _BIAS).exp2()
 
@@ -202,7 +193,7 @@ class Mxfp4Weight(DequantizedTensor):
         shape = (experts, groups * 2 * _BYTES, rows)
         super().__init__(StoredTensor(blocks.name.removesuffix(BLOCKS), dtype, shape), (blocks, scales), homes)
 
-    def floats(self, part: TensorSlice | None) -> Tensor:
+    def floats(self, part: TensorSlice | None) -> torch.Tensor:
         """Only the experts of the part are read."""
         of_experts = part if part is not None and part.axis == 0 else None
         blocks, scales = (self._read(stored, of_experts) for stored in self.parts)
@@ -212,16 +203,12 @@ class Mxfp4Weight(DequantizedTensor):
         return out if part is of_experts or part is None else part.of(out).contiguous()
 
 
-def dequantize(blocks: Tensor, scales: Tensor, dtype: DType) -> Tensor:
+def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: DType) -> torch.Tensor:
     """Codes [..., O, I / 32, 16] and exponents [..., O, I / 32] of MXFP4 as floats [..., O, I]."""
-    import torch
-
-    from quantkit.tensors.qtensor import row_chunks
-
     values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
     codes, exponents = blocks.reshape(-1, _BYTES), scales.reshape(-1)
     out = dtype.empty((len(codes), 2 * _BYTES))
-    for start, stop in row_chunks(len(codes), 1, _SCALES_AT_ONCE):
+    for start, stop in qtensor.row_chunks(len(codes), 1, _SCALES_AT_ONCE):
         chunk = codes[start:stop]
         halves = torch.stack((chunk & 0xF, chunk >> 4), dim=-1).flatten(-2).int()
         out[start:stop] = values[halves] * _powers(exponents[start:stop]).unsqueeze(-1)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor
@@ -30,13 +29,10 @@ from quantkit.formats.codecs.layout import MAX_COLUMNS, Layout, Shape
 from quantkit.formats.codecs.mlx import affine, scheme_of, zero_points
 from quantkit.json_values import Settings, parsed, shown
 from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _CODES, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 _OF_ACTIVATIONS = ("_weight_act_pre_scale", "_weight_act_quant_scale", "_weight_act_quant_zero_point")
@@ -79,8 +75,6 @@ class Plain(GroupedCodec):
         return 2 if weight.group_size == weight.columns else weight.group_size
 
     def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
-        from quantkit.tensors.qtensor import QuantTensor
-
         weight, (first, last) = _Weight.of(raw, spec.shape), columns
         codes = weight.codes(self.columns_slice(rows, first, last, weight.columns))
         groups = slice(first // weight.group_size, -(-last // weight.group_size))
@@ -88,7 +82,7 @@ class Plain(GroupedCodec):
         if spec.scheme is None:
             return affine(codes, scale, zero, spec.dtype, weight.middle)
         points = None if spec.scheme.symmetric else weight.points(scale, zero)
-        return QuantTensor(codes, scale.contiguous(), points, spec.scheme)
+        return qtensor.QuantTensor(codes, scale.contiguous(), points, spec.scheme)
 
 
 @dataclass(frozen=True)
@@ -177,10 +171,8 @@ class _Weight:
             self.points(zero, zero)
         return QuantScheme(self.bits, None if self.group_size == self.columns else self.group_size, symmetric)
 
-    def codes(self, part: TensorSlice | None) -> Tensor:
+    def codes(self, part: TensorSlice | None) -> torch.Tensor:
         """Unsigned ones [R, C] uint8; codes beyond the bits raise `CheckpointError`."""
-        import torch
-
         if self.kind == _INT4:
             if part is not None and part.axis == 1:
                 part = TensorSlice(1, tuple((start // 2, -(-stop // 2)) for start, stop in part.ranges))
@@ -191,10 +183,8 @@ class _Weight:
             raise self.raw.damaged(f"tensor '{self.raw.name}.{_CODES}' holds codes beyond int4")
         return codes
 
-    def groups(self, leaf: str, rows: TensorSlice | None) -> Tensor:
+    def groups(self, leaf: str, rows: TensorSlice | None) -> torch.Tensor:
         """Scales or zero points [R, G] of some rows; zeros where there are none."""
-        import torch
-
         if self.raw.find(leaf) is None:
             count = self.rows if rows is None else rows.size
             return torch.zeros(count, self.columns // self.group_size, dtype=torch.int8)
@@ -206,10 +196,8 @@ class _Weight:
             return self.raw.read(leaf, rows)
         return self.raw.read(leaf).expand(self.rows if rows is None else rows.size, -1)
 
-    def points(self, scale: Tensor, zero: Tensor) -> Tensor:
+    def points(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         """Zero points as codes, uint8; values that are not codes raise `UnsupportedError`."""
-        import torch
-
         if self.kind == _INT4:
             points = zero_points(scale, zero, self.bits, self.middle)
             if points is not None:

@@ -26,7 +26,7 @@ from quantkit.files.located import gguf_file, read_parts
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import TensorFile, View, contiguous_strides, same_tensor
 from quantkit.formats.checkpoint import require_tensors
-from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.codec import QuantMethod, Weight
 from quantkit.formats.codecs.ggml import BLOCK_TYPES, EXACT, FLOATS, NOT_READ, SMALL_FLOATS, GgmlBlocks, GgmlRows
 from quantkit.formats.container import Container, Output, refuse_tensors_only
 from quantkit.formats.containers.hf_parts import decode, read_floats
@@ -40,11 +40,7 @@ from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.gguf_vocabulary import ENDS, TOKENS
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from quantkit.formats.containers.gguf_encoder import GgufEncoder
-    from quantkit.tensors.qtensor import QuantTensor
-
 _TEXTS = "texts"
 _PHI3 = "(phi)-?3"
 _PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
@@ -209,7 +205,7 @@ class GgufCheckpoint:
     def readers(self) -> str:
         return "quantkit, llama.cpp"
 
-    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+    def load(self, name: str, part: TensorSlice | None = None) -> Weight:
         """One tensor, or a part of it."""
         tensor, place = self._places[name]
         stored, spec = self._stored[tensor.name], self._spec(tensor)
@@ -286,7 +282,7 @@ class GgufCheckpoint:
 def read_place(
     file: TensorFile, view: View, kind: GgmlType, spec: TensorSpec, tensor: DiskTensor, place: Place, offset: float,
     part: TensorSlice | None = None,
-) -> Tensor | QuantTensor:  # fmt: skip
+) -> Weight:  # fmt: skip
     """A canonical tensor, or a part of it, from a tensor at a place of a file, see `view_of`.
 
     Args:

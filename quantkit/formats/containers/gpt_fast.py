@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, disk_tensor, rotary_order
@@ -24,20 +24,16 @@ from quantkit.files import pth_io
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import same_tensor
 from quantkit.formats.checkpoint import require_tensors
-from quantkit.formats.codecs.codec import RawModule
+from quantkit.formats.codecs.codec import RawModule, Weight
 from quantkit.formats.container import Container, refuse_tensors_only
 from quantkit.formats.containers.hf_parts import decode, read_floats, share
 from quantkit.formats.containers.hf_settings import NOT_CARRIED
 from quantkit.json_values import read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.tensors.qtensor import QuantTensor
 
 _INT4 = "gpt-fast-int4"
 _FILES = {"gpt-fast": "model.pth", "gpt-fast-int8": "model_int8.pth", _INT4: "model_int4*.pth"}
@@ -125,7 +121,7 @@ class GptFastCheckpoint:
     def files(self) -> list[SourceFile]:
         return [self._file.source, self._config_file]
 
-    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+    def load(self, name: str, part: TensorSlice | None = None) -> Weight:
         """One tensor, or a part of it, in canonical layout."""
         tensor, place = self._places[name]
         spec = self._specs[tensor.name]
@@ -168,14 +164,10 @@ class GptFastCheckpoint:
 
 
 class _Int8Rows:
-    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor:
-        import torch
-
-        from quantkit.tensors.qtensor import QuantTensor
-
+    def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> qtensor.QuantTensor:
         codes = raw.read(_WEIGHT, part).view(torch.uint8) ^ 128
         scales = raw.read(_SCALES, part if part is not None and part.axis == 0 else None)
-        return QuantTensor(codes, scales.unsqueeze(1), None, _SCHEME)
+        return qtensor.QuantTensor(codes, scales.unsqueeze(1), None, _SCHEME)
 
 
 def _disk_tensors(config: ModelConfig, path: Path) -> dict[str, DiskTensor]:

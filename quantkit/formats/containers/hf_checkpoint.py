@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, unread_experts
 from quantkit.architectures.families import config_from_hf, config_to_hf, ignored_rope_settings
@@ -20,7 +20,7 @@ from quantkit.files import pth_io, safetensors_io
 from quantkit.files.source import SourceFile, damaged_file
 from quantkit.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
-from quantkit.formats.codecs.codec import QuantMethod, RawModule, ReadAsFloats, ReadCodec
+from quantkit.formats.codecs.codec import QuantMethod, RawModule, ReadAsFloats, ReadCodec, Weight
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, packed_shapes, read_here_alone
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import by_small_floats, dequantized
@@ -33,11 +33,6 @@ from quantkit.json_values import Settings, read_json, read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.tensors.qtensor import QuantTensor
 
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 
@@ -130,7 +125,7 @@ class HFCheckpoint:
         homes = {home.source for home in (*self._files.values(), *scales)}
         return [*sorted(homes, key=lambda home: home.path), *self._settings]
 
-    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+    def load(self, name: str, part: TensorSlice | None = None) -> Weight:
         """One tensor, or a part of it."""
         tensor, place = self._places[name]
         home = self._home.get(tensor.name)

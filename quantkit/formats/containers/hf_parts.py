@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from quantkit.architectures.disk import DiskTensor, Place
 from quantkit.files.tensor_file import TensorFile, View
-from quantkit.formats.codecs.codec import RawModule
+from quantkit.formats.codecs.codec import RawModule, Weight
+from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-    from quantkit.tensors.qtensor import QuantTensor
-
-
-def read_floats(file: TensorFile, view: View, tensor: DiskTensor, place: Place, part: TensorSlice | None) -> Tensor:
+def read_floats(
+    file: TensorFile, view: View, tensor: DiskTensor, place: Place, part: TensorSlice | None
+) -> torch.Tensor:
     """A canonical tensor, or a part of it, from one that is stored as floats at a view; no other rows are read."""
     if tensor.whole:
         return file.read_view(view, part)
@@ -39,19 +37,17 @@ def read_floats(file: TensorFile, view: View, tensor: DiskTensor, place: Place, 
 class Decodes(Protocol):
     """Decodes a weight: a codec, or an adapter of a file that computes floats."""
 
-    def decode(self, raw: Any, spec: TensorSpec, part: TensorSlice | None = None) -> QuantTensor | Tensor: ...
+    def decode(self, raw: Any, spec: TensorSpec, part: TensorSlice | None = None) -> Weight: ...
 
 
 def decode(
     codec: Decodes, raw: RawModule | None, spec: TensorSpec, tensor: DiskTensor, place: Place, part: TensorSlice | None
-) -> QuantTensor | Tensor:
+) -> Weight:
     """A canonical tensor, or a part of it, from one that a codec decodes, which has this spec on disk; of a stacked one
     only the expert is decoded, floats [1, O, I], or [1, I, O] if they are transposed, or codes [O, I]."""
-    from quantkit.tensors.qtensor import QuantTensor
-
     if place.expert is not None:
         slab = codec.decode(raw, spec, TensorSlice(0, ((place.expert, place.expert + 1),)))
-        if isinstance(slab, QuantTensor):
+        if isinstance(slab, qtensor.QuantTensor):
             own = TensorSlice(0, ((place.first, place.first + place.shape[0]),)).of_weight(slab)
             return own if part is None else part.of_weight(own)
         matrix = slab[0].t() if tensor.stacked is not None and tensor.stacked.transposed else slab[0]
@@ -74,16 +70,12 @@ def decode(
     return value if inside is None else inside.of_weight(value)
 
 
-def assembled(tensor: DiskTensor, values: Sequence[Tensor | QuantTensor]) -> Tensor | QuantTensor:
+def assembled(tensor: DiskTensor, values: Sequence[Weight]) -> Weight:
     """A tensor on disk, or one expert of it, from its parts in order.
 
     Raises:
         ValueError: if the parts differ in scheme or float type.
     """
-    import torch
-
-    from quantkit.tensors.qtensor import QuantTensor, stacked
-
     places = tensor.places[: len(values)]
     parts = []
     for place, value in zip(places, values, strict=True):
@@ -91,10 +83,10 @@ def assembled(tensor: DiskTensor, values: Sequence[Tensor | QuantTensor]) -> Ten
         parts.append(value if order is None else reordered(value, sorted(range(len(order)), key=order.__getitem__)))
     if len(parts) == 1 and tensor.stacked is None:
         return parts[0]
-    quantized = [part for part in parts if isinstance(part, QuantTensor)]
-    floats = [part for part in parts if not isinstance(part, QuantTensor)]
+    quantized = [part for part in parts if isinstance(part, qtensor.QuantTensor)]
+    floats = [part for part in parts if not isinstance(part, qtensor.QuantTensor)]
     if quantized:
-        if floats or (joined := stacked(quantized)) is None:
+        if floats or (joined := qtensor.stacked(quantized)) is None:
             raise ValueError(f"{tensor.name}: its parts are quantized differently")
         return joined
     if tensor.stacked is not None and tensor.stacked.interleaved and len(floats) > 1:
@@ -113,17 +105,15 @@ def share(size: int, tensor: DiskTensor, place: Place) -> int:
     return size * math.prod(place.shape) // elements
 
 
-def reordered(value: Tensor | QuantTensor, order: Sequence[int]) -> Tensor | QuantTensor:
+def reordered(value: Weight, order: Sequence[int]) -> Weight:
     """Rows in another order within each head."""
-    from quantkit.tensors.qtensor import QuantTensor
-
-    if not isinstance(value, QuantTensor):
+    if not isinstance(value, qtensor.QuantTensor):
         return _in_order(value, order)
     zero = None if value.zero is None else _in_order(value.zero, order)
-    return QuantTensor(_in_order(value.codes, order), _in_order(value.scale, order), zero, value.scheme)
+    return qtensor.QuantTensor(_in_order(value.codes, order), _in_order(value.scale, order), zero, value.scheme)
 
 
-def _in_order(rows: Tensor, order: Sequence[int]) -> Tensor:
+def _in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     heads = rows.reshape(-1, len(order), *rows.shape[1:])
     return heads[:, list(order)].reshape(rows.shape)
 

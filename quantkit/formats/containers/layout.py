@@ -5,18 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from quantkit.architectures.disk import DiskTensor
 from quantkit.errors import UnsupportedError
+from quantkit.formats.codecs.codec import Weight
 from quantkit.formats.container import Chunk, Encoder
 from quantkit.formats.containers.hf_parts import assembled
 from quantkit.tensors.spec import TensorSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.tensors.qtensor import QuantTensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
         for number, unit in enumerate(units):
             for part in range(len(unit.tensor.places)):
                 self._of_part[unit.first + part].append(number)
-        self._held: list[Tensor | QuantTensor] = []
+        self._held: list[Weight] = []
 
     @property
     def holds(self) -> bool:
@@ -71,7 +67,7 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
     def headers(self) -> Mapping[str, bytes]:
         return dict(zip(self._names, self._headers, strict=True))
 
-    def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
+    def encode(self, index: int, value: Weight) -> Iterator[Chunk]:
         for number in self._of_part[index]:
             unit = self._units[number]
             self._held.append(value)
@@ -80,7 +76,7 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
                 joined, self._held = assembled(unit.tensor, self._held), []
                 yield from self._appended(number, put - unit.at_once, joined)
 
-    def _appended(self, number: int, part: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
+    def _appended(self, number: int, part: int, value: Weight) -> Iterator[Chunk]:
         """What a tensor on disk, or an expert of one, appends: before the first of a file its header.
 
         Args:
@@ -93,7 +89,7 @@ class ShardedEncoder(Encoder, Generic[_Unit]):
             yield self._names[shard], data
 
     @abstractmethod
-    def _encoded(self, unit: _Unit, part: int, value: Tensor | QuantTensor) -> Iterator[bytes | memoryview]:
+    def _encoded(self, unit: _Unit, part: int, value: Weight) -> Iterator[bytes | memoryview]:
         """The bytes of a tensor on disk, or of an expert of one; see `_appended`."""
 
 

@@ -28,6 +28,7 @@ from quantkit.formats.container import Container, Output, refuse_tensors_only
 from quantkit.formats.folder import OTHER_FILES, json_bytes, present, with_templates
 from quantkit.json_values import Settings, read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.late import torch
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.compare import first_difference
@@ -35,8 +36,6 @@ from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.tokenizer import load_tokenizer, original_tokenizer
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from quantkit.formats.containers.meta_encoder import MetaEncoder
 
 _TOKENIZER = "tokenizer.model"
@@ -159,7 +158,7 @@ class MetaCheckpoint:
     def files(self) -> list[SourceFile]:
         return [*(shard.source for shard in self._shards), self._params]
 
-    def load(self, name: str, part: TensorSlice | None = None) -> Tensor:
+    def load(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
         """One tensor, or a part of it, joined from its shards, in canonical layout; a part of rotary rows must be of
         complete heads.
 
@@ -335,13 +334,13 @@ def _side_by_side(pieces: Sequence[bytes], rows: int) -> bytes:
     return b"".join(piece[row * width : (row + 1) * width] for row in range(rows) for piece in pieces)
 
 
-def to_rotate_half(rows: Tensor, head_dim: int) -> Tensor:
+def to_rotate_half(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Bring interleaved rotary rows [heads * head_dim, ...] into rotate-half order."""
     pairs = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 
-def to_interleaved(rows: Tensor, head_dim: int) -> Tensor:
+def to_interleaved(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Undo `to_rotate_half`."""
     halves = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,20 @@
+"""torch, and `qtensor`, which needs it: both are imported when one of their attributes is first read, since headers are
+read without them."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch as torch
+
+    from quantkit.tensors import qtensor as qtensor
+else:
+
+    class _Late(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            return getattr(importlib.import_module(self.__name__), name)
+
+    torch, qtensor = _Late("torch"), _Late("quantkit.tensors.qtensor")
