@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quantkit.architectures.config import ModelConfig
@@ -181,19 +181,16 @@ def disk_name(config: ModelConfig, role: str) -> str:
     return families()[config.architecture].names.get(role, CANONICAL[role]) + ".weight"
 
 
-def head_order(config: ModelConfig, layer: int) -> tuple[int, ...] | None:
+def rotary_order(head_dim: int, rotary_dim: int | None, *, interleaved: bool) -> tuple[int, ...] | None:
     """The row on disk for each row of a head in canonical order; None if they are the same.
 
     Canonical heads pair each row with that half a head away (rotate-half), also with partial rotary positions: the
     first halves of the rotated rows and of the others, then the second halves.
+
+    Args:
+        rotary_dim: the dimensions of a head that are rotated; None for all.
+        interleaved: whether the two rows of a pair are adjacent on disk.
     """
-    interleaved = families()[config.architecture].interleaved_rotary
-    return rotary_order(config.head_dim, config.rope_of(layer).rotary_dim, interleaved=interleaved)
-
-
-def rotary_order(head_dim: int, rotary_dim: int | None, *, interleaved: bool) -> tuple[int, ...] | None:
-    """`head_order` for heads of which `rotary_dim` dimensions are rotated, None for all; `interleaved` if the two rows
-    of a pair are adjacent on disk."""
     turned = rotary_dim or head_dim
     firsts, seconds = range(turned // 2), range(turned // 2, turned)
     if interleaved:
@@ -282,23 +279,37 @@ def _tensors(config: ModelConfig, forms: Mapping[int, ExpertForm], renamed: Coll
     """The tensors on disk, in the order of their first parts among a model's parameters. `forms` are those of the
     experts by layer; in the layers of `renamed`, the router has its canonical name."""
     family = families()[config.architecture]
-    orders = [head_order(config, layer) for layer in range(config.num_layers)]
+
+    def held(parameter: Parameter) -> tuple[str, StackedExperts | None]:
+        form = None if parameter.layer is None else forms.get(parameter.layer)
+        if form is not None and parameter.expert is not None:
+            for stacked in form.stacked:
+                if parameter.role in stacked.roles:
+                    template = stacked.name if parameter.leaf == "weight" else stacked.bias or stacked.name + "_bias"
+                    return template.format(layer=parameter.layer), stacked
+        own = parameter.role == "router" and parameter.layer in renamed
+        return parameter.name if own else _name(family, form, parameter), None
+
+    return joined_tensors(config, held, interleaved=family.interleaved_rotary)
+
+
+def joined_tensors(
+    config: ModelConfig, held: Callable[[Parameter], tuple[str, StackedExperts | None]], *, interleaved: bool
+) -> list[DiskTensor]:
+    """The tensors on disk that hold a model's canonical ones, in the order of their first parts.
+
+    Args:
+        held: the tensor on disk that holds a canonical one, and how it holds experts, if it does.
+        interleaved: whether the two rows of a rotary pair are adjacent.
+    """
+    dims = [config.rope_of(layer).rotary_dim for layer in range(config.num_layers)]
+    orders = [rotary_order(config.head_dim, turned, interleaved=interleaved) for turned in dims]
     groups: dict[str, tuple[StackedExperts | None, list[Parameter]]] = {}
     for parameter in parameters(config):
-        form = None if parameter.layer is None else forms.get(parameter.layer)
-        stacked = None
-        if form is not None and parameter.expert is not None:
-            stacked = next((one for one in form.stacked if parameter.role in one.roles), None)
-        if stacked is not None:
-            template = stacked.name if parameter.leaf == "weight" else stacked.bias or stacked.name + "_bias"
-            name = template.format(layer=parameter.layer)
-        elif parameter.role == "router" and parameter.layer in renamed:
-            name = parameter.name
-        else:
-            name = _name(family, form, parameter)
+        name, stacked = held(parameter)
         groups.setdefault(name, (stacked, []))[1].append(parameter)
     return [
-        disk_tensor(name, stacked, parts, None if parts[0].layer is None else orders[parts[0].layer])
+        _disk_tensor(name, stacked, parts, None if parts[0].layer is None else orders[parts[0].layer])
         for name, (stacked, parts) in groups.items()
     ]
 
@@ -318,11 +329,11 @@ def _name(family: Family, form: ExpertForm | None, parameter: Parameter) -> str:
     return f"{module}.{parameter.leaf}" if parameter.leaf else module
 
 
-def disk_tensor(
+def _disk_tensor(
     name: str, stacked: StackedExperts | None, parts: Sequence[Parameter], order: tuple[int, ...] | None
 ) -> DiskTensor:
     """The tensor on disk that holds some canonical ones; `order` is that of its layer's rotary rows, see
-    `head_order`."""
+    `rotary_order`."""
     if stacked is None:
         rows, places = 0, []
         for part in parts:

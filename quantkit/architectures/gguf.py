@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import EXPERT_ROLES, DiskTensor, Place, disk_tensor, rotary_order
+from quantkit.architectures.disk import EXPERT_ROLES, DiskTensor, Place, joined_tensors
 from quantkit.architectures.families import families
 from quantkit.architectures.families.family import Family, GgufArchitecture, StackedExperts
 from quantkit.architectures.names import GGUF
-from quantkit.architectures.topology import Parameter, parameters
+from quantkit.architectures.topology import Parameter
 from quantkit.errors import UnsupportedError
 
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
@@ -46,17 +46,10 @@ def gguf_tensors(config: ModelConfig) -> list[DiskTensor]:
     `UnsupportedError`, see `gguf_architecture`.
     """
     architecture = gguf_architecture(config)
-    orders = [
-        rotary_order(config.head_dim, config.rope_of(layer).rotary_dim, interleaved=architecture.interleaved_rotary)
-        for layer in range(config.num_layers)
-    ]
-    groups: dict[str, list[Parameter]] = {}
-    for parameter in parameters(config):
-        groups.setdefault(_name(architecture, parameter), []).append(parameter)
-    found = [
-        disk_tensor(name, _stacked(parts[0]), parts, None if parts[0].layer is None else orders[parts[0].layer])
-        for name, parts in groups.items()
-    ]
+    found = joined_tensors(
+        config, lambda parameter: (_name(architecture, parameter), _stacked(parameter)),
+        interleaved=architecture.interleaved_rotary,
+    )  # fmt: skip
     if config.tied_embeddings and architecture.tied is False:
         embedding = found[0]
         found.append(DiskTensor("output.weight", embedding.shape, (Place(embedding.parts[0], embedding.shape),)))

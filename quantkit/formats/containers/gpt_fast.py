@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import DiskTensor, disk_tensor, rotary_order
+from quantkit.architectures.disk import DiskTensor, joined_tensors
 from quantkit.architectures.families import config_from_hf, config_to_hf
-from quantkit.architectures.names import GPT_FAST, split_derived
+from quantkit.architectures.names import GPT_FAST, is_derived_buffer
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io
@@ -88,7 +88,7 @@ class GptFastCheckpoint:
         self._file = pth_io.open_file(weights)
         self._config_file = SourceFile(config_path)
         self.notes = list(self._file.notes)
-        self._stored = {name: self._file.tensors[name] for name in split_derived(self._file.tensors)[0]}
+        self._stored = {name: one for name, one in self._file.tensors.items() if not is_derived_buffer(name)}
         self.config = self._read_config(raw, config_path)
         owned = set(config_to_hf(self.config)) | NOT_CARRIED
         self.extra_config: Mapping[str, Any] = {key: value for key, value in raw.items() if key not in owned}
@@ -172,15 +172,15 @@ class _Int8Rows:
 
 def _disk_tensors(config: ModelConfig, path: Path) -> dict[str, DiskTensor]:
     """The tensors that a file should hold, by name; an `UnsupportedError` if gpt-fast has no name for one."""
-    held: dict[str, list[Parameter]] = {}
-    for parameter in parameters(config):
+
+    def held(parameter: Parameter) -> tuple[str, None]:
         module = GPT_FAST.get(parameter.role)
         if module is None or parameter.leaf != "weight":
             problem, found = "gpt-fast has no name for a tensor of this model", parameter.name
             raise UnsupportedError(problem, path=path, found=found, expected="a model like Llama")
-        held.setdefault(f"{module.format(layer=parameter.layer)}.weight", []).append(parameter)
-    order = rotary_order(config.head_dim, None, interleaved=True)
-    return {name: disk_tensor(name, None, parts, order) for name, parts in held.items()}
+        return f"{module.format(layer=parameter.layer)}.weight", None
+
+    return {tensor.name: tensor for tensor in joined_tensors(config, held, interleaved=True)}
 
 
 def _scales_of(name: str) -> str:
