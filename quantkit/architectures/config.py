@@ -178,11 +178,6 @@ class ModelConfig:
         return self.tensors is None
 
     @property
-    def calibratable(self) -> bool:
-        """Whether samples can be sent through its blocks."""
-        return self.runnable
-
-    @property
     def num_layers(self) -> int:
         return len(self.layers)
 

@@ -7,7 +7,6 @@ differ says so in its file. Canonical rows of queries and keys lie in Hugging Fa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 BLOCK = "model.layers.{layer}."
 """What the names of a layer's tensors begin with."""
@@ -85,12 +84,3 @@ def is_embedding(module: str) -> bool:
 def is_derived_buffer(name: str) -> bool:
     """Whether a stored tensor is a rotary table that the config already determines."""
     return _DERIVED_BUFFERS.fullmatch(name) is not None
-
-
-def split_derived(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Separate names into (weights, derived buffers)."""
-    weights: list[str] = []
-    buffers: list[str] = []
-    for name in names:
-        (buffers if is_derived_buffer(name) else weights).append(name)
-    return weights, buffers

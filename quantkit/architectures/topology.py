@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quantkit.architectures.config import LayerConfig, ModelConfig, OpaqueTensor
-from quantkit.architectures.names import BLOCK, CANONICAL, META
+from quantkit.architectures.names import BLOCK, CANONICAL
 
 SPLIT = frozenset({
     "query", "kv", "heads", "intermediate", "vocab", "expert_intermediate", "shared_intermediate", "latent_query",
@@ -98,12 +98,6 @@ class Parameter:
     def name(self) -> str:
         """The canonical name."""
         return f"{self.module}.{self.leaf}" if self.leaf else self.module
-
-    @property
-    def meta_name(self) -> str | None:
-        """Meta's name, or None if its format has no such tensor."""
-        module = META.get(self.role) if self.leaf == "weight" else None
-        return None if module is None else f"{module.format(layer=self.layer)}.weight"
 
     @property
     def is_linear_weight(self) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 from quantkit.errors import CheckpointError
 from quantkit.files.source import SourceFile
@@ -68,25 +67,6 @@ class View:
         if part is None:
             return [self]
         return [self.narrow(part.axis, start, stop - start) for start, stop in part.ranges]
-
-
-class Home(Protocol):
-    """What tensors are read from: a file, or an adapter for some of its tensors."""
-
-    @property
-    def source(self) -> SourceFile: ...
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]: ...
-
-    def read(self, name: str, part: TensorSlice | None = None) -> torch.Tensor: ...
-
-    def read_bytes(self, name: str, part: TensorSlice | None = None) -> bytes: ...
-
-    def row_parts(self, name: str) -> Iterator[TensorSlice]: ...
 
 
 class TensorFile:
@@ -183,7 +163,7 @@ class TensorFile:
                 self._fill(target.narrow(axis, start, length), view.narrow(axis, start, length))
 
 
-def same_tensor(one: Home, name: str, other: Home, other_name: str) -> bool:
+def same_tensor(one: TensorFile, name: str, other: TensorFile, other_name: str) -> bool:
     """Whether two tensors are equal in shape, dtype and every bit; compared in pieces."""
     a, b = one.tensors[name], other.tensors[other_name]
     if (a.shape, a.dtype) != (b.shape, b.dtype):

@@ -88,7 +88,7 @@ def require_runnable(checkpoint: Checkpoint) -> None:
 
 def require_calibratable(checkpoint: Checkpoint) -> None:
     """Raise `UnsupportedError` for a model that no samples can be sent through."""
-    if not checkpoint.config.calibratable:
+    if not checkpoint.config.runnable:
         raise UnsupportedError(
             "the model is known by its tensors only, it cannot be calibrated", path=checkpoint.path,
             found=checkpoint.config.architecture, expected='`method="rtn"`',
@@ -121,11 +121,6 @@ def active_parameter_count(checkpoint: Checkpoint) -> int:
     routed = sum(math.prod(one.shape) for one in every if one.expert is not None)
     total = sum(math.prod(one.shape) for one in every)
     return total - routed + routed * experts.per_token // experts.count
-
-
-def require_complete(found: Mapping[str, TensorSpec], config: ModelConfig, path: Path) -> None:
-    """`require_tensors` for those that a config calls for."""
-    require_tensors(found, {entry.name: entry.shape for entry in parameters(config)}, path)
 
 
 def require_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, tuple[int, ...]], path: Path) -> None:

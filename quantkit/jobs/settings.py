@@ -117,8 +117,8 @@ def gptq_settings(
     if options.method == "rtn" or (options.method is None and not solved):
         options.require_no_calibration()
         return None
-    if (sized or options.method is None) and (not source.config.calibratable or tokenizer is None):
-        lack = "it is known by its tensors only" if not source.config.calibratable else "it has no tokenizer"
+    if (sized or options.method is None) and (not source.config.runnable or tokenizer is None):
+        lack = "it is known by its tensors only" if not source.config.runnable else "it has no tokenizer"
         if sized:
             raise RequestError(
                 f"a size to fit needs a model that can be calibrated: {lack}", path=source.path,

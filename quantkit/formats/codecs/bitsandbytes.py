@@ -72,7 +72,7 @@ class FourBitWeight(DequantizedTensor):
             UnsupportedError: for other types, or a transposed weight.
         """
         self.kind = self.stored_as = kind
-        self._name, self._homes, self.path = weight.name, homes, homes[weight.name].path
+        self._name, self._homes, self.source = weight.name, homes, homes[weight.name].source
         state = self._state(stored[weight.name + _STATES[kind]])
         tensor, self._block = StoredTensor(weight.name, dtype, self._shape(state)), self._even(state, "blocksize")
         self._nested_block, self._offset = 0, 0.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 from quantkit.errors import CheckpointError, NotRepresentableError, UnsupportedError
-from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
+from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.layout import Claims, Layout
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
@@ -70,7 +70,7 @@ def unread(
 class RawModule:
     """The stored tensors of one module, by suffix: what their names have after the module's."""
 
-    def __init__(self, name: str, files: Mapping[str, Home], path: Path, notes: list[str] | None = None) -> None:
+    def __init__(self, name: str, files: Mapping[str, TensorFile], path: Path, notes: list[str] | None = None) -> None:
         """
         Args:
             files: the file of each tensor, by its whole name; others may be among them.
@@ -110,8 +110,8 @@ class RawModule:
 
     def metadata(self, suffix: str, key: str) -> str | None:
         """A value of the metadata in the header of a tensor's file."""
-        file = self._files.get(f"{self.name}.{suffix}")
-        return file.metadata.get(key) if isinstance(file, TensorFile) else None
+        name = f"{self.name}.{suffix}"
+        return self._files[name].metadata.get(key) if name in self._files else None
 
     def read(self, suffix: str, part: TensorSlice | None = None) -> torch.Tensor:
         """A tensor, or a part of it; see `TensorFile.read`."""

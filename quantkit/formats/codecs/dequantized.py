@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from quantkit.files.tensor_file import Home, StoredTensor, TensorFile
+from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs import bitsandbytes, small_floats
 from quantkit.formats.codecs.codec import QuantMethod, Runtime
 from quantkit.formats.codecs.layout import Claim, Claims, Layout, block_size
@@ -51,7 +51,7 @@ _CARRIED_SCALES = (*_OF_ACTIVATIONS, "output_scale", "q_scale", "k_scale", "v_sc
 
 def dequantized(
     stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile], settings: Settings | None, dtype: DType
-) -> tuple[dict[str, StoredTensor], dict[str, Home], list[str]]:
+) -> tuple[dict[str, StoredTensor], dict[str, TensorFile], list[str]]:
     """A folder's tensors, with floats in place of weights in small floats or bitsandbytes' codes.
 
     Args:
@@ -66,7 +66,7 @@ def dequantized(
         CheckpointError: for settings of the wrong kind.
     """
     method = None if settings is None else method_in(settings)
-    tensors, found = dict(stored), dict[str, Home](homes)
+    tensors, found = dict(stored), dict[str, TensorFile](homes)
     if settings is None or not (method in _NAMES or method == _ALSO):
         return tensors, found, []
     stated = [block_size(settings, "weight_block_size")]

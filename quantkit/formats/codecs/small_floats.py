@@ -48,8 +48,8 @@ FLOAT8 = Layout(
 MXFP4 = Layout("MXFP4", BLOCKS, (EXPONENTS,), bits=4, joint="")
 
 
-class DequantizedTensor:
-    """A tensor that is read as floats, with the interface of a file.
+class DequantizedTensor(TensorFile):
+    """A tensor that is read as floats: a file with nothing else.
 
     Attributes:
         kind: of its codes, for messages.
@@ -66,9 +66,9 @@ class DequantizedTensor:
         Args:
             homes: the files of the parts, by name; others may be among them.
         """
+        super().__init__(homes[parts[0].name].source, {})
         self.tensor, self.parts, self._homes = tensor, parts, homes
         self.tensors = {tensor.name: tensor}
-        self.source, self.path = homes[parts[0].name].source, homes[parts[0].name].path
 
     @property
     def nbytes(self) -> int:

@@ -13,12 +13,12 @@ from typing import Any
 from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, unread_experts
 from quantkit.architectures.families import config_from_hf, config_to_hf, ignored_rope_settings
 from quantkit.architectures.families.opaque import opaque_config
-from quantkit.architectures.names import is_derived_buffer, is_embedding, split_derived
+from quantkit.architectures.names import is_derived_buffer, is_embedding
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io, safetensors_io
 from quantkit.files.source import SourceFile, damaged_file
-from quantkit.files.tensor_file import Home, StoredTensor, TensorFile, same_tensor
+from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
 from quantkit.formats.codecs.codec import QuantMethod, RawModule, ReadAsFloats, ReadCodec, Weight
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, packed_shapes, read_here_alone
@@ -71,7 +71,7 @@ class HFCheckpoint:
         self._settings = [SourceFile(self._config_path)]
         self._stored: dict[str, StoredTensor] = {}
         self._files: dict[str, TensorFile] = {}
-        self._home: dict[str, Home] = {}
+        self._home: dict[str, TensorFile] = {}
         self.kv_cache: KvCache | None = None
         self.extra_config: Mapping[str, Any]
         if tensors_only:
@@ -266,7 +266,7 @@ class HFCheckpoint:
         stray = {p.name for p in _unindexed(self.path, kind)} - {p.name for p in paths}
         if stray:
             self.notes.append(f"{self.path}: {', '.join(sorted(stray))} not in the index; ignored")
-        for name in [] if derived else split_derived(self._stored)[1]:
+        for name in [name for name in self._stored if not derived and is_derived_buffer(name)]:
             del self._stored[name]
             del self._files[name]
         if not self._stored:

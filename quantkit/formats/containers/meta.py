@@ -10,21 +10,21 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.architectures.config import Limits, ModelConfig
 from quantkit.architectures.disk import parameters_as_written
 from quantkit.architectures.meta_params import assumed_rope_factor, config_from_meta, config_to_meta
-from quantkit.architectures.names import META, split_derived
+from quantkit.architectures.names import META, is_derived_buffer
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io
 from quantkit.files.source import SourceFile, damaged_file
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
-from quantkit.formats.checkpoint import raise_unexpected, require_complete
+from quantkit.formats.checkpoint import raise_unexpected, require_tensors
 from quantkit.formats.codecs.codec import QuantMethod
-from quantkit.formats.container import Container, Output, refuse_tensors_only
+from quantkit.formats.container import Container, Encoder, Output, refuse_tensors_only
 from quantkit.formats.folder import OTHER_FILES, json_bytes, present, with_templates
 from quantkit.json_values import Settings, read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -34,9 +34,6 @@ from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.compare import first_difference
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.tokenizer import load_tokenizer, original_tokenizer
-
-if TYPE_CHECKING:
-    from quantkit.formats.containers.meta_encoder import MetaEncoder
 
 _TOKENIZER = "tokenizer.model"
 _SHARD = re.compile(r"consolidated\.(\d+)\.pth")
@@ -70,7 +67,7 @@ class Meta(Container):
     ) -> list[Parameter]:  # fmt: skip
         return parameters_as_written(config, quantized)
 
-    def encoder(self, output: Output) -> MetaEncoder:
+    def encoder(self, output: Output) -> Encoder:
         from quantkit.formats.containers.meta_encoder import MetaEncoder
 
         # Llama 3, the first with a byte-level tokenizer, splits the embedding by rows.
@@ -191,7 +188,7 @@ class MetaCheckpoint:
 
     def _same_tensors(self, shards: Sequence[Mapping[str, StoredTensor]]) -> set[str]:
         """The names of the weights, which all shards have in the same shape and float type."""
-        first, weights = shards[0], split_derived(shards[0])[0]
+        first, weights = shards[0], {name for name in shards[0] if not is_derived_buffer(name)}
         for path, shard in zip(self._paths[1:], shards[1:], strict=True):
             if difference := sorted(set(first) ^ set(shard)):
                 problem, stray = f"holds other tensors than {self._paths[0].name}", f"'{difference[0]}' in one"
@@ -202,7 +199,7 @@ class MetaCheckpoint:
                     problem = f"tensor '{name}' has another {what} than in {self._paths[0].name}"
                     found, expected = (f"{one.dtype} {list(one.shape)}" for one in (shard[name], first[name]))
                     raise CheckpointError(problem, path=path, found=found, expected=expected)
-        return set(weights)
+        return weights
 
     def _read_config(self, params: Mapping[str, Any], params_path: Path) -> ModelConfig:
         """The architecture, from params.json and the shapes."""
@@ -284,7 +281,7 @@ class MetaCheckpoint:
             for name, parameter in known.items()
             if name in self._weights
         }
-        require_complete(found, self.config, self.path)
+        require_tensors(found, {name: one.shape for name, one in self._parameters.items()}, self.path)
 
     def _joined_shape(self, parameter: Parameter, name: str) -> tuple[int, ...]:
         joined = list(self._stored[name].shape)
@@ -311,9 +308,8 @@ class MetaCheckpoint:
 
 def meta_name(parameter: Parameter) -> str:
     """Meta's name of a tensor that its format has."""
-    name = parameter.meta_name
-    assert name is not None, parameter.name
-    return name
+    assert parameter.leaf == "weight", parameter.name
+    return f"{META[parameter.role].format(layer=parameter.layer)}.weight"
 
 
 def _overlaps(
