@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from quantkit.files.source import SourceFile
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.containers.hf_settings import without_settings
 from quantkit.formats.registry import GGUF
@@ -16,39 +12,26 @@ from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 
-class DequantizedCheckpoint:
+class DequantizedCheckpoint(CheckpointView):
     """A `StoredCheckpoint` of floats in the model's type; sizes on disk are the source's."""
 
     method = None
 
     def __init__(self, source: StoredCheckpoint) -> None:
-        self._source = source
-        self.path, self.format, self.layout = source.path, source.format, source.layout
-        self.config = source.config
-        self.extra_config: Mapping[str, Any] = without_settings(source.extra_config)
-        self.notes, self.kv_cache = source.notes, source.kv_cache
-
-    def names(self) -> list[str]:
-        return self._source.names()
+        super().__init__(source)
+        self.extra_config = without_settings(source.extra_config)
+        self.layout, self.kv_cache = source.layout, source.kv_cache
+        self.stored_bytes, self.readers = source.stored_bytes, source.readers
 
     def info(self, name: str) -> TensorSpec:
         spec = self._source.info(name)
         rounds = spec.scheme is not None or spec.stored_as is not None or of_blocks(self._source, spec)
         return TensorSpec(name, spec.shape, DType(self.config.dtype) if rounds else spec.dtype)
 
-    def files(self) -> list[SourceFile]:
-        return self._source.files()
-
     def load(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
         """One tensor, or a part of it, in floats."""
         value, dtype = self._source.load(name, part), self.info(name).dtype.torch
         return value.floats(dtype) if isinstance(value, qtensor.QuantTensor) else value.to(dtype)
-
-    def stored_bytes(self, name: str) -> int:
-        return self._source.stored_bytes(name)
-
-    def readers(self) -> str:
-        return self._source.readers()
 
 
 def of_blocks(source: Checkpoint, spec: TensorSpec) -> bool:

@@ -23,17 +23,15 @@ import re
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.errors import CheckpointError, NonFiniteError, UnsupportedError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import torch
-
-if TYPE_CHECKING:
-    from quantkit.architectures.config import ModelConfig
 
 Scheme = Mapping[str, Any]
 TYPES: Mapping[str, tuple[DType, ...]] = {

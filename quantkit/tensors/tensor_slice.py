@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.late import qtensor, torch
 
 
 @dataclass(frozen=True)
@@ -38,22 +34,18 @@ class TensorSlice:
             before += last - first
         return TensorSlice(0, tuple(found))
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """That part of a tensor; a view where it is one range."""
-        import torch
-
         pieces = [tensor.narrow(self.axis, start, stop - start) for start, stop in self.ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.axis)
 
-    def of_weight(self, value: Tensor | QuantTensor) -> Tensor | QuantTensor:
+    def of_weight(self, value: torch.Tensor | qtensor.QuantTensor) -> torch.Tensor | qtensor.QuantTensor:
         """That part of a weight, quantized or not.
 
         Raises:
             RequestError: see `QuantTensor.columns`.
         """
-        from quantkit.tensors.qtensor import QuantTensor
-
-        if not isinstance(value, QuantTensor):
+        if not isinstance(value, qtensor.QuantTensor):
             return self.of(value)
         if self.axis == 1:
             return value.columns(*self.ranges[0])

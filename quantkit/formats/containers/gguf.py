@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, Place
@@ -28,7 +28,7 @@ from quantkit.files.tensor_file import TensorFile, View, contiguous_strides, sam
 from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.codec import QuantMethod, Weight
 from quantkit.formats.codecs.ggml import BLOCK_TYPES, EXACT, FLOATS, NOT_READ, SMALL_FLOATS, GgmlBlocks, GgmlRows
-from quantkit.formats.container import Container, Output, refuse_tensors_only
+from quantkit.formats.container import Container, Encoder, Output, refuse_tensors_only
 from quantkit.formats.containers.hf_parts import decode, read_floats
 from quantkit.formats.folder import OTHER_FILES, present
 from quantkit.json_values import Settings, shown
@@ -39,8 +39,6 @@ from quantkit.text.export import tokenizer_metadata
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.gguf_vocabulary import ENDS, TOKENS
 
-if TYPE_CHECKING:
-    from quantkit.formats.containers.gguf_encoder import GgufEncoder
 _TEXTS = "texts"
 _PHI3 = "(phi)-?3"
 _PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
@@ -78,7 +76,7 @@ class Gguf(Container):
         known = {parameter.name: parameter for parameter in parameters(config)}
         return [known[name] for name in dict.fromkeys(name for one in gguf_tensors(config) for name in one.parts)]
 
-    def encoder(self, output: Output) -> GgufEncoder:
+    def encoder(self, output: Output) -> Encoder:
         """See `Container.encoder`; an `UnsupportedError` also if llama.cpp would run the model differently, and a
         `CheckpointError` if the source's tokenizer is damaged."""
         from quantkit.formats.containers.gguf_encoder import GgufEncoder

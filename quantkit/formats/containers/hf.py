@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors, parameters_as_written
@@ -18,15 +18,13 @@ from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME, Int8Activations
 from quantkit.formats.container import Container, Output
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint, index_path, weight_kinds
+from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs, without_settings
 from quantkit.formats.folder import json_bytes, present, side_names, with_templates
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.export import export_json
 from quantkit.text.gguf_tokenizer import text_folder
-
-if TYPE_CHECKING:
-    from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 
 
 class HuggingFace(Container):
@@ -77,8 +75,6 @@ class HuggingFace(Container):
         return parameters_as_written(config, quantized, joins_experts=joins)
 
     def encoder(self, output: Output) -> SafetensorsEncoder:
-        from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
-
         scales = () if output.kv_cache is None else output.kv_cache.stored()
         method = output.method or self.native
         return SafetensorsEncoder(output.planned, output.config, output.shard_bytes, method, scales)

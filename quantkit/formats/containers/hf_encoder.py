@@ -8,19 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.names import is_embedding
 from quantkit.files.safetensors_io import build_header
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile, View, contiguous_strides
-from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason
+from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason, Weight
 from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.hf_parts import decode, read_floats
 from quantkit.formats.containers.layout import ShardedEncoder, Unit, file_numbers, units_of
-from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.late import torch
 from quantkit.tensors.spec import TensorSpec
 
 
@@ -77,7 +75,7 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
     def total_bytes(self) -> int:
         return self._data_bytes + sum(map(len, self._headers))
 
-    def decode(self, index: int, folder: Path) -> Tensor | QuantTensor:
+    def decode(self, index: int, folder: Path) -> Weight:
         """Tensor number `index`, read back from the files so far."""
         (number,) = self._of_part[index]
         shard, unit = self._shard_of[number], self._units[number]
@@ -108,8 +106,8 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
         found = [stored for unit, number in units if number == shard for stored in unit.stored]
         return found + [stored for stored, _ in self._extra_tensors] if shard == len(self._names) - 1 else found
 
-    def _encoded(self, unit: _Written, part: int, value: Tensor | QuantTensor) -> Iterator[memoryview]:
-        if isinstance(value, Tensor):
+    def _encoded(self, unit: _Written, part: int, value: Weight) -> Iterator[memoryview]:
+        if isinstance(value, torch.Tensor):
             (stored,) = unit.stored
             shape = stored.shape if unit.tensor.stacked is None else stored.shape[1:]
             yield tensor_bytes(value, StoredTensor(stored.name, stored.dtype, shape))
