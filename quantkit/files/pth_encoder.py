@@ -20,17 +20,15 @@ from typing import Any
 import torch
 
 from quantkit.files.pickles import Reference, Storage
+from quantkit.files.pth_io import FULL, LOCAL, LOCAL_SIGNATURE, TAIL, TAIL_SIGNATURE
 from quantkit.files.tensor_file import StoredTensor, contiguous_strides
 from quantkit.tensors.dtypes import DType
 
-_LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _ZIP64_TAIL = struct.Struct("<IQHHIIQQQQ")
 _ZIP64_LOCATOR = struct.Struct("<IIQI")
-_TAIL = struct.Struct("<IHHHHIIH")
 _VERSION_ZIP64 = 45
 _DATE_1980 = 0x21
-_FULL = 0xFFFFFFFF
 _PADDING_ID = 0x4246
 _ALIGNMENT = 64
 
@@ -79,25 +77,25 @@ class PthEncoder:
         for name, checksum, size, position in self._records:
             encoded, extra = name.encode(), struct.pack("<HHQQQ", 1, 24, size, size, position)
             directory += _CENTRAL.pack(
-                0x02014B50, _VERSION_ZIP64, _VERSION_ZIP64, 0, 0, 0, _DATE_1980, checksum, _FULL, _FULL,
-                len(encoded), len(extra), 0, 0, 0, 0, _FULL,
+                0x02014B50, _VERSION_ZIP64, _VERSION_ZIP64, 0, 0, 0, _DATE_1980, checksum, FULL, FULL,
+                len(encoded), len(extra), 0, 0, 0, 0, FULL,
             ) + encoded + extra  # fmt: skip
         count = len(self._records)
         tail += directory + _ZIP64_TAIL.pack(
             0x06064B50, _ZIP64_TAIL.size - 12, _VERSION_ZIP64, _VERSION_ZIP64, 0, 0, count, count, len(directory), start
         )
         tail += _ZIP64_LOCATOR.pack(0x07064B50, 0, start + len(directory), 1)
-        return tail + _TAIL.pack(0x06054B50, 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), _FULL, _FULL, 0)
+        return tail + TAIL.pack(TAIL_SIGNATURE, 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), FULL, FULL, 0)
 
     def _record(self, record: str, data: bytes | memoryview) -> bytes:
         """The local header of the next record, padded so that the data after it is aligned."""
         name, checksum = f"{self._name}/{record}".encode(), zlib.crc32(data)
         zip64 = struct.pack("<HHQQ", 1, 16, len(data), len(data))
-        padding = -(self._position + _LOCAL.size + len(name) + len(zip64) + 4) % _ALIGNMENT
+        padding = -(self._position + LOCAL.size + len(name) + len(zip64) + 4) % _ALIGNMENT
         extra = zip64 + struct.pack("<HH", _PADDING_ID, padding) + b"Z" * padding
         self._records.append((name.decode(), checksum, len(data), self._position))
-        header = _LOCAL.pack(
-            0x04034B50, _VERSION_ZIP64, 0, 0, 0, _DATE_1980, checksum, _FULL, _FULL, len(name), len(extra)
+        header = LOCAL.pack(
+            LOCAL_SIGNATURE, _VERSION_ZIP64, 0, 0, 0, _DATE_1980, checksum, FULL, FULL, len(name), len(extra)
         )
         self._position += len(header) + len(name) + len(extra) + len(data)
         return header + name + extra

@@ -29,16 +29,16 @@ from quantkit.files.tensor_file import TensorFile, View
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001  # of files before the zip
 _NOTE_BYTES = 4096
 _TAR = (257, b"ustar")
-_LOCAL = struct.Struct("<IHHHHHIIIHH")
-_LOCAL_SIGNATURE = 0x04034B50
+LOCAL = struct.Struct("<IHHHHHIIIHH")
+LOCAL_SIGNATURE = 0x04034B50
 _CENTRAL = struct.Struct("<I24xHHHH10x")  # a directory entry: its lengths, and its disk
 _CENTRAL_SIGNATURE = 0x02014B50
 _IS_FOLDER = 0x10  # some readers then read nothing
 # After the directory: its disks, its entries (here, in all), its length and its offset.
-_TAIL, _TAIL_SIGNATURE = struct.Struct("<IHHHHIIH"), 0x06054B50
+TAIL, TAIL_SIGNATURE = struct.Struct("<IHHHHIIH"), 0x06054B50
 _LOCATOR, _LOCATOR_SIGNATURE = struct.Struct("<4xIQI"), b"PK\x06\x07"
 _WIDE_TAIL = struct.Struct("<16xIIQQQQ")
-_FULL = 0xFFFFFFFF
+FULL = 0xFFFFFFFF
 _SIZES_FOLLOW, _UTF8 = 0x8, 0x800
 _ALTERED = 0x2061  # encrypted in one of three ways, or a patch of another record
 _DAMAGE = (
@@ -173,10 +173,10 @@ def _expected_size(source: SourceFile) -> int:
     torch.save writes a record's size after its data, so only the pickle, which comes first, has the storages' sizes.
     """
     size, position = source.size, 0
-    while position + _LOCAL.size <= source.size:
-        signature, *_, length, name_length, extra_length = _LOCAL.unpack(source.read(position, _LOCAL.size))
-        start = position + _LOCAL.size + name_length + extra_length
-        if signature != _LOCAL_SIGNATURE or start > source.size:
+    while position + LOCAL.size <= source.size:
+        signature, *_, length, name_length, extra_length = LOCAL.unpack(source.read(position, LOCAL.size))
+        start = position + LOCAL.size + name_length + extra_length
+        if signature != LOCAL_SIGNATURE or start > source.size:
             break
         if position == 0:
             pickled = io.BytesIO(source.read(start, min(source.size - start, MAX_BYTES)))
@@ -186,7 +186,7 @@ def _expected_size(source: SourceFile) -> int:
             size = max(size, sum(storage.nbytes for storage in unpickler.storages.values()))
         length, _ = _wide(length, length, source.read(start - extra_length, extra_length))
         position = start + length
-    return max(position + _TAIL.size, size + 1)
+    return max(position + TAIL.size, size + 1)
 
 
 @dataclass(frozen=True)
@@ -248,9 +248,9 @@ class ZipRecords:
 
     def _ends_file(self, listed: list[zipfile.ZipInfo], directory: int) -> bool:
         """Whether only a correct end record, for one disk, follows the directory."""
-        end = self._file.size - _TAIL.size
-        signature, *disks, here, in_all, length, start, comment = _TAIL.unpack(self._file.read(end, _TAIL.size))
-        if (signature, comment, *disks) != (_TAIL_SIGNATURE, 0, 0, 0):
+        end = self._file.size - TAIL.size
+        signature, *disks, here, in_all, length, start, comment = TAIL.unpack(self._file.read(end, TAIL.size))
+        if (signature, comment, *disks) != (TAIL_SIGNATURE, 0, 0, 0):
             return False
         count, locator = len(listed), end - _LOCATOR.size
         wide = self._file.read(locator, _LOCATOR.size) if locator >= 0 else b""
@@ -285,14 +285,14 @@ class ZipRecords:
 
     def _located(self, info: zipfile.ZipInfo, first: int, directory: int) -> Record:
         name, start = info.filename, info.header_offset
-        if not first <= start <= directory - _LOCAL.size:
+        if not first <= start <= directory - LOCAL.size:
             raise self._contradiction(name, "overlaps another or lies outside the file")
-        fields = _LOCAL.unpack(self._file.read(start, _LOCAL.size))
+        fields = LOCAL.unpack(self._file.read(start, LOCAL.size))
         signature, _, flags, method, _, _, crc, packed, size, name_length, extra_length = fields
-        data = start + _LOCAL.size + name_length + extra_length
-        if signature != _LOCAL_SIGNATURE or data > directory:
+        data = start + LOCAL.size + name_length + extra_length
+        if signature != LOCAL_SIGNATURE or data > directory:
             raise self._contradiction(name, "is not where the directory says")
-        head = self._file.read(start + _LOCAL.size, name_length + extra_length)
+        head = self._file.read(start + LOCAL.size, name_length + extra_length)
         if head[:name_length] != info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437"):
             raise self._contradiction(name, "has another name than in the directory")
         if (flags | info.flag_bits) & _ALTERED:
@@ -316,7 +316,7 @@ class ZipRecords:
 
 def _wide(size: int, packed: int, extra: bytes) -> tuple[int, int]:
     """The sizes in a local header; 64-bit sizes are in its extra fields."""
-    if _FULL not in (size, packed):
+    if FULL not in (size, packed):
         return size, packed
     position = 0
     while position + 4 <= len(extra):
