@@ -231,6 +231,6 @@ def stored_bytes(spec: TensorSpec, codes: CodeFormat) -> int:
     holder = codes.codec(spec.scheme, embedding=spec.name == f"{EMBEDDING}.weight")
     assert not isinstance(holder, Reason)
     if isinstance(holder, BlockType):
-        return spec.shape[0] * holder.row_bytes(spec.shape[1])
+        return spec.shape[0] * holder.type.row_bytes(spec.shape[1])
     stored = holder.stored(spec)  # type: ignore[attr-defined]
     return sum(one.nbytes for one in stored if not one.name.endswith((SHAPE, G_IDX)))

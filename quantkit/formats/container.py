@@ -297,7 +297,7 @@ def refuse_tensors_only(container: Container, tensors_only: bool, path: Path) ->
 
 def stored_format(checkpoint: StoredCheckpoint) -> str:
     """The format of a checkpoint, with the kinds of its quantized tensors in its own words, for people."""
-    types = {one.scheme: one.name for one in BLOCK_TYPES.values()} if checkpoint.method == GgmlBlocks.name else {}
+    types = {one.scheme: one.type for one in BLOCK_TYPES.values()} if checkpoint.method == GgmlBlocks.name else {}
     counted = Counter(types.get(scheme, str(scheme)) for scheme in schemes(checkpoint).values())
     counted.update(read_as_floats(checkpoint).values())
     if not counted:

@@ -127,9 +127,8 @@ def scores_difference(merges: Sequence[Pair], scores: Mapping[str, float]) -> st
         last = piece, scores[piece]
         listed.setdefault(piece, set()).add(pair)
     for piece in scores:
-        found, cuts = listed.get(piece, set()), range(1, len(piece))
-        if len(found) != sum(piece[:cut] in scores and piece[cut:] in scores for cut in cuts):
-            expected = splits(piece, scores)
+        found, expected = listed.get(piece, set()), list(splits(piece, scores))
+        if len(found) != len(expected):
             return f"merges: {_shown(sorted(found))} against {_shown(sorted(expected))} for {piece!r}"
     return None
 

@@ -44,20 +44,12 @@ class BlockType:
     """One of the two types.
 
     Attributes:
-        name: ggml's.
+        type: as a file states it.
         scheme: of its weights.
     """
 
-    name: str
+    type: GgmlType
     scheme: QuantScheme
-
-    @property
-    def block_bytes(self) -> int:
-        return _SCALE_BYTES + BLOCK * self.scheme.bits // 8
-
-    def row_bytes(self, columns: int) -> int:
-        """The size of a row of `columns` weights, a multiple of 32."""
-        return columns // BLOCK * self.block_bytes
 
     def decode(self, rows: torch.Tensor) -> qtensor.QuantTensor:
         """Rows of blocks as codes.
@@ -69,7 +61,7 @@ class BlockType:
             [O, I], of `scheme`, scales in float16.
         """
         count = rows.shape[0]
-        blocks = rows.reshape(count, rows.shape[1] // self.block_bytes, self.block_bytes)
+        blocks = rows.reshape(count, rows.shape[1] // self.type.block_bytes, self.type.block_bytes)
         scale = blocks[..., :_SCALE_BYTES].clone(memory_format=torch.contiguous_format)  # floats need aligned bytes
         data = blocks[..., _SCALE_BYTES:]
         codes = data ^ 0x80 if self.scheme.bits == 8 else torch.cat((data & 0xF, data >> 4), -1)
@@ -106,11 +98,11 @@ class BlockType:
         return None
 
 
-Q4_0 = BlockType("Q4_0", QuantScheme(4, BLOCK))
-Q8_0 = BlockType("Q8_0", QuantScheme(8, BLOCK))
+Q4_0 = BlockType(GgmlType.Q4_0, QuantScheme(4, BLOCK))
+Q8_0 = BlockType(GgmlType.Q8_0, QuantScheme(8, BLOCK))
 
-BLOCK_TYPES = {kind.name: kind for kind in (Q4_0, Q8_0)}
-"""The types that are read as codes, by ggml's names; weights in others are read as floats."""
+BLOCK_TYPES = {kind.type: kind for kind in (Q4_0, Q8_0)}
+"""The types that are read as codes; weights in others are read as floats."""
 
 
 def block_type(scheme: QuantScheme) -> BlockType:

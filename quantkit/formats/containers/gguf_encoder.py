@@ -164,8 +164,8 @@ def _type(tensor: DiskTensor, spec: TensorSpec) -> GgmlType:
     kind = block_type(spec.scheme)
     reason = kind.unsupported(spec.scheme, spec.shape[-1])
     if reason is not None:
-        raise reason.error(tensor.parts[0], kind.name)
-    return GgmlType[kind.name]
+        raise reason.error(tensor.parts[0], kind.type)
+    return kind.type
 
 
 def _extra(name: str, values: Sequence[float]) -> _Written:

@@ -45,7 +45,7 @@ def weight_kinds(folder: Path) -> list[str]:
 class HFCheckpoint:
     """A Hugging Face folder, read lazily."""
 
-    format = "hf"
+    format = layout = "hf"
 
     def __init__(
         self, path: Path, kind: str, methods: Mapping[str, QuantMethod], *, tensors_only: bool = False,
@@ -138,10 +138,6 @@ class HFCheckpoint:
     @property
     def method(self) -> str | None:
         return None if self._method is None or not self._codecs else self._method.name
-
-    @property
-    def layout(self) -> str:
-        return self.format
 
     def stored_bytes(self, name: str) -> int:
         tensor, place = self._places[name]

@@ -109,8 +109,7 @@ def reordered(value: Weight, order: Sequence[int]) -> Weight:
     """Rows in another order within each head."""
     if not isinstance(value, qtensor.QuantTensor):
         return _in_order(value, order)
-    zero = None if value.zero is None else _in_order(value.zero, order)
-    return qtensor.QuantTensor(_in_order(value.codes, order), _in_order(value.scale, order), zero, value.scheme)
+    return value.map(lambda rows: _in_order(rows, order))
 
 
 def _in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:

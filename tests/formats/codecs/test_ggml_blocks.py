@@ -56,7 +56,7 @@ def test_codes_and_scales_stay_what_they_are(scheme: QuantScheme, dtype: torch.d
     raw = blocks(kind, value)
 
     assert bytes(raw.numpy()) == by_hand(kind, value)
-    assert raw.shape == (7, kind.row_bytes(384))
+    assert raw.shape == (7, kind.type.row_bytes(384))
     back = kind.decode(raw)
     assert back.scheme == QuantScheme(scheme.bits, 32)
     assert back.codes.equal(value.codes)
@@ -70,7 +70,7 @@ def test_codes_and_scales_stay_what_they_are(scheme: QuantScheme, dtype: torch.d
 def test_the_owner_reads_the_same_weights(kind: BlockType) -> None:
     value = weight(QuantScheme(kind.scheme.bits, 64), 5, 192)
 
-    theirs = gguf.quants.dequantize(blocks(kind, value).numpy(), gguf.GGMLQuantizationType[kind.name])
+    theirs = gguf.quants.dequantize(blocks(kind, value).numpy(), gguf.GGMLQuantizationType[kind.type.name])
 
     assert np.array_equal(theirs, value.dequantize().numpy())
 
@@ -78,14 +78,14 @@ def test_the_owner_reads_the_same_weights(kind: BlockType) -> None:
 @pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
 def test_what_the_owner_quantized_keeps_every_byte(kind: BlockType) -> None:
     theirs = gguf.quants.quantize(np.random.default_rng(0).standard_normal((6, 160)).astype(np.float32),
-                                  gguf.GGMLQuantizationType[kind.name])  # fmt: skip
+                                  gguf.GGMLQuantizationType[kind.type.name])  # fmt: skip
     raw = torch.from_numpy(theirs)
 
     value = kind.decode(raw)
 
     assert blocks(kind, value).equal(raw)
     assert np.array_equal(
-        value.dequantize().numpy(), gguf.quants.dequantize(theirs, gguf.GGMLQuantizationType[kind.name])
+        value.dequantize().numpy(), gguf.quants.dequantize(theirs, gguf.GGMLQuantizationType[kind.type.name])
     )
     assert kind is Q8_0 or bool((value.scale < 0).any()), "its scales have both signs"
 
