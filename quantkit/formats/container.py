@@ -236,12 +236,11 @@ class Container(Protocol):
         """Open one of the sets of weights at a path; headers only.
 
         Args:
-            tensors_only: whether to accept any tensors, of whatever architecture.
+            tensors_only: whether to accept any tensors, of whatever architecture; of Hugging Face folders alone.
             floats_as: the type of weights in integers or small floats that are read as floats, which are computed in
                 float32 and rounded to it; None is the model's.
 
         Raises:
-            RequestError: if an option does not go with this kind of checkpoint.
             CheckpointError: if files are missing, damaged or contradict each other.
             UnsupportedError: for architectures and quantizations that are not read.
         """
@@ -286,13 +285,6 @@ class Container(Protocol):
 
 def _not_written(title: str) -> RequestError:
     return RequestError(f"{title}'s files are read, not written", expected="another `to`")
-
-
-def refuse_tensors_only(container: Container, tensors_only: bool, path: Path) -> None:
-    """Raise `RequestError` if `tensors_only` is set for a kind of checkpoint whose tensors are all known."""
-    if tensors_only:
-        problem = f"`tensors_only=True` is for Hugging Face folders; all tensors of {container.title} are known"
-        raise RequestError(problem, path=path)
 
 
 def stored_format(checkpoint: StoredCheckpoint) -> str:

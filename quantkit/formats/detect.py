@@ -15,7 +15,7 @@ from quantkit.formats.checkpoint import lora_adapter
 from quantkit.formats.container import Container, StoredCheckpoint
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
-from quantkit.formats.registry import CONTAINERS
+from quantkit.formats.registry import CONTAINERS, HF
 from quantkit.tensors.dtypes import DType
 
 Found = tuple[str, Container]
@@ -96,6 +96,9 @@ def open_unfinished(
     else:
         listed = ", ".join(kind for kind, _ in found) or "none"
         raise CheckpointError(f"has no {weights} weights", path=folder, found=listed)
+    if tensors_only and container is not HF:
+        problem = f"`tensors_only=True` is for Hugging Face folders; all tensors of {container.title} are known"
+        raise RequestError(problem, path=folder)
     try:
         checkpoint = container.open(folder, kind, tensors_only=tensors_only, floats_as=floats_as)
     except CheckpointError as error:

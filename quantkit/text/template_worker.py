@@ -75,10 +75,6 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime(repeatable: bool, format: str) -> str:
-    return (_FIXED_DATE if repeatable else datetime.datetime.now()).strftime(format)
-
-
 def _answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str, Any]:
     try:
         template = compiled(request["source"])
@@ -86,9 +82,9 @@ def _answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str
             return {}
         random.seed(0 if request["repeatable"] else None)  # Jinja's own choices use this generator
         unknown = {name: _Unknown(name=name) for name in request["unknown"]}
-        now = functools.partial(_strftime, request["repeatable"])
+        now = _FIXED_DATE if request["repeatable"] else datetime.datetime.now()
         pieces, length = [], 0
-        for piece in template.generate({"strftime_now": now, **unknown, **request["variables"]}):
+        for piece in template.generate({"strftime_now": now.strftime, **unknown, **request["variables"]}):
             pieces.append(piece)
             length += len(piece)
             if length > request["max_length"]:

@@ -28,7 +28,7 @@ from quantkit.files.tensor_file import TensorFile, View, contiguous_strides, sam
 from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.codec import QuantMethod, Weight
 from quantkit.formats.codecs.ggml import BLOCK_TYPES, EXACT, FLOATS, NOT_READ, SMALL_FLOATS, GgmlBlocks, GgmlRows
-from quantkit.formats.container import Container, Encoder, Output, refuse_tensors_only
+from quantkit.formats.container import Container, Encoder, Output
 from quantkit.formats.containers.hf_parts import decode, read_floats
 from quantkit.formats.folder import OTHER_FILES, present
 from quantkit.json_values import Settings, shown
@@ -65,7 +65,6 @@ class Gguf(Container):
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
     ) -> GgufCheckpoint:  # fmt: skip
-        refuse_tensors_only(self, tensors_only, path)
         file = gguf_file(path)
         assert file is not None, path
         return GgufCheckpoint(file, floats_as)

@@ -25,7 +25,7 @@ from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import same_tensor
 from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.codec import RawModule, Weight
-from quantkit.formats.container import Container, refuse_tensors_only
+from quantkit.formats.container import Container
 from quantkit.formats.containers.hf_parts import decode, read_floats, share
 from quantkit.formats.containers.hf_settings import NOT_CARRIED
 from quantkit.json_values import read_settings
@@ -60,7 +60,6 @@ class GptFast(Container):
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
     ) -> GptFastCheckpoint:  # fmt: skip
         """See `Container.open`; int4 files, whose layout depends on the kernel of one kind of GPU, are not read."""
-        refuse_tensors_only(self, tensors_only, path)
         if kind == _INT4:
             problem = "gpt-fast's int4 files hold what one kernel multiplies, not codes and zero points"
             found, expected = next(path.glob(_FILES[kind])).name, " or ".join(list(_FILES.values())[:2])

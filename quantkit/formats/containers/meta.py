@@ -24,7 +24,7 @@ from quantkit.files.source import SourceFile, damaged_file
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import raise_unexpected, require_tensors
 from quantkit.formats.codecs.codec import QuantMethod
-from quantkit.formats.container import Container, Encoder, Output, refuse_tensors_only
+from quantkit.formats.container import Container, Encoder, Output
 from quantkit.formats.folder import OTHER_FILES, json_bytes, present, with_templates
 from quantkit.json_values import Settings, read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
@@ -59,7 +59,6 @@ class Meta(Container):
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
     ) -> MetaCheckpoint:  # fmt: skip
-        refuse_tensors_only(self, tensors_only, path)
         return MetaCheckpoint(path)
 
     def parameters(
