@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
+from quantkit.tensors.late import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,15 +54,11 @@ class DType(StrEnum):
     @property
     def torch(self) -> TorchDType:
         """Torch's own."""
-        import torch
-
         dtype: TorchDType = getattr(torch, self.value)
         return dtype
 
     def empty(self, shape: Sequence[int]) -> Tensor:
         """A tensor to be filled."""
-        import torch
-
         return torch.empty(shape, dtype=self.torch)
 
 
