@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import oracle
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_a_text_on_devices_ends_at_the_tokens_of_either_file(folder: Path, tmp_p
         "print(*load_xla(sys.argv[1], devices=1)[0].config.eos_token_ids)"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code, folder], env=environment(1, tmp_path), capture_output=True, text=True, check=False,
+        forked.command("-c", code, folder), env=environment(1, tmp_path), capture_output=True, text=True, check=False,
         cwd=tmp_path,
     )  # fmt: skip
     assert {5, 7} < set(map(int, found.stdout.split())), found.stderr

@@ -1,6 +1,6 @@
 """Runs in a process of its own, over virtual devices: what XLA computes beside what torch does, as JSON.
 
-python xla_cases.py FOLDER:DEVICES ...
+python -m xla_cases FOLDER:DEVICES ...
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def compared(eager: Decoder, model: XlaModel) -> dict[str, Any]:
     cache = texts[0]._cache[0][0]
     drawn = [one.grow().tokens[:, 0].tolist() for one in texts]
     ends = [np.asarray(one.logits) for one in texts]
-    numbers = np.zeros(1, np.int32)
+    first, numbers = texts[0], np.zeros(1, np.int32)
     program = model.chunk(None).lower(
-        model.state, texts[0]._cache, texts[0].logits, Rows(numbers, numbers), numbers[:0], None
-    )
+        model.state, first._cache, first.logits, Rows(numbers, numbers), first._ends, None
+    )  # compiled before
     return {
         "prompt": float(np.abs(starts[0] - expected[0].numpy()).max()),
         "chunk": float(np.abs(ends[0] - expected[-1].numpy()).max()),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import forked
 import oracle
 import pytest
 from command import Capture, run, without_progress
@@ -52,7 +52,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             own["layer_types"] = ["sliding_attention", "full_attention"]
         oracle.save(oracle.make(kind, **own), home / case)
         devices[case] = count
-    return found_by("xla_cases.py", devices, home)
+    return found_by("xla_cases", devices, home)
 
 
 NAMES = ["float32", "int8", "int4-g32", "int4-g16-asym", "qwen2", "tied-int8", "qwen3", *FEATURES]
@@ -146,7 +146,7 @@ def test_the_command_continues_as_torch_does_and_compiles_once(
     command = ["generate", str(demo_model), "--prompt", PROMPT, "--dtype", "fp32", "--max-new-tokens", "25"]
     code, eager, _ = run(capfd, *command)
     assert code == 0
-    sharded = [sys.executable, "-m", "quantkit.cli", *command, "--backend", "xla", "--tp", "4"]
+    sharded = forked.quantkit(*command, "--backend", "xla", "--tp", "4")
     found = []
     for _ in range(2):
         done = subprocess.run(sharded, env=environment(4, tmp_path), capture_output=True, text=True, check=False)
@@ -158,10 +158,10 @@ def test_the_command_continues_as_torch_does_and_compiles_once(
 
 def test_several_hosts_are_one(demo_model: Path, tmp_path: Path) -> None:
     require_torchax()
-    command = [
-        sys.executable, "-m", "quantkit.cli", "generate", str(demo_model), "--prompt", PROMPT, "--max-new-tokens", "15",
-        "--temperature", "0.8", "--backend", "xla", "--multi-host",
-    ]  # fmt: skip
+    command = forked.quantkit(
+        "generate", demo_model, "--prompt", PROMPT, "--max-new-tokens", "15", "--temperature", "0.8",
+        "--backend", "xla", "--multi-host",
+    )  # fmt: skip
     place = {"JAX_COORDINATOR_ADDRESS": f"localhost:{_free_port()}", "JAX_NUM_PROCESSES": "2"}
     hosts = [
         subprocess.Popen(
@@ -243,7 +243,7 @@ def refused(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     require_torchax()
     home = tmp_path_factory.mktemp("refused")
     oracle.save(oracle.make("mixtral", num_local_experts=4), home / "model")
-    command = [sys.executable, "-c", IN_TURN, f"{home / 'model'}:2", *(f"{demo_model}:{count}" for count in REFUSED)]
+    command = forked.command("-c", IN_TURN, f"{home / 'model'}:2", *(f"{demo_model}:{count}" for count in REFUSED))
     done = subprocess.run(command, env=environment(4, home), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.split(), done.stderr.splitlines()

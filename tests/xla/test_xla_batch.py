@@ -24,7 +24,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     quantkit.quantize(source, home / "int4-g32", any_scheme("int4-g32"), method="rtn", accept_quality_loss=True)
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     oracle.save(oracle.make("qwen3", **window, **small), home / "qwen3")
-    return found_by("xla_batch_cases.py", {"qwen3": 4, "int4-g32": 8, "float32": 8}, home)
+    return found_by("xla_batch_cases", {"qwen3": 4, "int4-g32": 8, "float32": 8}, home)
 
 
 @pytest.mark.parametrize("name", ["float32", "int4-g32", "qwen3"])
