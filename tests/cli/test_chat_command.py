@@ -291,10 +291,8 @@ def test_what_else_is_typed(demo_model: Path, tmp_path: Path) -> None:
 
 
 def test_processes_share_a_conversation(demo_model: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--template", "llama2", "--max-new-tokens", "6", "--dtype", "fp32"]
-    command = [*launcher, "-m", "quantkit.cli", "chat", demo_model, *options]
+    command = ["chat", demo_model, "--template", "llama2", "--max-new-tokens", "6", "--dtype", "fp32"]
     lines = b"The people?\nAnd the Congress?\n"
-    ran = subprocess.run(command, input=lines, capture_output=True, cwd="/", check=True)
-    alone = forked.command(*command[len(launcher) :])
+    ran = subprocess.run(forked.launched(2, *command), input=lines, capture_output=True, cwd="/", check=True)
+    alone = forked.quantkit(*command)
     assert ran.stdout == subprocess.run(alone, input=lines, capture_output=True, cwd="/", check=True).stdout

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +72,6 @@ def folders(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     for scheme in ("int8", "int4-g32-asym"):
         quantkit.quantize(base / "small", base / f"small-{scheme}", scheme, method="rtn", accept_quality_loss=True)
     return {name: base / name for name in CASES}
-
-
-def _torchrun(processes: int) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*launcher, "-m", "quantkit.cli"]
 
 
 @dataclass(frozen=True)
@@ -195,7 +189,7 @@ def test_shared_models_keep_their_kernels_but_not_whole_blocks(shared: Findings,
 
 def test_the_command_speaks_once(folders: dict[str, Path]) -> None:
     drawn = ["--temperature", "1", "--max-new-tokens", "12"]
-    command = [*_torchrun(2), "generate", folders["int8"], "--prompt", "My fellow", *drawn]
+    command = forked.launched(2, "generate", folders["int8"], "--prompt", "My fellow", *drawn)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("My fellow") == 1
@@ -289,7 +283,7 @@ def test_a_lost_process_and_an_interruption_end_the_job(
     drawn = ["--temperature", "1", "--seed", "3", "--max-new-tokens", "1000"]
     with out.open("w") as stdout, err.open("w") as stderr:
         job = subprocess.Popen(
-            [*_torchrun(count), "generate", folders["fp32"], "--prompt", "My fellow", *drawn],
+            forked.launched(count, "generate", folders["fp32"], "--prompt", "My fellow", *drawn),
             stdout=stdout, stderr=stderr, start_new_session=True,
         )  # fmt: skip
     try:

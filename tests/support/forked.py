@@ -16,6 +16,9 @@ from subprocess import CompletedProcess
 COMMAND = "from quantkit.cli.main import main; main()"
 """The code of quantkit's command."""
 
+_IMPATIENT = "import quantkit.distributed.group\nquantkit.distributed.group._PATIENCE = 1.0\n"
+"""After an error, processes wait so long for one another, not for the five seconds that a launcher may need."""
+
 _PATIENCE = 240
 _HERE = Path(__file__).parent
 
@@ -30,6 +33,12 @@ def quantkit(*arguments: str | Path) -> list[str]:
     return command("-m", "quantkit.cli", *arguments)
 
 
+def launched(count: int, *arguments: str | Path) -> list[str]:
+    """A command line with which torchrun starts so many of ``quantkit ARGUMENTS``."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    return [*launcher, "--no-python", *command("-c", _IMPATIENT + COMMAND, *arguments)]
+
+
 def python(code: str, *arguments: str | Path) -> CompletedProcess[str]:
     """What ``python -c CODE ARGUMENTS`` does."""
     return _all([{}], code, *arguments)[0]
@@ -42,7 +51,7 @@ def group(count: int, code: str, *arguments: str | Path) -> list[CompletedProces
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    return _all(ranks, code, *arguments)
+    return _all(ranks, _IMPATIENT + code, *arguments)
 
 
 def _all(environments: list[dict[str, str]], code: str, *arguments: str | Path) -> list[CompletedProcess[str]]:
