@@ -47,21 +47,11 @@ class Rounding:
 
 @dataclass(frozen=True)
 class PreparedLinear:
-    """A linear, or linears that share an input, fused; the bias is [O] in the model's dtype."""
+    """A linear, or linears that share an input, fused; the bias is [O] in the model's dtype. *Stacked*, a linear of
+    every expert of a layer: weights [E, ...], and the bias [E, O] in float32."""
 
     prepared: Prepared
     scheme: QuantScheme
-    bias: Tensor | None
-
-
-@dataclass(frozen=True)
-class StackedLinear:
-    """A linear of every expert of a layer: their weights stacked [E, ...], the outputs of one, and the float32 bias
-    [E, O]."""
-
-    prepared: Prepared
-    scheme: QuantScheme
-    rows: int
     bias: Tensor | None
 
 
@@ -71,6 +61,7 @@ class RoutedExperts:
 
     Attributes:
         router, router_bias: [E, D] in the model's dtype, and [E] in float32 or None.
+        gate_up, down: stacked.
         shared_gate: float32 [1, D], of the shared experts, or None.
         per_token: experts of a token.
         normalized: whether the weights of a token's experts are scaled to sum to 1.
@@ -78,8 +69,8 @@ class RoutedExperts:
 
     router: Tensor
     router_bias: Tensor | None
-    gate_up: StackedLinear
-    down: StackedLinear
+    gate_up: PreparedLinear
+    down: PreparedLinear
     shared_gate: Tensor | None
     per_token: int
     normalized: bool
@@ -193,12 +184,12 @@ class ExpertKernel:
     Attributes:
         stack: stacks one of the tensors that `prepare` returned for each expert to [E, ...].
         run: for rows [N, D], weights [N, K] in float32 and numbers [N, K] of the chosen experts, each one's gate and up
-            side by side, and down, the activation and its limit as in `ModelConfig`: the weighted sums [N, D] in the
-            dtype of the rows.
+            side by side, and down, both stacked, the activation and its limit as in `ModelConfig`: the weighted sums
+            [N, D] in the dtype of the rows.
     """
 
     stack: Callable[[list[Tensor]], Tensor]
-    run: Callable[[Tensor, Tensor, Tensor, StackedLinear, StackedLinear, str, float | None], Tensor]
+    run: Callable[[Tensor, Tensor, Tensor, PreparedLinear, PreparedLinear, str, float | None], Tensor]
 
 
 @dataclass(frozen=True)

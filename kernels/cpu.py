@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantkit.errors import UnsupportedError
 from quantkit.kernels import backend
-from quantkit.kernels.backend import Backend, BlockKernel, ExpertKernel, Operations, Prepared, Rounding, StackedLinear
+from quantkit.kernels.backend import Backend, BlockKernel, ExpertKernel, Operations, Prepared, PreparedLinear, Rounding
 from quantkit.kernels.build import VARIANT_SETTING, load_kernels
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
@@ -89,7 +89,7 @@ class CpuBackend(Backend):
             return mixed
 
         def experts(
-            rows: Tensor, weights: Tensor, chosen: Tensor, gate_up: StackedLinear, down: StackedLinear,
+            rows: Tensor, weights: Tensor, chosen: Tensor, gate_up: PreparedLinear, down: PreparedLinear,
             activation: str, limit: float | None,
         ) -> Tensor:  # fmt: skip
             linears = gate_up.prepared["packed"], gate_up.bias, down.prepared["packed"], down.bias
@@ -147,7 +147,7 @@ def _operands(weights: backend.BlockWeights, own: backend.BlockSettings) -> tupl
     )  # fmt: skip
 
 
-def _packed(linear: backend.PreparedLinear | None) -> tuple[Tensor | None, Tensor | None]:
+def _packed(linear: PreparedLinear | None) -> tuple[Tensor | None, Tensor | None]:
     if linear is None:
         return None, None
     return linear.prepared["packed"], None if linear.bias is None else linear.bias.float()

@@ -16,8 +16,8 @@ from quantkit.kernels.backend import (
     ExpertKernel,
     Operations,
     Prepared,
+    PreparedLinear,
     Rounding,
-    StackedLinear,
     gated,
 )
 from quantkit.kernels.build import cache_folder
@@ -113,7 +113,7 @@ def _cached_attention(queries: Tensor, keys: CachedRows, values: CachedRows, *ot
 
 
 def _experts(
-    rows: Tensor, weights: Tensor, chosen: Tensor, gate_up: StackedLinear, down: StackedLinear, activation: str,
+    rows: Tensor, weights: Tensor, chosen: Tensor, gate_up: PreparedLinear, down: PreparedLinear, activation: str,
     limit: float | None,
 ) -> Tensor:  # fmt: skip
     """See `ExpertKernel`."""
@@ -122,7 +122,7 @@ def _experts(
     return (given.float() * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
-def _of_chosen(x: Tensor, chosen: Tensor, linear: StackedLinear) -> Tensor:
+def _of_chosen(x: Tensor, chosen: Tensor, linear: PreparedLinear) -> Tensor:
     """The outputs [N, K, O] of a linear of each token's experts [N, K] for tokens [N, I] or [N, K, I]."""
     words, scale, zero = linear.prepared["words"], linear.prepared["scale"], linear.prepared.get("zero")
     operands = x, words, scale, zero, linear.bias, chosen, linear.scheme.group_size

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.kernels.backend import OAI_ALPHA, ExpertKernel, StackedLinear, gated
+from quantkit.kernels.backend import OAI_ALPHA, ExpertKernel, PreparedLinear, gated
 from quantkit.memory import malloc_trim
 from quantkit.model.linear import QuantLinear
 
@@ -133,8 +133,8 @@ class ExpertBank:
     in one call."""
 
     kernel: ExpertKernel
-    gate_up: StackedLinear
-    down: StackedLinear
+    gate_up: PreparedLinear
+    down: PreparedLinear
     config: ModelConfig
 
     def __call__(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def _same_kind(linears: Sequence[nn.Module | None]) -> list[QuantLinear]:
     return found if len(found) == len(linears) and len(kinds) == 1 else []
 
 
-def _stacked(kernel: ExpertKernel, linears: list[QuantLinear]) -> StackedLinear:
+def _stacked(kernel: ExpertKernel, linears: list[QuantLinear]) -> PreparedLinear:
     prepared = {}
     for name in linears[0].prepared:
         prepared[name] = kernel.stack([linear.prepared[name] for linear in linears])
@@ -181,5 +181,4 @@ def _stacked(kernel: ExpertKernel, linears: list[QuantLinear]) -> StackedLinear:
             setattr(linear, name, own)
         malloc_trim()
     biases = [linear.bias.detach().float() for linear in linears if linear.bias is not None]
-    first = linears[0]
-    return StackedLinear(prepared, first.scheme, first.out_features, torch.stack(biases) if biases else None)
+    return PreparedLinear(prepared, linears[0].scheme, torch.stack(biases) if biases else None)

@@ -8,7 +8,7 @@ import torch
 from schemes import any_scheme
 from torch import Tensor
 
-from quantkit.kernels.backend import Backend, ExpertKernel, StackedLinear
+from quantkit.kernels.backend import Backend, ExpertKernel, PreparedLinear
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 
 
@@ -44,14 +44,14 @@ class Mixture:
 
     def stacked(
         self, backend: Backend, kernel: ExpertKernel, device: torch.device
-    ) -> tuple[StackedLinear, StackedLinear]:
+    ) -> tuple[PreparedLinear, PreparedLinear]:
         """What a backend prepares of them."""
         linears = []
         for weights, bias in ((self.gate_up, self.gate_up_bias), (self.down, self.down_bias)):
             each = [backend.prepare(weight.to(device)) for weight in weights]
             prepared = {name: kernel.stack([one[name] for one in each]) for name in each[0]}
             bias = None if bias is None else bias.to(device)
-            linears.append(StackedLinear(prepared, weights[0].scheme, weights[0].shape[0], bias))
+            linears.append(PreparedLinear(prepared, weights[0].scheme, bias))
         return linears[0], linears[1]
 
 
