@@ -7,9 +7,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TextIO
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TextIO
 
 import click
 
@@ -96,7 +96,7 @@ def _print(text: str, *, err: bool, wrap: bool) -> None:
     if wrap and stream.isatty():
         width = terminal_columns(stream) or DEFAULT_COLUMNS
         text = "\n".join(_colored(part) for line in text.split("\n") for part in _wrapped(line, width))
-    with room_to_print():
+    with _room_to_print(stream):
         click.echo(text, err=err)
         stream.flush()
 
@@ -156,23 +156,10 @@ def terminal_columns(stream: TextIO) -> int:
         return 0
 
 
-class Bar(Protocol):
-    """A bar on the terminal."""
+def _room_to_print(stream: TextIO) -> AbstractContextManager[None]:
+    """Hides the bar, if there is one on the terminal, while something else is printed."""
+    if "tqdm" not in sys.modules:  # nothing has made a bar
+        return nullcontext()
+    from tqdm import tqdm
 
-    def cleared(self) -> AbstractContextManager[None]:
-        """Hide the bar, so that something else can be printed in its place."""
-        ...
-
-
-shown_bars: set[Bar] = set()
-"""The bars that are on the terminal."""
-
-
-@contextmanager
-def room_to_print() -> Iterator[None]:
-    """Hide the bar, if there is one on the terminal, while something else is printed."""
-    for bar in list(shown_bars):
-        with bar.cleared():
-            yield
-        return
-    yield
+    return tqdm.external_write_mode(stream)

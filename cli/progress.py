@@ -16,7 +16,7 @@ import click
 
 from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.job_steps import JobSteps
-from quantkit.cli.output import DEFAULT_COLUMNS, shown_bars, terminal_columns
+from quantkit.cli.output import DEFAULT_COLUMNS, terminal_columns
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -99,7 +99,6 @@ class ProgressDisplay:
             if self._bar is not None:
                 self._bar.close()
         self._silent = True
-        shown_bars.discard(self)
 
     def expect(self, steps: Mapping[str, float]) -> None:
         """Show the progress of a whole job from here, by the estimated seconds of its phases, in order."""
@@ -124,16 +123,6 @@ class ProgressDisplay:
         with self._writing():
             if self._phase is not None:
                 self._show(self._clock(), begins=False)
-
-    @contextmanager
-    def cleared(self) -> Iterator[None]:
-        """Hide the bar, so that something else can be printed in its place."""
-        with self._lock:
-            if self._bar is not None:
-                self._bar.clear(nolock=True)
-            yield
-            if self._bar is not None:
-                self._bar.refresh(nolock=True)
 
     def _show(self, now: float, *, begins: bool) -> None:
         phase = self._phase
@@ -161,12 +150,12 @@ class ProgressDisplay:
                 desc=name, initial=share, total=1.0, unit=phase.count(), bar_format=_FORMAT, file=self._stream,
                 leave=False, ncols=width, nrows=2,
             )  # fmt: skip
-            shown_bars.add(self)
         bar = self._bar
         bar.ncols, bar.n, bar.unit = width, share, phase.count()
         bar.set_description_str(name, refresh=False)
         bar.set_postfix_str(", ".join(rest), refresh=False)
-        bar.refresh(nolock=True)
+        with bar.get_lock():  # type: ignore[no-untyped-call]  # other output takes it while the bar is hidden
+            bar.refresh(nolock=True)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
