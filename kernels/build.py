@@ -43,19 +43,10 @@ _FLAGS = (
 _log = logging.getLogger(__name__)
 
 
-def load_kernels(variant: str) -> Any:
-    """Compile one variant of the operators and load it; raises `RequestError` if there is no such variant, and
-    `UnsupportedError` if there is no compiler, it fails, or the cache can't be written."""
-    return _loaded("ops", variant)
-
-
-def load_functions(name: str, variant: str) -> ctypes.CDLL:
-    """As `load_kernels`, the functions of ``csrc/NAME.cpp``, which do not use torch."""
-    functions: ctypes.CDLL = _loaded(name, variant)
-    return functions
-
-
-def _loaded(source: str, variant: str) -> Any:
+def load_kernels(variant: str, source: str = "ops") -> Any:
+    """Compile one variant of ``csrc/SOURCE.cpp`` and load it: torch's operators, or from other sources than ``ops``
+    functions that do not use torch. Raises `RequestError` if there is no such variant, and `UnsupportedError` if there
+    is no compiler, it fails, or the cache can't be written."""
     if variant not in VARIANTS:
         raise RequestError("unknown variant of the CPU kernels", found=variant, expected=", ".join(VARIANTS))
     found = _load_once(source, variant)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.kernels.build import VARIANT_SETTING, load_functions
+from quantkit.kernels.build import VARIANT_SETTING, load_kernels
 
 _FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -63,8 +63,8 @@ improve_in_turn = partial(_in_turn, "quantkit_improve_in_turn")
 """See `ColumnKernels`."""
 
 
-def _functions() -> ctypes.CDLL:
-    return load_functions("gptq", os.environ.get(VARIANT_SETTING, "native"))
+def _functions() -> Any:
+    return load_kernels(os.environ.get(VARIANT_SETTING, "native"), "gptq")
 
 
 def _sizes(*sizes: int) -> list[c_int64]:
