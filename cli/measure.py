@@ -64,17 +64,17 @@ _MEASURED = "What is measured"
     options.plot("KL or perplexity by bits per weight, and the worst layers"),
 )  # fmt: skip
 def evaluate(
-    models: tuple[str, ...], texts: tuple[Path, ...], text_column: str | None, tasks: str, task_data: Path | None,
-    against: str | None, window: int | None, positions: int | None, position_windows: int | None,
-    cache_logits: Path | None, speed: bool, device: str | None, table: Style, report: Path | None, data: str | None,
-    plot: Path | None,
-) -> None:  # fmt: skip
+    models: tuple[str, ...], table: Style, report: Path | None, data: str | None, plot: Path | None, **given: Any
+) -> None:
     """Measure models: perplexity, divergence, tasks, speed.
 
     Prints one table for all models, with the given NAMEs. Perplexity and divergence are always computed in float32 on
     the CPU; tasks and speed on --device. Under torchrun all processes share each model, on CPUs.
     """
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    texts, against = given["texts"], given["against"]
+    shared = {name: given[name] for name in ("text_column", "tasks", "window", "speed", "device")}
+    shared["positions"] = [given["positions"], given["position_windows"]]
+    given["tasks"] = names = [name.strip() for name in given["tasks"].split(",") if name.strip()]
     folders = [path for _, path in named([*models, *([against] if against else [])])]
     if not names:  # the job checks tasks first
         require_models(*folders)
@@ -84,17 +84,12 @@ def evaluate(
     from quantkit.evals.report import markdown, sheet, tables
     from quantkit.evals.table import render
 
-    shared = {"text_column": text_column, "tasks": tasks, "window": window, "speed": speed, "device": device}
-    with together({**shared, "positions": [positions, position_windows]}, "cpu") as group:
+    with together(shared, "cpu") as group:
         outputs = Outputs(data, report=report, plot=plot, reads=texts)
         if plot is not None and ((against is None and len(models) == 1) or (names and not texts)):
             require_drawable(folders)
         with ProgressDisplay(show=group.is_rank0) as progress:
-            found = job(
-                models, texts=texts, text_column=text_column, tasks=names, task_data=task_data, against=against,
-                window=window, positions=positions, position_windows=position_windows, cache_logits=cache_logits,
-                speed=speed, details=outputs.wants_page, device=device, group=group, progress=progress,
-            )  # fmt: skip
+            found = job(models, **given, details=outputs.wants_page, group=group, progress=progress)
         if group.is_rank0:
 
             def show() -> None:
@@ -142,9 +137,8 @@ def evaluate(
 )  # fmt: skip
 @section("Output", options.table, options.data, options.plot("decoding and prefill"))
 def bench(
-    models: tuple[str, ...], synthetic: str | None, quantized: tuple[str, ...], head: str | None, prompt_lengths: str,
-    batches: str, contexts: str | None, price_per_hour: float | None, threads: int | None, runs: int, int8_cache: bool,
-    backend: str | None, compiled: bool | None, device: str | None, table: Style, data: str | None, plot: Path | None,
+    models: tuple[str, ...], synthetic: str | None, quantized: tuple[str, ...], head: str | None, table: Style,
+    data: str | None, plot: Path | None, **given: Any,
 ) -> None:  # fmt: skip
     """Time models: prefill, decoding, loading, memory, cost.
 
@@ -157,8 +151,8 @@ def bench(
         raise RequestError("--scheme goes with --synthetic", hint="a folder has its own schemes")
     if head is not None and not quantized:
         raise RequestError("--head goes with --scheme")
-    lengths, sizes = _numbers(prompt_lengths), _numbers(batches)
-    long_contexts = () if contexts is None else _numbers(contexts)
+    for name in ("prompt_lengths", "batches", "contexts"):
+        given[name] = () if given[name] is None else _numbers(given[name])
     require_models(*(path for _, path in named(models)))
 
     from quantkit.evals import bench_report
@@ -167,16 +161,11 @@ def bench(
     from quantkit.evals.bench_report import picture
     from quantkit.evals.table import render
 
-    requested: dict[str, Any] = {
-        "prompt_lengths": lengths, "batches": sizes, "contexts": long_contexts, "price_per_hour": price_per_hour,
-        "threads": threads, "runs": runs, "int8_cache": int8_cache, "backend": backend, "compiled": compiled,
-        "device": device,
-    }  # fmt: skip
     sources = [BenchModel(shape=synthetic, scheme=scheme, head=head) for scheme in quantized or (None,)]
-    with together(requested, device) as group:
+    with together(given, given["device"]) as group:
         outputs = Outputs(data, plot=plot)
         with ProgressDisplay(show=group.is_rank0) as progress:
-            found = job(models if synthetic is None else sources, **requested, group=group, progress=progress)
+            found = job(models if synthetic is None else sources, **given, group=group, progress=progress)
         if group.is_rank0:
             warnings, notes = bench_report.warnings(found), bench_report.notes(found)
             below = [""] if (warnings or notes) and table == "terminal" else []
