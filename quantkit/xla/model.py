@@ -76,8 +76,7 @@ class ShardedEmbedding(_Sharded):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] to [B, T, D]."""
-        look_up = vocab_parallel_embedding if len(self._weight) == 1 else vocab_parallel_codes
-        rows: Tensor = apply(look_up, tokens, *self.arrays)
+        rows: Tensor = apply(vocab_parallel_embedding, tokens, *self.arrays)
         weight = self._like[0].weight
         assert isinstance(weight, Tensor)
         return rows.to(weight.dtype)
@@ -182,27 +181,18 @@ def quantized_product(x: jax.Array, codes: jax.Array, scale: jax.Array, zero: ja
     return (sums * steps[:, None]).sum(0)
 
 
-def vocab_parallel_embedding(tokens: jax.Array, weight: jax.Array) -> jax.Array:
-    """Rows of an embedding of which each device has some of the vocabulary: [B, T] and [V / N, D] to [B, T, D]."""
-    own = tokens - lax.axis_index(AXIS) * weight.shape[0]
-    here = (own >= 0) & (own < weight.shape[0])
-    rows = jnp.take(weight, jnp.where(here, own, 0), axis=0)
-    return lax.psum(jnp.where(here[..., None], rows, 0), AXIS)
-
-
-def vocab_parallel_codes(
-    tokens: jax.Array, codes: jax.Array, scale: jax.Array, zero: jax.Array | None = None
-) -> jax.Array:  # fmt: skip
-    """`vocab_parallel_embedding` of codes [G, V / N, D / G], int4 or int8, with scales and zero points [G, V / N], None
-    for zeros: [B, T] to [B, T, D] in float32."""
-    own = tokens - lax.axis_index(AXIS) * codes.shape[1]
-    here = (own >= 0) & (own < codes.shape[1])
-
-    def taken(array: jax.Array) -> jax.Array:
-        return jnp.moveaxis(jnp.take(array, jnp.where(here, own, 0), axis=1), 0, 2).astype(jnp.float32)
-
-    found = taken(codes) if zero is None else taken(codes) - taken(zero)[..., None]  # [B, T, G, D / G]
-    rows = (found * taken(scale)[..., None]).reshape(*tokens.shape, -1)
+def vocab_parallel_embedding(tokens: jax.Array, weight: jax.Array, *steps: jax.Array) -> jax.Array:
+    """Rows of an embedding of which each device has some of the vocabulary: [B, T] and [V / N, D] to [B, T, D]. Of
+    codes [G, V / N, D / G], int4 or int8, with `steps`, scales and perhaps zero points [G, V / N], in float32."""
+    count = weight.shape[-2]
+    own = tokens - lax.axis_index(AXIS) * count
+    here = (own >= 0) & (own < count)
+    at = jnp.where(here, own, 0)
+    rows = jnp.take(weight, at, axis=-2)
+    if steps:  # rows are [G, B, T, D / G]
+        scale, *zero = (jnp.take(array, at, axis=1).astype(jnp.float32)[..., None] for array in steps)
+        found = rows.astype(jnp.float32) - (zero[0] if zero else 0)
+        rows = jnp.moveaxis(found * scale, 0, 2).reshape(*tokens.shape, -1)
     return lax.psum(jnp.where(here[..., None], rows, 0), AXIS)
 
 
