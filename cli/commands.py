@@ -15,7 +15,7 @@ from quantkit.cli.options import BROKEN, Command, exit_codes, section
 from quantkit.cli.output import as_options, columns, mention, note
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
-from quantkit.doctor.findings import RUNTIMES, Runtime
+from quantkit.doctor.findings import RUNTIMES
 from quantkit.errors import RequestError
 from quantkit.jobs.convert_options import ConvertOptions
 from quantkit.jobs.quantize_options import OUTPUT, SCHEMES, QuantizeOptions
@@ -81,9 +81,7 @@ def inspect(path: Path, weights: WeightKind | None, tensors_only: bool, data: st
 @click.option("--deep", is_flag=True, help="Also read the weights, and run the model on a sample text if it is small.")
 @click.option("--against", type=click.Path(), metavar="SRC", help="Compare each linear with its float source.")
 @options.data
-def doctor(
-    path: str, runtime: Runtime | None, tp: int, deep: bool, against: str | None, data: str | None
-) -> None:  # fmt: skip
+def doctor(data: str | None, **given: Any) -> None:
     """Check what is wrong with a model, whoever made it.
 
     PATH is a folder, or a file of weights. Without --deep and --against only headers are read.
@@ -92,7 +90,7 @@ def doctor(
 
     outputs = Outputs(data)
     with ProgressDisplay() as progress:
-        found = diagnose(path, runtime=runtime, tp=tp, deep=deep, against=against, progress=progress)
+        found = diagnose(**given, progress=progress)
     outputs.write(found.to_json(), show=lambda: outputs.say(found.lines(columns())))
     if found.broken:
         sys.exit(BROKEN)

@@ -73,12 +73,19 @@ def ignore_signals() -> None:
 
 def report_interrupted(error: BaseException) -> None:
     """Report on stderr that the command was interrupted, and what is kept of its work."""
-    from quantkit.cli.output import as_options, mention
-    from quantkit.formats.output.staging import kept
+    from quantkit.cli.output import mention
 
     after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
+    mention(with_kept(f"{after_echo}quantkit: interrupted", error), err=True)
+
+
+def with_kept(message: str, error: BaseException) -> str:
+    """A message about an error, with what is kept of the job's work."""
+    from quantkit.cli.output import as_options
+    from quantkit.formats.output.staging import kept
+
     work = kept(error)
-    mention(f"{after_echo}quantkit: interrupted" + (f"; {as_options(work)}" if work else ""), err=True)
+    return f"{message}; {as_options(work)}" if work else message
 
 
 def interrupted_code(error: BaseException) -> int:

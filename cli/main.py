@@ -13,7 +13,7 @@ from click.shell_completion import shell_complete
 
 from quantkit.cli.chat import chat
 from quantkit.cli.commands import convert, demo, doctor, inspect, plan, quantize, verify
-from quantkit.cli.entry import interrupted_code, interruptible, report_interrupted
+from quantkit.cli.entry import interrupted_code, interruptible, report_interrupted, with_kept
 from quantkit.cli.generate import generate
 from quantkit.cli.measure import bench, evaluate
 from quantkit.cli.options import COMPLETION, Context, completion, exit_codes
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     except QuantkitError as error:
         if debug:
             traceback.print_exc()
-        mention(f"quantkit: error: {_with_kept(as_options(str(error)), error)}", err=True)
+        mention(f"quantkit: error: {with_kept(as_options(str(error)), error)}", err=True)
         code = error.exit_code
     except BrokenPipeError:
         drop_output()
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
-        message = _with_kept(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", error)
+        message = with_kept(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", error)
         mention(f"quantkit: internal error: {message}; --debug shows more", err=True)
         code = INTERNAL_ERROR
     sys.exit(code if isinstance(code, int) else 0)
@@ -110,11 +110,3 @@ class _Notes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         mention(f"quantkit: note: {as_options(record.getMessage())}", err=True)
-
-
-def _with_kept(message: str, error: Exception) -> str:
-    """An error message, with what is kept of the job's work."""
-    from quantkit.formats.output.staging import kept
-
-    work = kept(error)
-    return f"{message}; {as_options(work)}" if work else message

@@ -47,7 +47,8 @@ class TritonBackend(Backend):
     name = "triton"
 
     def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cuda" and not _interpreted(device):
+        interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+        if device.type != "cuda" and not interpreted:
             return "runs on GPUs"
         if dtype not in _DTYPES:
             return f"activations are {dtype}"
@@ -146,11 +147,6 @@ def _tune_shape(prepared: Prepared, weight: QuantTensor) -> None:
     gpu = gpu_spec(weight.codes.device)
     if f"{rows}x{columns}" not in measured_configs().get(gpu.name, {}).get(scheme, {}):
         save_configs(cache_folder() / CACHED_FILE, gpu, scheme, rows, columns, tune(prepared, scheme, columns, TOKENS))
-
-
-def _interpreted(device: torch.device) -> bool:
-    """Whether Triton interprets kernels on the CPU."""
-    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 TRITON = TritonBackend()

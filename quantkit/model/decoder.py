@@ -272,7 +272,10 @@ class Attention(nn.Module):
 
     def inner(self, x: Tensor, step: Step) -> Tensor:
         """Values mixed by attention, [B, T, H * Dh], of normed hidden states [B, T, D]."""
-        parts = self.project(x)
+        if self.qkv_proj is None:
+            parts: tuple[Tensor, ...] = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        else:
+            parts = torch.split(self.qkv_proj(x), self.widths, dim=-1)
         if not self.norms_heads:
             parts = self._normed(*parts)
         if self.clip is not None:
@@ -288,13 +291,6 @@ class Attention(nn.Module):
             scale = step.angles.query_scale.unsqueeze(-1)
             queries = queries * (scale.unsqueeze(1) if scale.dim() == 3 else scale).to(queries.dtype)
         return step.attend(self.layer, queries, keys, values, self.scores)
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries [B, T, H * Dh], keys and values [B, T, K * Dh]."""
-        if self.qkv_proj is not None:
-            fused: Tensor = self.qkv_proj(x)
-            return torch.split(fused, self.widths, dim=-1)
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def output(self, mixed: Tensor) -> Tensor:
         """What is added to the hidden states, [B, T, D]."""

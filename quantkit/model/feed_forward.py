@@ -77,8 +77,9 @@ class Experts(nn.Module):
         """What is added to the hidden states, [B, T, D], of normed hidden states [B, T, D]."""
         weights, chosen = self.route(x)
         out = self.routed(x.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)).view(x.shape)
-        shared = self.shared(x)
-        out = out if shared is None else out + shared
+        if self.shared_experts is not None:
+            shared, gate = self.shared_experts(x), self.shared_expert_gate
+            out = out + (shared if gate is None else shared * torch.sigmoid(_product(x, gate)))
         return out if self.sum is None else self.sum(out)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,13 +110,6 @@ class Experts(nn.Module):
             given = self.experts[number](rows[tokens]).float()
             out.index_add_(0, tokens, given * weights[tokens, places].unsqueeze(-1))
         return out.to(rows.dtype)
-
-    def shared(self, x: Tensor) -> Tensor | None:
-        """What the shared experts give, [..., D]; None if there are none."""
-        if self.shared_experts is None:
-            return None
-        out: Tensor = self.shared_experts(x)
-        return out if self.shared_expert_gate is None else out * torch.sigmoid(_product(x, self.shared_expert_gate))
 
 
 def _product(x: Tensor, linear: nn.Module) -> Tensor:

@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 CONTEXT = 8192
 """The default number of tokens of a conversation, for models with a longer context: its cache would be large."""
 _SHARE = 4  # a quarter of the context is kept for answers
+_FULL = "the context of %d tokens is full: from now on the oldest questions and answers are forgotten"  # logged once
 
 
 def conversation_length(config: ModelConfig, context: int | None) -> int:
@@ -184,7 +185,9 @@ class ChatSession:
 
         def answer() -> Generator[str, None, None]:
             del self.messages[:dropped]
-            self._report_dropped(dropped)
+            if dropped and not self._dropped_reported and self._engine.model.group.is_rank0:
+                self._dropped_reported = True
+                _log.info(_FULL, self._engine.length)
             self.messages.append(question)
             (found,) = self._scheduler.add(request)
             said: list[str] = []
@@ -252,10 +255,3 @@ class ChatSession:
     def _encoded(self, dropped: int, question: _Message) -> list[int]:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return self._chat.encode([*system, *self.messages[dropped:], question])
-
-    def _report_dropped(self, dropped: int) -> None:
-        """Log once that messages were dropped."""
-        if dropped and not self._dropped_reported and self._engine.model.group.is_rank0:
-            self._dropped_reported = True
-            text = "the context of %d tokens is full: from now on the oldest questions and answers are forgotten"
-            _log.info(text, self._engine.length)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol, Unpack, runtime_checkable
 
 import torch
@@ -104,7 +103,7 @@ def generate_batch(
         raise wrong_type("prompts", prompts, "several prompts in a list")
     requests = []
     for number, prompt in enumerate(prompts):
-        with _about_prompt(number):
+        try:
             if isinstance(prompt, str) and tokenizer is None:
                 raise RequestError("a prompt that is a string needs a tokenizer", hint="give `tokenizer`")
             ids = prompt_ids(prompt, tokenizer, specials=specials)
@@ -113,6 +112,9 @@ def generate_batch(
             requests.append(with_prompt(config, shared, ids))
             if engine is not None:
                 engine.require_length(requests[-1].length)
+        except RequestError as error:
+            problem = f"prompt {number}: {error.problem.removeprefix('the prompt ')}"
+            raise RequestError(problem, found=error.found, expected=error.expected, hint=error.hint) from error
     if not requests:
         return []
     runner = model if isinstance(model, Engine) else engine_for(model, requests, slots)
@@ -206,15 +208,3 @@ class _Reader:
             None if self._text is None else self._prompt + "".join(self._pieces),
             reason if stopped is None else "stop", stopped, len(request.prompt), logprobs,
         )  # fmt: skip
-
-
-@contextmanager
-def _about_prompt(number: int) -> Iterator[None]:
-    """Errors within say which prompt they are about."""
-    try:
-        yield
-    except RequestError as error:
-        raise RequestError(
-            f"prompt {number}: {error.problem.removeprefix('the prompt ')}", found=error.found,
-            expected=error.expected, hint=error.hint,
-        ) from error  # fmt: skip
