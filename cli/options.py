@@ -6,6 +6,7 @@ click's own formatter writes the sections; it cannot state which option belongs 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -61,14 +62,18 @@ Decorator = Callable[[Any], Any]
 _sections: dict[click.Parameter, str] = {}
 
 
+def in_order(*options: Decorator) -> Decorator:
+    """Several options as one, the first of them first in the help."""
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
 def section(title: str, *options: Decorator) -> Decorator:
     """Options that stand together in the help, under a title."""
 
     def decorated(command: Any) -> Any:
-        for option in reversed(options):
-            before = len(getattr(command, "__click_params__", ()))
-            command = option(command)
-            _sections.update(dict.fromkeys(command.__click_params__[before:], title))
+        before = len(getattr(command, "__click_params__", ()))
+        command = in_order(*options)(command)
+        _sections.update(dict.fromkeys(command.__click_params__[before:], title))
         return command
 
     return decorated
@@ -221,14 +226,6 @@ compiled = click.option(
 int8_cache = click.option(
     "--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost."
 )
-template = click.option(
-    "--template", metavar="NAME", shell_complete=complete_files,
-    help="Chat template to write: llama2, llama3 or a file *.jinja. Default: SRC's own.",
-)  # fmt: skip
-split_max_size = click.option(
-    "--split-max-size", type=file_size, metavar="AMOUNT",
-    help="Maximum size of a weight file, such as 2GB. Default: 2GiB, and one file for GGUF.",
-)  # fmt: skip
 data = click.option(
     "--json", "data", metavar="PATH", shell_complete=complete_files,
     help="Write all results as JSON to this file; - is stdout.",
@@ -239,18 +236,6 @@ table = click.option(
     help="How tables are printed.",
 )  # fmt: skip
 tensors_only = click.option("--tensors-only", is_flag=True, help="Accept any architecture, without running the model.")
-resume = click.option("--resume", is_flag=True, help="Continue an interrupted run of the same command.")
-if_exists = click.option(
-    "--if-exists", type=click.Choice(get_args(IfExists)), default="fail", show_default=True,
-    help="skip: accept a DST that this command would write again.",
-)  # fmt: skip
-allow_nonfinite = click.option(
-    "--allow-nonfinite", is_flag=True, help="Write NaN, Inf and floats that overflow as they are."
-)
-source_check = click.option(
-    "--source-check/--no-source-check", default=True,
-    help="Check first that SRC predicts a sample text. Default: yes, if SRC has a tokenizer.",
-)  # fmt: skip
 
 
 def target(default: str, *, quantized: bool = False) -> Decorator:
@@ -269,22 +254,35 @@ def max_new_tokens(default: int | None, about: str = "") -> Decorator:
 
 
 SAMPLING_NAMES = tuple(option.name for option in SAMPLING_OPTIONS if option.type is not None)
-
-
-def _sampling(command: Any) -> Any:
-    for one in reversed(SAMPLING_OPTIONS):
-        if one.type is not None:
-            command = click.option(f"--{one.name.replace('_', '-')}", type=one.type, help=one.help)(command)
-    return command
-
-
+_sampling = in_order(*(
+    click.option(f"--{one.name.replace('_', '-')}", type=one.type, help=one.help)
+    for one in SAMPLING_OPTIONS
+    if one.type is not None
+))  # fmt: skip
 _SHARED: dict[str, Decorator] = {
-    "sampling_options": _sampling,
+    "sampling_options": _sampling, "to": target("compressed-tensors", quantized=True), "device": device,
+    "weights": weights, "dtype": dtype, "tensors_only": tensors_only, "int8_cache": int8_cache, "compiled": compiled,
     "stop": click.option("--stop", metavar="TEXT", multiple=True, help="Stop before this text; repeatable."),
-    "to": target("compressed-tensors", quantized=True), "device": device, "template": template, "weights": weights,
-    "split_max_size": split_max_size, "resume": resume, "if_exists": if_exists, "allow_nonfinite": allow_nonfinite,
-    "dtype": dtype, "source_check": source_check, "tensors_only": tensors_only, "int8_cache": int8_cache,
-    "compiled": compiled,
+    "template": click.option(
+        "--template", metavar="NAME", shell_complete=complete_files,
+        help="Chat template to write: llama2, llama3 or a file *.jinja. Default: SRC's own.",
+    ),
+    "split_max_size": click.option(
+        "--split-max-size", type=file_size, metavar="AMOUNT",
+        help="Maximum size of a weight file, such as 2GB. Default: 2GiB, and one file for GGUF.",
+    ),
+    "resume": click.option("--resume", is_flag=True, help="Continue an interrupted run of the same command."),
+    "if_exists": click.option(
+        "--if-exists", type=click.Choice(get_args(IfExists)), default="fail", show_default=True,
+        help="skip: accept a DST that this command would write again.",
+    ),
+    "allow_nonfinite": click.option(
+        "--allow-nonfinite", is_flag=True, help="Write NaN, Inf and floats that overflow as they are."
+    ),
+    "source_check": click.option(
+        "--source-check/--no-source-check", default=True,
+        help="Check first that SRC predicts a sample text. Default: yes, if SRC has a tokenizer.",
+    ),
 }  # fmt: skip
 _KINDS: dict[type | str, dict[str, Any]] = {
     "scheme": {"type": Scheme()}, "size": {"type": file_size}, "memory": {"type": memory}, "path": {"type": PATH},
@@ -296,14 +294,11 @@ def of_job(job_options: type, own: Mapping[str, Decorator] | None = None) -> Dec
     """The options of a command, from the fields of its job's options. `own` ones replace the shared ones for fields
     without a help text."""
     shared = {**_SHARED, **(own or {})}
-
-    def decorated(command: Any) -> Any:
-        for name, info in reversed(declared(job_options).items()):
-            made = shared[name] if info.help is None else _of_field(name, info, info.help)
-            command = section(as_options(info.section), made)(command)
-        return command
-
-    return decorated
+    made = (
+        section(as_options(info.section), shared[name] if info.help is None else _of_field(name, info, info.help))
+        for name, info in declared(job_options).items()
+    )
+    return in_order(*made)
 
 
 def _of_field(name: str, info: OptionInfo, about: str) -> Decorator:
@@ -313,13 +308,7 @@ def _of_field(name: str, info: OptionInfo, about: str) -> Decorator:
 
 def sampling(max_tokens: int, about: str) -> Decorator:
     """The options for how tokens are sampled and what ends them; None where one is not given."""
-
-    def decorated(command: Any) -> Any:
-        for made in (_SHARED["stop"], _sampling, max_new_tokens(max_tokens, about)):
-            command = made(command)
-        return command
-
-    return decorated
+    return in_order(max_new_tokens(max_tokens, about), _sampling, _SHARED["stop"])
 
 
 def split_sampling(given: Mapping[str, Any]) -> tuple[SamplingOptions, dict[str, Any]]:
