@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -205,19 +204,15 @@ def file_job(args: GenerateArgs) -> FileJob:
 
 def run_file(job: FileJob, group: ProcessGroup) -> None:
     """Run the job, with a bar and tokens per second on stderr."""
-    tokens, began = 0, 0.0
+    from quantkit.runtime.generate import Pace
 
-    def count(new: int) -> None:
-        nonlocal tokens, began
-        began = began or time.monotonic()  # the first step is not timed
-        tokens += new
+    pace = Pace(at_once=0)
 
     def rate() -> str | None:
-        seconds = time.monotonic() - began
-        return f"{tokens / seconds:.0f} tokens/s" if began and seconds > 1 else None
+        return None if pace.rate is None else f"{pace.rate:.0f} tokens/s"
 
     with ProgressDisplay(show=group.is_rank0, details=rate) as progress:
-        made = job.run(tp=group, progress=progress, counted=count)
+        made = job.run(tp=group, progress=progress, counted=pace.add)
     if group.is_rank0:
         say(made.lines(), err=made.output is None)
 
