@@ -296,11 +296,8 @@ def _measure_model(source: BenchModel, options: BenchOptions, progress: Progress
     step()
     one_thread, cpu = None, model.device.type == "cpu" and group.size == 1
     if cpu and options.threads is None and 1 in decode and threads > 1 and read_bytes < SMALL_BYTES:
-        torch.set_num_threads(1)
-        try:
+        with timing.one_thread():
             one_thread = rate(NEW, Decoding(model, 1, NEW, compiled, cache_dtype=cache).run, runs)
-        finally:
-            torch.set_num_threads(threads)
     result = Bench(
         name=name, quantized=bool(schemes(checkpoint)), backends=backend_names(model), dtype=DType.of(model.dtype),
         device=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
 from jinja2 import Environment, StrictUndefined
 
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import DestinationError, QuantkitError
 from quantkit.evals.table import WIDTH, Table, render
+from quantkit.evals.timing import one_thread
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.destination import destination_errors, is_there, rename_new
 from quantkit.jobs.convert import convert
@@ -121,14 +120,14 @@ def run_demo(output: Path | None = None, *, quick: bool = False, progress: Progr
         QuantkitError: if a step fails, or a checkpoint is not what it should be.
     """
     if output is None:
-        with tempfile.TemporaryDirectory(prefix="quantkit-demo-") as folder, _one_thread():
+        with tempfile.TemporaryDirectory(prefix="quantkit-demo-") as folder, one_thread():
             return _run(Path(folder), quick, progress)
     with destination_errors(output):
         if is_there(output):
             raise DestinationError("exists already; nothing is overwritten", path=output)
         output.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent, ignore_cleanup_errors=True)
-    with _one_thread(), scratch as folder:
+    with one_thread(), scratch as folder:
         made = Path(folder) / output.name  # with the usual permissions, unlike temporary folders
         report = _run(made, quick, progress)
         with destination_errors(output):
@@ -170,17 +169,6 @@ def _run(folder: Path, quick: bool, progress: Progress) -> DemoReport:
     source = replace(inspect(DEMO_MODEL), path=DEMO_MODEL.name)
     left_out = [scheme for scheme in SCHEMES if scheme not in tried]
     return DemoReport(source.lines()[:2], rows, verdicts, samples, left_out)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute on one thread: several are slower for a model this small, much slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def compare(source: Path, checkpoints: Sequence[Path], *, progress: Progress) -> list[Row]:

@@ -39,19 +39,15 @@ def as_lm(
 class Scorer:
     """Implements the abstract methods of the harness's ``TemplateLM``; a request's arguments are in its ``args``."""
 
+    eot_token_id = -1  # a model has its own
+
     def __init__(self, model: Model, device: str | torch.device, group: ProcessGroup, progress: Progress) -> None:
         super().__init__()
         self.max_length, self._tokenizer, self._path = model.rolling_window, model.tokenizer, model.checkpoint.path
-        self._prefix = prefix_token(model.tokenizer, model.checkpoint)
+        self.eot_token_id = prefix_token(model.tokenizer, model.checkpoint)  # the harness's prefix, too
         self._model = load_model(model.checkpoint, device=device, dtype=torch.float32, group=group)
         self.backends = backend_names(self._model)
         self._progress = progress
-
-    @property
-    def prefix_token_id(self) -> int:
-        return self._prefix
-
-    eot_token_id = prefix_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         """Token ids, with the BOS that the model expects unless it is declined."""
@@ -63,7 +59,7 @@ class Scorer:
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log probability of whole texts, in rolling windows."""
         texts = [self.tok_encode(request.args[0]) for request in requests]
-        windows = [rolling(ids, self.prefix_token_id, self.max_length) for ids in texts]
+        windows = [rolling(ids, self.eot_token_id, self.max_length) for ids in texts]
         items = [(ids, [t for t in targets if t != NOT_SCORED]) for one in windows for ids, targets in one]
         scores = iter(self._score(items))
         return [sum(next(scores)[0] for _ in one) for one in windows]

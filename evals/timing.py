@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,6 +91,17 @@ def _cpu_seconds() -> float | None:
     except (OSError, ValueError):
         return None
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: several are slower for a small model, much slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def seconds(run: Callable[[], object]) -> float:
