@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -45,14 +46,12 @@ def show(args: GenerateArgs, group: ProcessGroup) -> None:
             draft = load(args.draft, progress=progress, **placement)
     ids = _ids(args, prompt, model.config, tokenizer)
     pace = Pace()
-    if args.n > 1:
-        pieces = _samples(args, _engine(args, model, len(ids)), model.config, tokenizer, prompt, ids, pace)
-    elif draft is None:
+    if draft is None:
         engine = _engine(args, model, len(ids))
-        tokens = generate(engine, ids, max_new_tokens=args.max_new_tokens, **args.sampling())
-        pieces = _single(args, tokens, tokenizer, prompt, ids, pace)
+        pieces = _continued(args, engine, partial(generate, engine), model.config, tokenizer, prompt, ids, pace)
     else:
-        pieces = _single(args, _speculative(args, model, *draft, prompt, ids), tokenizer, prompt, ids, pace)
+        run = partial(_speculative, args, model, *draft, prompt)
+        pieces = _continued(args, None, run, model.config, tokenizer, prompt, ids, pace)
     read = model if draft is None and args.n == 1 else None
     _print(args, pieces, pace, len(ids), read, show=group.is_rank0)
 
@@ -72,26 +71,15 @@ def show_on_devices(args: GenerateArgs) -> None:
         require_stdout()
     ids = _ids(args, prompt, model.config, tokenizer)
     pace = Pace(at_once=model.tokens_at_once)
-    if args.n > 1:
-        pieces = _samples(args, model.runner(args.slots), model.config, tokenizer, prompt, ids, pace)
-    else:
-        tokens = model.generate(ids, max_new_tokens=args.max_new_tokens, **args.sampling())
-        pieces = _single(args, tokens, tokenizer, prompt, ids, pace)
+    runner = model.runner(args.slots)
+    pieces = _continued(args, runner, model.generate, model.config, tokenizer, prompt, ids, pace)
     _print(args, pieces, pace, len(ids), None, show=model.first)
 
 
-def _single(
-    args: GenerateArgs, tokens: Iterable[int], tokenizer: Tokenizer, prompt: str, ids: list[int], pace: Pace
-) -> Iterator[str]:
-    """A prompt with its continuation."""
-    from quantkit.runtime.generate import text_pieces
-
-    return chain([prompt], text_pieces(tokenizer, ids, pace.timed(tokens), args.stop), ["\n"])
-
-
 def _speculative(
-    args: GenerateArgs, model: Decoder, draft: Decoder, draft_tokenizer: Tokenizer, prompt: str, ids: list[int]
-) -> Iterator[int]:
+    args: GenerateArgs, model: Decoder, draft: Decoder, draft_tokenizer: Tokenizer, prompt: str, ids: list[int],
+    **options: Any,
+) -> Iterator[int]:  # fmt: skip
     """The new tokens, with the help of a smaller model. Raises `RequestError` if its tokenizer gives other tokens for
     the prompt."""
     from quantkit.runtime.speculative import DRAFT_TOKENS, speculate
@@ -99,18 +87,22 @@ def _speculative(
     if _ids(args, prompt, model.config, draft_tokenizer) != ids:
         raise RequestError("the draft model has other tokens for the prompt", path=args.draft)
     draft_tokens = DRAFT_TOKENS if args.draft_tokens is None else args.draft_tokens
-    return speculate(
-        model, draft, ids, draft_tokens=draft_tokens, max_new_tokens=args.max_new_tokens, **args.sampling()
-    )  # fmt: skip
+    return speculate(model, draft, ids, draft_tokens=draft_tokens, **options)
 
 
-def _samples(
-    args: GenerateArgs, engine: Engine | Runner[Any], config: ModelConfig, tokenizer: Tokenizer, prompt: str,
-    ids: list[int], pace: Pace,
+def _continued(
+    args: GenerateArgs, engine: Engine | Runner[Any] | None, run: Callable[..., Iterator[int]], config: ModelConfig,
+    tokenizer: Tokenizer, prompt: str, ids: list[int], pace: Pace,
 ) -> Iterator[str]:  # fmt: skip
-    """Several continuations, one after the other, each below a line with its number."""
+    """A prompt with its continuation, whose tokens `run` gives; or several continuations by an engine, one after the
+    other, each below a line with its number."""
+    from quantkit.runtime.generate import text_pieces
     from quantkit.runtime.generate_batch import completions
 
+    if args.n == 1 or engine is None:
+        tokens = run(ids, max_new_tokens=args.max_new_tokens, **args.sampling())
+        yield from chain([prompt], text_pieces(tokenizer, ids, pace.timed(tokens), args.stop), ["\n"])
+        return
     if not args.sampling().get("temperature"):
         note("without `temperature` all samples are the same")
     request = with_prompt(config, checked_options(args.max_new_tokens, args.sampling(), samples=args.n), ids)
