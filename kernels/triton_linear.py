@@ -5,6 +5,8 @@ A `group` of None, and a GROUP of 0 in kernels, stands for 8 bits.
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,6 +17,9 @@ from quantkit.kernels.triton_gemm import gemm_product
 from quantkit.kernels.triton_skinny import skinny_product
 from quantkit.kernels.triton_tiles import TileConfig, gpu_spec, tile_config_for
 from quantkit.kernels.triton_words import MAGIC, biased_codes, bit_position, columns_of, load_tokens, spread, unit_range
+
+FLOAT_BYTES = 512 << 20  # bytes of a weight that are converted to floats in memory at a time
+_ROWS = 128  # that are converted at a time, at least
 
 
 @triton.jit
@@ -125,7 +130,7 @@ def floats(
 @tw.operator("linear", lambda x, words, scale, *_: x.new_empty(len(x), len(scale)), mutates=("arrived",))
 def linear(
     x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int | None,
-    arrived: Tensor | None = None,
+    arrived: Tensor,
 ) -> Tensor:  # fmt: skip
     """``x @ weight.T + bias``, [M, I] to [M, O], in the tiles for the shape.
 
@@ -143,7 +148,7 @@ def linear(
 
 def linear_product(
     x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int | None,
-    config: TileConfig, arrived: Tensor | None = None,
+    config: TileConfig, arrived: Tensor,
 ) -> Tensor:  # fmt: skip
     """As `linear`, in the tiles of this config."""
     (m, k), n, units = x.shape, len(scale), words.shape[1] // (32 if group is None else 16)
@@ -155,15 +160,17 @@ def linear_product(
         return gemm_product(x, words, scale, zero, bias, group, config)
     constants = {"GROUP": group or 0, "SYMMETRIC": zero is None}
     weight = words, scale, scale if zero is None else zero
-    if config.path == "matmul":
-
-        def fill(weights: Tensor, part: slice) -> None:
+    if config.path == "matmul":  # by torch, with parts of a large weight as floats, one after the other
+        products, size = [], max(_ROWS, FLOAT_BYTES // (k * x.element_size()) // _ROWS * _ROWS)
+        for start in range(0, n, size):
+            part = slice(start, min(start + size, n))
+            weights = x.new_empty(part.stop - start, k)
             wrap_triton(floats)[(triton.cdiv(units, config.units), triton.cdiv(len(weights), config.block_n))](
                 *(tensor[part] for tensor in weight), weights, len(weights), k, units, MAGIC, **constants,
                 BLOCK_N=config.block_n, UNITS=config.units, num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
-
-        return tw.linear_by_parts(x, n, bias, fill)
+            products.append(F.linear(x, weights, None if bias is None else bias[part]))
+        return products[0] if len(products) == 1 else torch.cat(products, 1)
     out = tw.product_buffer(x, n, config)
     fused = bias is not None and config.split == 1
     wrap_triton(gemv)[(triton.cdiv(n, config.block_n), config.split)](

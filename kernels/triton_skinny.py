@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from quantkit.kernels.triton_tiles import SKINNY_ROWS, UNIT, TileConfig
-from quantkit.kernels.triton_words import WIDEN, dot_add, product_buffer, sum_splits, unit_range
+from quantkit.kernels.triton_words import WIDEN, dot_add, unit_range
 
 _BASES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
 """The bits of 128 and of 1024, whose last place is 1."""
@@ -93,12 +93,12 @@ def last_to_arrive(arrived, programs):
 
 @triton.jit
 def store_product(product, bias, out, parts, arrived, m, n, row, token, BIAS: tl.constexpr, JOINED: tl.constexpr):
-    """Store products [N, M]; of several programs that share rows the parts, which the last one adds up if JOINED."""
+    """Store products [N, M]; JOINED those of several programs that share rows, whose parts the last one adds up."""
     safe = tl.where(row < n, row, 0)
     at = token[None, :].to(tl.int64) * n + row[:, None]
     mask = (token < m)[None, :] & (row < n)[:, None]
-    size = tl.cast(m, tl.int64) * n  # an integer that is 1 is one of Python's
     if JOINED:
+        size = tl.cast(m, tl.int64) * n  # an integer that is 1 is one of Python's
         splits = tl.num_programs(1)
         tl.store(parts + tl.program_id(1) * size + at, product, mask=mask)
         if last_to_arrive(arrived + tl.program_id(0), splits):
@@ -111,7 +111,6 @@ def store_product(product, bias, out, parts, arrived, m, n, row, token, BIAS: tl
     else:
         if BIAS:
             product += tl.load(bias + safe)[:, None].to(tl.float32)
-        at += tl.program_id(1) * size
         tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
 
 
@@ -217,23 +216,19 @@ def skinny(
 
 def skinny_product(
     x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group: int | None,
-    arrived: Tensor | None, config: TileConfig,
+    arrived: Tensor, config: TileConfig,
 ) -> Tensor:  # fmt: skip
     """``x @ weight.T + bias`` for up to `block_m` tokens of bfloat16 or float16; arguments as for the operators.
-
-    With `arrived`, from `counters`, the programs that share rows add up their parts; otherwise torch does, which may
-    fuse it with the next operators.
-    """
+    `arrived` is from `counters`."""
     (m, k), n = x.shape, len(scale)
     units = words.shape[1] // (32 if group is None else 16)
-    joined = arrived is not None and config.split > 1
-    parts = product_buffer(x, n, config)
-    out = x.new_empty(m, n) if joined else parts
-    fused = bias is not None and out.dim() == 2
+    joined = config.split > 1
+    out = x.new_empty(m, n)
+    parts = x.new_empty(config.split, m, n, dtype=torch.float32) if joined else out
     grid = triton.cdiv(n, config.block_n), config.split
     wrap_triton(skinny)[grid](
-        x.contiguous(), words, scale, scale if zero is None else zero, bias if fused else scale, out, parts,
-        words if arrived is None else arrived, m, n, k, units, base_bits(x.dtype), group or 0, zero is None, fused,
-        joined, k % (UNIT * config.units) == 0, **config.constants(),
+        x.contiguous(), words, scale, scale if zero is None else zero, scale if bias is None else bias, out,
+        parts, arrived, m, n, k, units, base_bits(x.dtype), group or 0, zero is None, bias is not None, joined,
+        k % (UNIT * config.units) == 0, **config.constants(),
     )  # fmt: skip
-    return sum_splits(out, bias, x.dtype)
+    return out

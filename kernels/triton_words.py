@@ -35,8 +35,6 @@ WIDEN = tl.constexpr(INTERPRETED)
 """Its interpreter takes the bits of bfloat16 for integers in `tl.dot`."""
 
 _PACK_CODES = 1 << 25  # packed at a time
-FLOAT_BYTES = 512 << 20  # bytes of a weight that are converted to floats in memory at a time
-_ROWS = 128  # that are converted at a time, at least
 
 
 def operator(name: str, result: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
@@ -82,19 +80,6 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     shifts = torch.tensor(bit, device=words.device, dtype=torch.int32).view(-1, 1)
     codes: Tensor = ((units >> shifts) & (2**bits - 1)).to(torch.uint8)
     return codes.flatten(1)
-
-
-def linear_by_parts(x: Tensor, rows: int, bias: Tensor | None, fill: Callable[[Tensor, slice], None]) -> Tensor:
-    """``x @ weight.T + bias`` through torch's matmul, [M, rows], with parts of a large weight as floats, one after the
-    other; `fill` writes some rows of the weight [N, I] into a tensor of x's dtype."""
-    size = max(_ROWS, FLOAT_BYTES // (x.shape[1] * x.element_size()) // _ROWS * _ROWS)
-    products = []
-    for start in range(0, rows, size):
-        part = slice(start, min(start + size, rows))
-        floats = x.new_empty(part.stop - start, x.shape[1])
-        fill(floats, part)
-        products.append(F.linear(x, floats, None if bias is None else bias[part]))
-    return products[0] if len(products) == 1 else torch.cat(products, 1)
 
 
 def product_buffer(x: Tensor, rows: int, config: TileConfig) -> Tensor:

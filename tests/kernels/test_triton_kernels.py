@@ -333,9 +333,9 @@ def test_a_compiler_sees_that_programs_that_share_rows_write_parts_and_counters(
 
 @pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
 def test_a_compiler_sees_a_kernel_for_each_part_of_a_large_weight(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quantkit.kernels import triton_words
+    from quantkit.kernels import triton_linear
 
-    monkeypatch.setattr(triton_words, "FLOAT_BYTES", 1)
+    monkeypatch.setattr(triton_linear, "FLOAT_BYTES", 1)
     scheme, backend = QuantScheme.parse(text), TritonBackend()
     prepared = backend.prepare(quantize_rtn(torch.randn(300, 96), scheme, torch.float16))
     x, bias = torch.randn(600, 96, dtype=torch.bfloat16), torch.randn(300, dtype=torch.bfloat16)

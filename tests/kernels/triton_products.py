@@ -21,7 +21,7 @@ from triton_quick import quicken
 import quantkit
 from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import UnsupportedError
-from quantkit.kernels import triton_gemm, triton_linear, triton_skinny, triton_tune, triton_words
+from quantkit.kernels import triton_gemm, triton_linear, triton_skinny, triton_tune
 from quantkit.kernels.dispatch import select_backend, self_test
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_linear import linear_product
@@ -64,9 +64,9 @@ def _random(text: str, rows: int, columns: int, scale_dtype: torch.dtype = torch
     return QuantTensor(codes, (torch.rand(shape) + 0.01).to(scale_dtype), zero, scheme)
 
 
-def _product(x: Tensor, weight: QuantTensor, bias: Tensor | None, config: TileConfig, joined: bool = True) -> Tensor:
+def _product(x: Tensor, weight: QuantTensor, bias: Tensor | None, config: TileConfig) -> Tensor:
     prepared = TritonBackend().prepare(weight.to(DEVICE))
-    words, scale, arrived = prepared["words"], prepared["scale"], prepared["arrived"] if joined else None
+    words, scale, arrived = prepared["words"], prepared["scale"], prepared["arrived"]
     bias = None if bias is None else bias.to(DEVICE)
     zero, group = prepared.get("zero"), weight.scheme.group_size
     return linear_product(x.to(DEVICE), words, scale, zero, bias, group, config, arrived).cpu()
@@ -115,7 +115,7 @@ def test_few_tokens_meet_codes_that_nothing_rounds(text: str, dtype: torch.dtype
         weight = _random(text, rows, 128 * units + beyond * (group or 47))
         x = torch.randn(tokens, weight.shape[1]).to(dtype)
         bias = None if tokens == 3 else torch.randn(rows).to(dtype)
-        found = _product(x, weight, bias, config, joined=tokens != 5)
+        found = _product(x, weight, bias, config)
         _require_right(found, x, weight, bias, rounding_of_weights=0)
 
 
@@ -181,7 +181,7 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("text", ["int8", "int4-g32-asym"])
 def test_a_large_weight_is_made_floats_in_parts(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_words, "FLOAT_BYTES", 300 * 96 * 4)
+    monkeypatch.setattr(triton_linear, "FLOAT_BYTES", 300 * 96 * 4)
     weight, x, bias = _random(text, 600, 96), torch.randn(9, 96), torch.randn(600)
     with _Largest(torch.float32) as largest:
         found = _product(x, weight, bias, TileConfig("matmul", 1, 256, 1))
