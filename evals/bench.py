@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
@@ -46,10 +46,30 @@ SMALL_BYTES = 100_000_000  # of weights: below it, several threads can be slower
 
 
 @dataclass(frozen=True)
-class BenchOptions:
-    """What to measure.
+class BenchModel:
+    """A model to measure: a folder, or random weights of a named shape; `scheme` and `head` as for `synthetic`."""
+
+    path: Path | None = None
+    shape: str | None = None
+    scheme: str | None = None
+    head: str | None = None
+    name: str | None = None
+
+    def checkpoint(self) -> Checkpoint:
+        """Open or generate it. Raises `QuantkitError` if it cannot be opened."""
+        if self.path is not None:
+            return open_checkpoint(self.path)
+        assert self.shape is not None
+        return synthetic(self.shape, self.scheme, self.head)
+
+
+@dataclass(frozen=True)
+class BenchArguments:
+    """The arguments of `bench`.
 
     Attributes:
+        models: a folder or several; ``NAME=PATH`` gives one a name. A `quantkit.BenchModel` has random weights of a
+            named shape.
         prompt_lengths: tokens of prefill, in a list.
         batches: sequences decoded at once, in a list.
         contexts: lengths of context to decode at too, with each of `batches`.
@@ -58,8 +78,12 @@ class BenchOptions:
         runs: of each measurement, after one to warm up.
         int8_cache: store keys and values in 8 bits.
         backend, compiled, device: as for `load` and `generate`.
+        group: processes that share the model; then there is one model, measured in these processes, and memory is
+            that of each process.
+        progress: called for each measurement; None reports nothing.
     """
 
+    models: str | Path | BenchModel | Sequence[str | Path | BenchModel]
     _: KW_ONLY
     prompt_lengths: Sequence[int] = (16, 128, 512)
     batches: Sequence[int] = (1, 4, 8)
@@ -71,6 +95,8 @@ class BenchOptions:
     backend: str | None = None
     compiled: bool | None = None
     device: str | torch.device | None = None
+    group: ProcessGroup = SINGLE
+    progress: Progress | None = None
 
     def validate(self) -> None:
         """Check what does not depend on the model.
@@ -98,42 +124,6 @@ class BenchOptions:
             )
         if self.price_per_hour is not None and not 0 < as_number("price_per_hour", self.price_per_hour) < math.inf:
             raise RequestError("invalid price", found=shown(self.price_per_hour), expected="an amount above 0")
-
-
-@dataclass(frozen=True)
-class BenchModel:
-    """A model to measure: a folder, or random weights of a named shape; `scheme` and `head` as for `synthetic`."""
-
-    path: Path | None = None
-    shape: str | None = None
-    scheme: str | None = None
-    head: str | None = None
-    name: str | None = None
-
-    def checkpoint(self) -> Checkpoint:
-        """Open or generate it. Raises `QuantkitError` if it cannot be opened."""
-        if self.path is not None:
-            return open_checkpoint(self.path)
-        assert self.shape is not None
-        return synthetic(self.shape, self.scheme, self.head)
-
-
-@dataclass(frozen=True)
-class BenchArguments(BenchOptions):
-    """The arguments of `bench`: the options, and what they are for.
-
-    Attributes:
-        models: a folder or several; ``NAME=PATH`` gives one a name. A `quantkit.BenchModel` has random weights of a
-            named shape.
-        group: processes that share the model; then there is one model, measured in these processes, and memory is
-            that of each process.
-        progress: called for each measurement; None reports nothing.
-    """
-
-    models: str | Path | BenchModel | Sequence[str | Path | BenchModel]
-    _: KW_ONLY
-    group: ProcessGroup = SINGLE
-    progress: Progress | None = None
 
     def sources(self) -> list[BenchModel]:
         """The models, with their names in the result."""
@@ -165,7 +155,7 @@ def bench(arguments: BenchArguments) -> BenchResult:
         >>> found.decode[1].median
     """
     models, group, progress = arguments.sources(), arguments.group, deduplicated(arguments.progress)
-    options = BenchOptions(**{one.name: getattr(arguments, one.name) for one in fields(BenchOptions)})
+    options = replace(arguments, models=(), group=SINGLE, progress=None)  # for another process
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     if not models:
         raise RequestError("there is no model to measure: `models` is empty")
@@ -181,7 +171,7 @@ def bench(arguments: BenchArguments) -> BenchResult:
     return found
 
 
-def require_room(model: BenchModel, options: BenchOptions) -> None:
+def require_room(model: BenchModel, options: BenchArguments) -> None:
     """Check that the tokens, those of the shortest context, fit the model's context and the memory, before anything is
     loaded. Raises `RequestError` if they do not, and `QuantkitError` if the model cannot be opened."""
     checkpoint = model.checkpoint()
@@ -202,7 +192,7 @@ def require_room(model: BenchModel, options: BenchOptions) -> None:
         )  # fmt: skip
 
 
-def _measure_in_new_process(model: BenchModel, options: BenchOptions, progress: Progress) -> Bench:
+def _measure_in_new_process(model: BenchModel, options: BenchArguments, progress: Progress) -> Bench:
     """As `_measure`; a process that is killed, for example by a system without free memory, is a `RequestError`.
 
     `multiprocessing.Process` would import the calling script again.
@@ -249,14 +239,14 @@ def serve(connection: int) -> None:
 
 
 @torch.inference_mode()
-def _measure(source: BenchModel, options: BenchOptions, progress: Progress, group: ProcessGroup = SINGLE) -> Bench:
+def _measure(source: BenchModel, options: BenchArguments, progress: Progress, group: ProcessGroup = SINGLE) -> Bench:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with enough_memory(source.path):
         return _measure_model(source, options, progress, group)
 
 
-def _measure_model(source: BenchModel, options: BenchOptions, progress: Progress, group: ProcessGroup) -> Bench:
+def _measure_model(source: BenchModel, options: BenchArguments, progress: Progress, group: ProcessGroup) -> Bench:
     checkpoint = source.checkpoint()
     name, max_context = source.name or checkpoint.path.resolve().name, checkpoint.config.max_context
     rows = [(one, batch) for one in options.contexts if one <= max_context for batch in options.batches]

@@ -211,8 +211,7 @@ def _quiet() -> Iterator[None]:
     before = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         log.setLevel(before)

@@ -38,9 +38,7 @@ def decode_kind(device: torch.device, compiled: bool) -> str:
         raise RequestError(f"{DECODE_SETTING} has an unknown value", found=setting, expected=", ".join(_KINDS))
     if device.type == "cuda" and not compiled:
         return "steps"
-    if setting is None:
-        return "compiled" if device.type == "cuda" else "steps"
-    return setting
+    return setting or ("compiled" if device.type == "cuda" else "steps")
 
 
 class PendingTokens:

@@ -22,7 +22,7 @@ import quantkit
 from quantkit.architectures.topology import parameters
 from quantkit.errors import RequestError
 from quantkit.evals import bench_report, timing
-from quantkit.evals.bench import BenchModel, BenchOptions, _measure, bench, require_room
+from quantkit.evals.bench import BenchArguments, BenchModel, _measure, bench, require_room
 from quantkit.evals.bench_report import picture
 from quantkit.evals.bench_result import Bench, BenchResult
 from quantkit.evals.synthetic import synthetic
@@ -346,7 +346,9 @@ def test_errors_of_the_other_process_are_raised_here() -> None:
 
 def test_one_kind_of_measurement_is_enough() -> None:
     for prompts, batches in (((), (1,)), ((4,), ())):
-        require_room(BenchModel(shape="llama-160m"), BenchOptions(prompt_lengths=prompts, batches=batches, runs=1))
+        require_room(
+            BenchModel(shape="llama-160m"), BenchArguments((), prompt_lengths=prompts, batches=batches, runs=1)
+        )
 
 
 @pytest.mark.parametrize(
