@@ -72,9 +72,14 @@ def chat(**given: Any) -> None:
     """
 
     def check() -> None:
+        """Raise a `RequestError` or `CheckpointError` for an option, a model or a chat template that cannot be used."""
         if is_rank0_process():
             require_stdout()
-        _validate(given)
+        options.requested_sampling(given)
+        checked_count(given["max_new_tokens"])
+        require_models(given["path"])
+        sampling_defaults(given["path"])
+        chat_format(given["path"], load_tokenizer(given["path"]), given["template"])
 
     with together({**given, "path": None}, given["device"], check=check) as group:
         session = _session(given, group)
@@ -83,15 +88,6 @@ def chat(**given: Any) -> None:
             _talk(session, group, given["path"])
         else:
             _answer_lines(session, group)
-
-
-def _validate(given: dict[str, Any]) -> None:
-    """Raise a `RequestError` or `CheckpointError` for an option, a model or a chat template that cannot be used."""
-    options.requested_sampling(given)
-    checked_count(given["max_new_tokens"])
-    require_models(given["path"])
-    sampling_defaults(given["path"])
-    chat_format(given["path"], load_tokenizer(given["path"]), given["template"])
 
 
 def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:

@@ -54,12 +54,10 @@ def say(lines: Iterable[str], *, err: bool = False, wrap: bool = True) -> None:
     written, the command continues to its exit code."""
     try:
         _print("\n".join(map(as_options, lines)), err=err, wrap=wrap)
-    except BrokenPipeError:
-        drop_output(err=err)
-    except OSError:
-        if not err:
+    except OSError as error:
+        if not err and not isinstance(error, BrokenPipeError):
             raise
-        drop_output(err=True)
+        drop_output(err=err)
 
 
 def mention(line: str, *, err: bool = False) -> None:

@@ -112,9 +112,6 @@ def layerwise_hidden(
 def _through(block: Block, states: Tensor, step: Step) -> Tensor:
     """Hidden states [1, N, D] after a block; where there are more than the usual, the feed-forward, whose inner width
     is several times D, takes some of them at a time."""
-    if states.shape[1] <= TOKENS_THROUGH_A_BLOCK:
-        through: Tensor = block(states, step)
-        return through
     attention, feed_forward = block.BRANCHES
     states = block.finish(attention, states, block.inner(attention, states, step))
     pieces = torch.split(states, TOKENS_THROUGH_A_BLOCK, dim=1)
