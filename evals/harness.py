@@ -17,7 +17,7 @@ from quantkit.evals.texts import prefix_token, rolling, token_ids
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent
 from quantkit.quality.measures import NOT_SCORED
-from quantkit.runtime.generate import generate
+from quantkit.runtime.generate import generate, text_pieces
 from quantkit.tensors.finite import finite_logits
 
 _TOKENS_AT_ONCE = 2048
@@ -79,13 +79,7 @@ class Scorer:
         temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
         prompt = self.tok_encode(context)[limit - self.max_length :]
         tokens = generate(self._model, prompt, max_new_tokens=limit, temperature=temperature, seed=0)
-        made: list[int] = []
-        for token in tokens:
-            made.append(token)
-            text = self._tokenizer.decode(made)
-            if found := [text.index(stop) for stop in stops if stop and stop in text]:
-                return text[: min(found)]
-        return self._tokenizer.decode(made)
+        return "".join(text_pieces(self._tokenizer, (), tokens, [stop for stop in stops if stop]))
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
