@@ -120,7 +120,8 @@ def evaluate(
         require_tasks(tasks)
     models = open_models(folders, against, window, group)
     chat = partial(model_chat, models[0].checkpoint.path, models[0].tokenizer)
-    chosen, notes = _texts(files, text_column, chat, use_excerpt=not tasks)
+    chosen = _texts(files, text_column, chat, use_excerpt=not tasks)
+    notes = [note for text in chosen for note in text.notes]
     notes += [text.note for text in chosen if text.note is not None]
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = window or min(FIXED_WINDOW, *(model.checkpoint.config.max_context for model in models))
@@ -191,10 +192,8 @@ def _sources(texts: object) -> _Sources:
     return found
 
 
-def _texts(
-    sources: _Sources, column: str | None, chat: ModelChat, *, use_excerpt: bool
-) -> tuple[list[Text], list[str]]:
-    """The texts by distinct names, and notes about them."""
+def _texts(sources: _Sources, column: str | None, chat: ModelChat, *, use_excerpt: bool) -> list[Text]:
+    """The texts by distinct names."""
     if isinstance(sources, dict):
         texts = [read_text(source, column, chat, name) for name, source in sources.items()]
     else:
@@ -205,10 +204,10 @@ def _texts(
             raise RequestError("the same text is given twice", found=twice[0])
         texts = [replace(text, name=name) for name, text in zip(names, texts, strict=True)]
     if texts or not use_excerpt:
-        return texts, [note for text in texts for note in text.notes]
+        return texts
     raw = EXCERPT.read_bytes()
     note = f"No text was given: measured on the excerpt that ships with quantkit, {len(raw)} bytes of speeches."
-    return [Text("excerpt", hashlib.sha256(raw).hexdigest(), excerpt())], [note]
+    return [Text("excerpt", hashlib.sha256(raw).hexdigest(), excerpt(), notes=(note,))]
 
 
 def _over_fixed_windows(
