@@ -19,7 +19,6 @@ from quantkit.doctor.findings import RUNTIMES
 from quantkit.errors import RequestError
 from quantkit.jobs.convert_options import ConvertOptions
 from quantkit.jobs.quantize_options import OUTPUT, SCHEMES, QuantizeOptions
-from quantkit.tensors.dtypes import FloatName
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
 if TYPE_CHECKING:
@@ -268,10 +267,7 @@ def plan() -> None:
 )
 @options.dtype
 @options.data
-def _plan_generate(
-    model: str, target: str, batch: int, context: int | None, scheme: str | None, dtype: FloatName | None,
-    data: str | None,
-) -> None:  # fmt: skip
+def _plan_generate(model: str, scheme: str | None, data: str | None, **given: Any) -> None:
     """Show what each chip of a TPU slice would hold and exchange.
 
     The compiler for the slice computes it; no TPU is needed. MODEL is a folder, a folder with only a config.json, or
@@ -280,7 +276,7 @@ def _plan_generate(
     from quantkit.evals.synthetic import shaped
     from quantkit.jobs.plan import generate as job
 
-    _report(Outputs(data), job(shaped(model, scheme), target, batch=batch, context=context, dtype=dtype))
+    _report(Outputs(data), job(shaped(model, scheme), **given))
 
 
 def _plan_convert(data: str | None, **given: Any) -> None:
