@@ -21,7 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from measure_cpu import SHAPE, Candidate, row
+from measure_cpu import Candidate, row
 
 MODES = ("exact", "fast")
 PEERS = {"int8": "Q8_0", "int4-g32": "Q4_0", "int4-g128": "Q4_0"}
@@ -40,7 +40,7 @@ def make(models: Path, scheme: str, head: str | None) -> Path:
 
     made, source = models / (scheme if head is None else f"{scheme}-head-{head}"), models / "floats"
     if not source.exists():
-        checkpoint = synthetic(SHAPE, None)
+        checkpoint = synthetic("tinyllama-1.1b", None)
         names = checkpoint.names()
         planned = Output(checkpoint, checkpoint.config, [checkpoint.info(name) for name in names], 1 << 40)
         source.mkdir(parents=True)

@@ -436,9 +436,7 @@ def test_the_program_that_checks_other_processors_fits_the_kernels() -> None:
 
 @pytest.mark.compiles
 def test_two_processes_at_once_compile_one_library_and_a_third_finds_it(tmp_path: Path) -> None:
-    code = (
-        "from quantkit.kernels.build import load_functions; load_functions('gptq', 'portable').quantkit_round_in_turn"
-    )
+    code = "from quantkit.kernels.build import load_kernels; load_kernels('portable', 'gptq').quantkit_round_in_turn"
     environment = {**os.environ, "QUANTKIT_CACHE": str(tmp_path)}
     both = [subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/") for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]

@@ -82,7 +82,7 @@ def test_it_continues_a_prompt_as_it_did(dtype: torch.dtype) -> None:
 def test_inspect_says_what_made_it(capfd: Capture) -> None:
     code, out, err = run(capfd, "inspect", FOLDER)
     assert (code, err) == (0, "")
-    assert "made by: quantkit 0.1.0 (quantize)" in out
+    assert "made by: quantkit 0.1.0 (quantize, method gptq)" in out
     assert "int4-g32" in out
 
 
