@@ -7,6 +7,9 @@ BIN := .venv/bin
 # The instruction sets of the CPU kernels that the machine can run besides its own, which is AVX2 if it has no AVX-512.
 VARIANTS := $(shell grep -qs avx512f /proc/cpuinfo && echo avx2) portable
 
+# Test processes: one more than there are processors, as some tests wait.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+
 .PHONY: demo test test-kernels lint clean
 
 demo: .venv/installed
@@ -14,12 +17,12 @@ demo: .venv/installed
 
 # A file's tests stay together: what they share is made once. A worker that crashes ends the run, which fails.
 test: .venv/installed-test
-	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	$(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The tests of the CPU kernels, once for each instruction set that is not the machine's own.
 test-kernels: .venv/installed-test
 	for variant in $(VARIANTS); do \
-	    QUANTKIT_CPU=$$variant $(BIN)/pytest -m "cpu_kernels and not compiles" --numprocesses auto --maxprocesses 8 --dist loadfile || exit 1; \
+	    QUANTKIT_CPU=$$variant $(BIN)/pytest -m "cpu_kernels and not compiles" --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile || exit 1; \
 	done
 
 lint: .venv/installed-test
