@@ -272,11 +272,12 @@ def _measure_model(source: BenchModel, options: BenchArguments, progress: Progre
     prefill = {}
     for length in options.prompt_lengths:
         step()
-        prefill[length] = rate(length, partial(prefill_seconds, length), runs)
+        prefill[length] = rate(length, partial(prefill_seconds, length), runs, group)
     decode = {}
     for batch in options.batches:
         step()
-        decode[batch] = rate(batch * NEW, Decoding(model, batch, NEW, compiled, cache_dtype=cache).run, runs)
+        decoding = Decoding(model, batch, NEW, compiled, cache_dtype=cache, group=group)
+        decode[batch] = rate(batch * NEW, decoding.run, runs, group)
     peak = timing.max_bytes(model.device)
     at_contexts, left_out = timing.measure_contexts(
         model, rows, compiled=compiled, cache_dtype=cache, runs=runs, group=group, step=step

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quantkit.distributed.group import ProcessGroup
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals.models import backend_names
 from quantkit.formats.checkpoint import Checkpoint
@@ -54,17 +54,18 @@ class Rate:
         return max(self.most - self.median, self.median - self.least) / self.median
 
 
-def rate(tokens: int, timed_call: Callable[[], float], runs: int) -> Rate:
-    """Time several runs, after a call that warms up; `timed_call` makes a call for `tokens` and returns its seconds."""
+def rate(tokens: int, timed_call: Callable[[], float], runs: int, group: ProcessGroup = SINGLE) -> Rate:
+    """Time several runs, after a call that warms up; `timed_call` makes a call for `tokens` and returns its seconds.
+    Processes that share the model make as many calls, since the first one's time counts for all."""
     timed_call()
-    return Rate.of([tokens / _mean_seconds(timed_call) for _ in range(runs)])
+    return Rate.of([tokens / _mean_seconds(timed_call, group) for _ in range(runs)])
 
 
-def _mean_seconds(timed_call: Callable[[], float]) -> float:
+def _mean_seconds(timed_call: Callable[[], float], group: ProcessGroup) -> float:
     """Mean seconds of calls that are repeated until a run is long."""
     calls, total = 0, 0.0
     while total < _MIN_RUN_SECONDS:
-        calls, total = calls + 1, total + timed_call()
+        calls, total = calls + 1, total + group.broadcast_from_rank0(timed_call())
     return total / calls
 
 
@@ -140,12 +141,12 @@ class Decoding:
 
     def __init__(
         self, model: Decoder, batch: int, new: int, compiled: bool | None, *, prompt: int = PROMPT,
-        cache_dtype: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None, group: ProcessGroup = SINGLE,
     ) -> None:  # fmt: skip
         """In a run, `new` tokens of each sequence are decoded after `prompt` ones, `PROMPT` at least. Raises
         `RequestError` if these exceed the model's context, or the cache does not fit in memory."""
         self.engine = Engine(model, prompt + new, slots=batch, cache_dtype=cache_dtype, compiled=compiled)
-        self._new, self._prompts = new, _random(model, batch, prompt)
+        self._new, self._prompts, self._group = new, _random(model, batch, prompt), group
         self._prompts[:, :-PROMPT] = self._prompts[0, :-PROMPT].clone()
         self._first: torch.Tensor | None = None
 
@@ -161,7 +162,7 @@ class Decoding:
             logits[:] = [_read(self.engine, 0, whole)]
             logits[0].argmax().item()  # waits until the GPU is done
 
-        taken, shared = _mean_seconds(partial(seconds, read)), len(whole) - PROMPT
+        taken, shared = _mean_seconds(partial(seconds, read), self._group), len(whole) - PROMPT
         for slot, prompt in enumerate(self._prompts[1:], 1):
             self.engine.copy_prefix(0, slot, shared)
             logits.append(_read(self.engine, slot, prompt, shared))
@@ -236,7 +237,7 @@ def decoding_speed(checkpoint: Checkpoint, device: torch.device, group: ProcessG
     and `NonFiniteError` if its logits are NaN or Inf."""
     model = load_model(checkpoint, device=device, group=group)
     with torch.inference_mode():
-        found = rate(NEW_TOKENS, Decoding(model, 1, NEW_TOKENS, None).run, RUNS)
+        found = rate(NEW_TOKENS, Decoding(model, 1, NEW_TOKENS, None, group=group).run, RUNS, group)
     backends, threads = backend_names(model), torch.get_num_threads()
     return Speed(found.median, DType.of(model.dtype), backends, str(model.device), threads)
 
@@ -317,7 +318,7 @@ def measure_contexts(
             continue
         try:
             with enough_memory(None):
-                found.append(_measure_context(model, context, batch, compiled, cache_dtype, runs))
+                found.append(_measure_context(model, context, batch, compiled, cache_dtype, runs, group))
         except RequestError as error:
             if group.size > 1:  # the others would wait
                 raise
@@ -326,8 +327,9 @@ def measure_contexts(
 
 
 def _measure_context(
-    model: Decoder, context: int, batch: int, compiled: bool | None, cache_dtype: torch.dtype, runs: int
-) -> AtContext:
+    model: Decoder, context: int, batch: int, compiled: bool | None, cache_dtype: torch.dtype, runs: int,
+    group: ProcessGroup,
+) -> AtContext:  # fmt: skip
     device = model.device
     if compiled or device.type == "cuda":
         torch.compiler.reset()  # graphs for another cache would count toward the limit
@@ -337,9 +339,9 @@ def _measure_context(
         torch.cuda.reset_peak_memory_stats(device)
     counted = on_gpu or reset_peak()
     prompt = context - CONTEXT_NEW
-    decoding = Decoding(model, batch, CONTEXT_NEW, compiled, prompt=prompt, cache_dtype=cache_dtype)
+    decoding = Decoding(model, batch, CONTEXT_NEW, compiled, prompt=prompt, cache_dtype=cache_dtype, group=group)
     prompt_rate = prompt / decoding.fill()
-    together = rate(batch * CONTEXT_NEW, decoding.run, runs)
+    together = rate(batch * CONTEXT_NEW, decoding.run, runs, group)
     peak = max_bytes(device) if counted else None
     return AtContext(context, batch, prompt_rate, together, decoding.engine.cache_bytes, peak)
 

@@ -20,6 +20,7 @@ from command import Capture
 
 import quantkit
 from quantkit.architectures.topology import parameters
+from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals import bench_report, timing
 from quantkit.evals.bench import BenchArguments, BenchModel, _measure, bench, require_room
@@ -125,6 +126,16 @@ def test_short_calls_are_repeated_until_a_run_is_long() -> None:
     found = rate(6, lambda: next(calls), 3)
     assert (found.least, found.median, found.most) == pytest.approx((6 / 0.3, 12 / 0.2, 24 / 0.12))
     assert not list(calls)
+
+
+def test_processes_that_share_a_model_make_as_many_calls_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, counts = ProcessGroup(), []
+    for times in ([0.06] * 9, [0.02] * 9):  # of the first process, and of one whose clock runs slower
+        first, calls = iter([0.06] * 9), iter(times)
+        monkeypatch.setattr(ProcessGroup, "broadcast_from_rank0", lambda _, value, first=first: next(first))
+        assert rate(12, lambda calls=calls: next(calls), 2, group).median == pytest.approx(200)
+        counts.append(9 - len(list(calls)))
+    assert counts == [5, 5]
 
 
 def test_cores_that_others_use_are_all_that_are_used_but_our_own(
