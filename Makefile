@@ -7,6 +7,9 @@ BIN := .venv/bin
 # The instruction sets of the CPU kernels that the machine can run besides its own, which is AVX2 if it has no AVX-512.
 VARIANTS := $(shell grep -qs avx512f /proc/cpuinfo && echo avx2) portable
 
+# The hundreds of processes that tests start find what one of them has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Test processes: one more than there are processors, as some tests wait.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
