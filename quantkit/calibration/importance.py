@@ -13,6 +13,7 @@ from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.layerwise import Batch, layerwise_hidden
 from quantkit.progress import Progress, silent
+from quantkit.quality.bounds import window_length
 from quantkit.text.tokenizer import Tokenizer
 
 IMPORTANCE = "importance of inputs"
@@ -20,17 +21,17 @@ IMPORTANCE = "importance of inputs"
 
 _SAMPLES = 4
 _LENGTH = 128
-_EVEN = 32.0  # tokens; as many make half of the exponent
+_EVEN = 32.0  # tokens that reach a linear whose importance is the square root of the mean square
 _LEAST = 0.1  # of the mean: other text may use inputs that the sample does not
 
 
 def input_importance(
     source: Checkpoint, tokenizer: Tokenizer | None, *, progress: Progress = silent
 ) -> dict[str, Tensor]:
-    """The importance [I] of the inputs of each linear, by name, in float32 on the CPU, their mean 1.
+    """The importance [I] of the inputs of each linear, by name, in float32 on the CPU, in units of its mean.
 
-    The fewer tokens reach a linear, the more even it is. A linear that none reaches, such as that of an expert, and one
-    whose inputs are not finite, is left out.
+    The fewer tokens reach a linear, the more even it is. Linears that no token reaches, such as an expert's, and those
+    whose inputs are not finite are left out.
 
     Args:
         source: runnable; passed through block by block.
@@ -53,7 +54,7 @@ def input_importance(
 
 def importance_tokens(source: Checkpoint) -> tuple[int, int]:
     """The samples, and the tokens of each."""
-    return _SAMPLES, min(_LENGTH, source.config.max_context)
+    return _SAMPLES, min(_LENGTH, window_length(source))
 
 
 def _tokens(source: Checkpoint, tokenizer: Tokenizer | None) -> Tensor:

@@ -159,8 +159,8 @@ class PromptReader:
 
     def _prompt(self, kind: str, given: Mapping[str, Any], known_by: dict[str, Any]) -> Prompt:
         defaults = self._chat_defaults if kind == "messages" else {}
-        asked = {**defaults, **self._options, **{key: given[key] for key in OPTIONS & given.keys()}}
-        request, stop = checked(asked)
+        chosen = {**defaults, **self._options, **{key: given[key] for key in OPTIONS & given.keys()}}
+        request, stop = checked(chosen)
         if request.scores_prompt and not self._prompt_logprobs:
             raise no_prompt_logprobs("echo" if "echo" in given else "logprobs")
         ids = self._ids(kind, given)
@@ -220,20 +220,20 @@ def input_bytes(file: str | Path, what: str) -> bytes:
         raise RequestError(f"the {what} cannot be read: {error.strerror}", path=name) from error
 
 
-def checked(asked: Mapping[str, Any]) -> tuple[Request, list[str]]:
+def checked(chosen: Mapping[str, Any]) -> tuple[Request, list[str]]:
     """Options as a request without its prompt, and the strings at which its text ends. Raises `RequestError` for a
     value of the wrong type or out of its range."""
-    stop = stop_strings(asked.get("stop", ()))
-    sampling: Any = {key: asked[key] for key in SamplingOptions.__annotations__ if key in asked}
+    stop = stop_strings(chosen.get("stop", ()))
+    sampling: Any = {key: chosen[key] for key in SamplingOptions.__annotations__ if key in chosen}
     if isinstance(bias := sampling.get("logit_bias"), dict):
         tokens = [_as_token(key) for key in bias]
         if (twice := _repeated(tokens)) is not None:
             raise RequestError("`logit_bias` names a token twice", found=twice)
         sampling["logit_bias"] = dict(zip(tokens, bias.values(), strict=True))
-    echo = asked.get("echo", False)
+    echo = chosen.get("echo", False)
     require_flags(echo=echo)
     request = checked_options(
-        asked["max_new_tokens"], sampling, samples=asked.get("n", 1), logprobs=asked.get("logprobs"), echo=echo
+        chosen["max_new_tokens"], sampling, samples=chosen.get("n", 1), logprobs=chosen.get("logprobs"), echo=echo
     )
     return request, stop
 

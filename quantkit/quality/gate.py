@@ -234,11 +234,7 @@ def _distorted(
             continue  # it has no error
         else:
             error = float(record.get("relative_error", math.nan))
-            if solver in (
-                Solver.ROUNDING,
-                Solver.SEARCHED,
-                Solver.SCALES_CAST,
-            ):
+            if solver in (Solver.ROUNDING, Solver.SEARCHED, Solver.SCALES_CAST):
                 bound = MAX_ERROR  # its error is that of rounding, or less
             else:
                 compensated = scheme if solver == Solver.WEIGHTED else worst

@@ -236,9 +236,8 @@ def test_rounding_reads_each_weight_once_to_compare_and_to_run_it_and_again_for_
     quantkit.quantize(demo_model, folder, "int4-g64", method="rtn")
     source, result = _Counting(open_checkpoint(demo_model)), _Counting(open_checkpoint(folder))
     found = gate.run_gate(source, result, _records(folder), importance=_importance(demo_model))
-    rounded = {
-        f"{module}.weight" for module in schemes(result)
-    }  # whose errors are held against those of plain rounding
+    # Their errors are compared with those of plain rounding.
+    rounded = {f"{module}.weight" for module in schemes(result)}
     for one in (source, result):
         assert one.reads == {name: 1 + (name in rounded) for name in one.names()}
         assert one.rows == {name: one.info(name).shape[0] for name in one.names()}

@@ -34,7 +34,7 @@ def quantkit(*arguments: str | Path) -> list[str]:
 
 
 def launched(count: int, *arguments: str | Path) -> list[str]:
-    """A command line with which torchrun starts so many of ``quantkit ARGUMENTS``."""
+    """A command line with which torchrun starts this number of ``quantkit ARGUMENTS``."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     return [*launcher, "--no-python", *command("-c", _IMPATIENT + COMMAND, *arguments)]
 

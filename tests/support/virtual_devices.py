@@ -26,7 +26,7 @@ def require_torchax() -> None:
 
 
 def environment(devices: int, cache: Path, **more: str) -> dict[str, str]:
-    """The environment of a process that has so many devices."""
+    """The environment of a process that has this number of devices."""
     flags = f"--xla_force_host_platform_device_count={devices} {_QUICK}"
     return {
         **os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "QUANTKIT_CACHE": str(cache), "OMP_NUM_THREADS": "1",
@@ -35,7 +35,7 @@ def environment(devices: int, cache: Path, **more: str) -> dict[str, str]:
 
 
 def found_by(module: str, folders: dict[str, int], home: Path) -> dict[str, Any]:
-    """What a module of this folder prints as JSON, of folders in `home` over so many of eight devices."""
+    """What a module of this folder prints as JSON, of folders in `home` over this number of eight devices."""
     done = subprocess.run(
         forked.command("-m", module, *(f"{home / name}:{count}" for name, count in folders.items())),
         env=environment(8, home / "cache"), capture_output=True, text=True, check=False, cwd=home,
