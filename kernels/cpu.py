@@ -6,9 +6,9 @@ Activations become integers with one scale per token and 32 columns: of 16 bits 
 
 from __future__ import annotations
 
+import ctypes
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ from torch import Tensor
 from quantkit.errors import UnsupportedError
 from quantkit.kernels import backend
 from quantkit.kernels.backend import Backend, BlockKernel, ExpertKernel, Operations, Prepared, PreparedLinear, Rounding
-from quantkit.kernels.build import VARIANT_SETTING, load_kernels
+from quantkit.kernels.cpu_operators import BlockOperands, Operators
+from quantkit.kernels.library import load_kernels
 from quantkit.tensors.cached_rows import CachedRows
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -50,7 +51,7 @@ class CpuBackend(Backend):
         if scheme.group_size is not None and scheme.group_size % _COLUMNS:
             return f"group size is not a multiple of {_COLUMNS}"
         try:
-            self._operators = load_kernels(os.environ.get(VARIANT_SETTING, "native"))
+            self._operators = load_kernels()
         except UnsupportedError as error:
             return str(error)
         return None
@@ -96,54 +97,65 @@ class CpuBackend(Backend):
             summed: Tensor = operators.experts(rows, weights, chosen, *linears, activation, limit)
             return summed
 
-        @contextmanager
-        def single_threaded() -> Iterator[None]:
-            before = operators.torch_threads(1)
-            try:
-                yield
-            finally:
-                operators.torch_threads(before)
-
         return Operations(
             cached_attention, float_linear=operators.float_linear,
-            block=BlockKernel(partial(prepare_blocks, operators.block), BLOCK_FEATURES, torch.float32),
-            experts=ExpertKernel(operators.stack, experts), single_threaded=single_threaded,
+            block=BlockKernel(partial(prepare_blocks, operators), BLOCK_FEATURES, torch.float32),
+            experts=ExpertKernel(operators.stack, experts), single_threaded=_single_threaded,
         )  # fmt: skip
 
 
+@contextmanager
+def _single_threaded() -> Iterator[None]:
+    """See `Operations.single_threaded`; without OpenMP there is nothing to do."""
+    functions = ctypes.PyDLL(None)
+    try:
+        count, set_count = functions.omp_get_max_threads, functions.omp_set_num_threads
+    except AttributeError:
+        yield
+        return
+    before = count()
+    set_count(1)
+    try:
+        yield
+    finally:
+        set_count(before)
+
+
 def prepare_blocks(
-    block: Callable[..., None], layers: Sequence[tuple[backend.BlockWeights, backend.BlockSettings]], dtype: torch.dtype
+    operators: Operators, layers: Sequence[tuple[backend.BlockWeights, backend.BlockSettings]], dtype: torch.dtype
 ) -> backend.RunBlocks:
-    """See `BlockKernel`; `block` is the operator, which updates float32 hidden states [B, T, D] in place."""
-    operands = [(settings.rotary, *_operands(weights, settings)) for weights, settings in layers]
+    """See `BlockKernel`; hidden states are float32 [B, T, D], updated in place."""
+    blocks = operators.prepare_blocks([_operands(weights, settings) for weights, settings in layers])
+    turned = [settings.rotary for _, settings in layers]
 
     def run(x: Tensor, step: backend.BlockStep) -> Tensor:
-        for number, (rotary, *operand) in enumerate(operands):
-            cosine, sine = step.angles[number]
-            if not rotary:
-                cosine, sine = torch.ones_like(cosine), torch.zeros_like(sine)
-            keys, values = ((None, None),) * 2 if step.cached is None else step.cached[number]
-            block(x, cosine, sine, step.query_scale, step.positions, step.slots, *keys, *values, step.first, *operand)
+        angles = []
+        for rotary, (cosine, sine) in zip(turned, step.angles, strict=True):
+            angles += (cosine, sine) if rotary else (torch.ones_like(cosine), torch.zeros_like(sine))
+        cached = [] if step.cached is None else [
+            one for rows in step.cached for part in rows for one in part if one is not None
+        ]  # fmt: skip
+        operators.run_blocks(x, blocks.number, angles, step.query_scale, step.positions, step.slots, cached, step.first)
         return x
 
     return run
 
 
-def _operands(weights: backend.BlockWeights, own: backend.BlockSettings) -> tuple[Any, ...]:
-    """The weights of attention and of the feed-forward, and the settings, in the order of the operator's arguments."""
+def _operands(weights: backend.BlockWeights, own: backend.BlockSettings) -> BlockOperands:
+    """The weights of attention and of the feed-forward, and the settings."""
     attention = [
         weights.input_norm, *_packed(weights.qkv), weights.q_norm, weights.k_norm, weights.sinks, *_packed(weights.out),
         weights.attention_output_norm,
     ]  # fmt: skip
-    inside, routing = [*_packed(weights.gate_up), *_packed(weights.down)], list[int]()
+    inside, routing = [*_packed(weights.gate_up), *_packed(weights.down)], (0, True)
     if (experts := weights.experts) is not None:
         banks = (bank for own in (experts.gate_up, experts.down) for bank in (own.prepared["packed"], own.bias))
         inside = [experts.router, experts.router_bias, *banks, *inside, experts.shared_gate]
-        routing = [experts.per_token, experts.normalized]
+        routing = experts.per_token, experts.normalized
     return (
         attention, [weights.mlp_norm, *inside, weights.mlp_output_norm],
-        own.num_heads, own.num_kv_heads, own.window or 0, own.attention_scale, own.attention_softcap, own.clip_qkv,
-        own.activation, own.activation_limit, own.norm_eps, own.residual_multiplier, *routing,
+        (own.num_heads, own.num_kv_heads, own.window or 0, own.attention_scale, own.attention_softcap, own.clip_qkv,
+         own.activation, own.activation_limit, own.norm_eps, own.residual_multiplier, *routing),
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.kernels.build import VARIANT_SETTING, load_kernels
+from quantkit.kernels.library import load_kernels
 
 _FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -64,7 +63,7 @@ improve_in_turn = partial(_in_turn, "quantkit_improve_in_turn")
 
 
 def _functions() -> Any:
-    return load_kernels(os.environ.get(VARIANT_SETTING, "native"), "gptq")
+    return load_kernels().library
 
 
 def _sizes(*sizes: int) -> list[c_int64]:

@@ -1,8 +1,7 @@
-// GPTQ's kernels as plain functions, for they are compiled where they run, and torch's headers take long. The caller
-// has checked what it gives.
+// GPTQ's kernels as functions of C. The caller has checked what it gives.
 #include "gptq.h"
 
-#define QUANTKIT_EXPORT extern "C" __attribute__((visibility("default")))
+#include "export.h"
 
 using namespace quantkit;
 

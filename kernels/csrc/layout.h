@@ -27,8 +27,8 @@ struct Layout {
   int64_t rows, columns;  // of the weight
   int64_t group;          // columns that share a scale, a multiple of 32, or all
   int64_t bits;           // 4 or 8
-  bool zeros;             // a zero point per group; otherwise 8 or 128
-  bool exact;             // whether activations get 16 bits or 8
+  int64_t zeros;          // whether there is a zero point per group; otherwise it is 8 or 128
+  int64_t exact;          // whether activations get 16 bits or 8
   FloatType scales;
 
   int64_t padded() const { return (columns + kColumns - 1) / kColumns * kColumns; }

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import RequestError
 from quantkit.kernels import cpu_gptq
-from quantkit.kernels.build import VARIANT_SETTING
+from quantkit.kernels.library import load_kernels
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.solver.columns import TORCH, ColumnKernels
 from quantkit.solver.gptq import Damped, solve
@@ -50,10 +49,10 @@ def column_kernels(device: torch.device) -> ColumnKernels:
 
 
 def kernels_name(device: torch.device) -> str:
-    """What rounds columns on a device: ``torch``, ``triton`` or a variant of the CPU kernels."""
+    """What rounds columns on a device: ``torch``, ``triton`` or the name of the CPU kernels."""
     if column_kernels(device) is TORCH:
         return "torch"
-    return os.environ.get(VARIANT_SETTING, "native") if device.type == "cpu" else "triton"
+    return load_kernels().name if device.type == "cpu" else "triton"
 
 
 def cpu_kernels() -> ColumnKernels:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from test_cpu_kernels import DTYPES, HERE
 from torch import Tensor
 
-from quantkit.kernels.build import load_kernels
+from quantkit.kernels.cpu_operators import BlockOperands, Blocks
+from quantkit.kernels.library import load_kernels
 from quantkit.tensors.cached_rows import CachedRows, cached_rows
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
@@ -122,7 +123,7 @@ def test_scores_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     keys = torch.zeros(1, 1, 9, 32)
     given = {"softcap": None, "sinks": None} | wrong
     with pytest.raises(RuntimeError, match=r"softcap|sinks"):
-        load_kernels("native").cached_attention(
+        load_kernels().cached_attention(
             torch.zeros(1, 2, 1, 32), keys, None, keys, None, torch.tensor([3]), None, 0, 1.0, *given.values()
         )
 
@@ -240,11 +241,13 @@ class ExampleBlock:
         feed_forward = [of["feed_forward_before"], packed["gate_up"], of["gate_up_bias"], packed["down"],
                         of["down_bias"], of["feed_forward_after"]]  # fmt: skip
         out = x.clone()
-        rows = (None,) * 4 if stored is None else (*stored[0], *stored[1])
-        self.ops.block(
-            out, *step.angles, step.query_scale if own.query_scale else None, step.positions, step.slots, *rows,
-            step.prefill, attention, feed_forward, HEADS, KV_HEADS, own.window or 0, own.scale, own.softcap, own.clip,
-            own.activation, own.limit, 1e-5, own.multiplier,
+        rows = [] if stored is None else [part for each in stored for part in each if part is not None]
+        settings = (HEADS, KV_HEADS, own.window or 0, own.scale, own.softcap, own.clip, own.activation, own.limit, 1e-5,
+                    own.multiplier, 0, True)  # fmt: skip
+        blocks = self.ops.prepare_blocks([(attention, feed_forward, settings)])
+        self.ops.run_blocks(
+            out, blocks.number, step.angles, step.query_scale if own.query_scale else None, step.positions, step.slots,
+            rows, step.prefill,
         )  # fmt: skip
         return out
 
@@ -317,7 +320,7 @@ def test_blocks_serve_each_feature(variant: str, cached: torch.dtype, name: str)
 
 @pytest.mark.parametrize("name", ["llama", "all"])
 def test_rows_of_blocks_have_the_bits_that_they_have_alone(name: str) -> None:
-    block = ExampleBlock(FEATURES[name], load_kernels("native"))
+    block = ExampleBlock(FEATURES[name], load_kernels())
     x, stored = torch.randn(3, 5, HIDDEN), [torch.zeros(3, KV_HEADS, 60, SIZE) for _ in range(2)]
     starts = torch.tensor([[0], [7], [20]])
     step = ExampleStep(starts + torch.arange(5), torch.arange(3), prefill=False)
@@ -351,10 +354,10 @@ def test_activations_are_right_to_float32(variant: str, activation: str, limit: 
         bias[32] = up
         attention = [None, packed(96, 32, []), None, None, None, None, packed(32, 32, []), None, None]
         feed_forward = [None, packed(64, 32, [(0, 0)]), bias, packed(32, 32, [(1, 0)]), None, None]
-        ops.block(
-            x, torch.ones(len(gates), 32), torch.zeros(len(gates), 32), None, torch.arange(len(gates)),
-            *[None] * 5, True, attention, feed_forward, 1, 1, 0, None, None, None, activation, limit, 1e-5, 1.0,
-        )  # fmt: skip
+        settings = 1, 1, 0, None, None, None, activation, limit, 1e-5, 1.0, 0, True
+        blocks = ops.prepare_blocks([(attention, feed_forward, settings)])
+        angles = torch.ones(len(gates), 32), torch.zeros(len(gates), 32)
+        ops.run_blocks(x, blocks.number, angles, None, torch.arange(len(gates)), None, [], True)
         expected = _gated(activation, limit, gates.double(), torch.full_like(gates, up).double())
         torch.testing.assert_close(x[0, :, 1].double(), expected, rtol=1e-6, atol=1e-6)
 
@@ -380,11 +383,11 @@ class _Shortened:
     """The operators, with some of a block's tensors alone."""
 
     def __init__(self, attention: range | None, feed_forward: range | None) -> None:
-        self._kept, self.pack = (attention, feed_forward), load_kernels("native").pack
+        self._kept, self.pack = (attention, feed_forward), load_kernels().pack
 
-    def block(self, *arguments: Any) -> None:
+    def prepare_blocks(self, blocks: list[BlockOperands]) -> Blocks:
         halves = [
             half if kept is None else [half[index] for index in kept]
-            for half, kept in zip(arguments[11:13], self._kept, strict=True)
+            for half, kept in zip(blocks[0][:2], self._kept, strict=True)
         ]
-        load_kernels("native").block(*arguments[:11], *halves, *arguments[13:])
+        return load_kernels().prepare_blocks([(*halves, blocks[0][2])])

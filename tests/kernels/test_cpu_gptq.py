@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from schemes import any_scheme
+from test_cpu_kernels import HERE
 from torch import Tensor
 
 from quantkit.errors import RequestError
-from quantkit.kernels import build, cpu_gptq
-from quantkit.kernels.build import VARIANT_SETTING, VARIANTS
+from quantkit.kernels import cpu_gptq, library
+from quantkit.kernels.library import SETTING
 from quantkit.model import column_kernels as column_kernels_module
 from quantkit.model.column_kernels import column_kernels, cpu_kernels
 from quantkit.solver.columns import TORCH
@@ -37,9 +38,9 @@ def _problem(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, columns, generator=generator), inputs.t() @ inputs
 
 
-@pytest.fixture(params=sorted(VARIANTS))
+@pytest.fixture(params=HERE)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(VARIANT_SETTING, request.param)
+    monkeypatch.setenv(SETTING, request.param)
     return str(request.param)
 
 
@@ -110,7 +111,7 @@ def test_torch_serves_where_there_is_no_compiler(
 ) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/nowhere/c++")
-    monkeypatch.setattr(build, "_load_once", build._load_once.__wrapped__)
+    monkeypatch.setattr(library, "_load_once", library._load_once.__wrapped__)
     column_kernels.cache_clear()
     with caplog.at_level(logging.INFO, logger="quantkit.model.column_kernels"):
         assert column_kernels(CPU) is TORCH
@@ -118,10 +119,10 @@ def test_torch_serves_where_there_is_no_compiler(
     column_kernels.cache_clear()
 
 
-def test_an_unknown_variant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIANT_SETTING, "sse9")
+def test_unknown_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTING, "sse9")
     column_kernels.cache_clear()
-    with pytest.raises(RequestError, match="unknown variant"):
+    with pytest.raises(RequestError, match="unknown CPU kernels"):
         column_kernels(CPU)
 
 

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paths import ROOT
 from torch import Tensor
 
 from quantkit.architectures.families import config_from_hf
 from quantkit.errors import RequestError, UnsupportedError
-from quantkit.kernels import build
-from quantkit.kernels.build import VARIANTS, load_kernels
+from quantkit.kernels import build, library
 from quantkit.kernels.dispatch import select_backend
+from quantkit.kernels.library import load_kernels
+from quantkit.kernels.variants import VARIANTS, runs_here
 from quantkit.model.cache import KVCache
 from quantkit.tensors.cached_rows import cached_rows
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
@@ -31,12 +31,8 @@ from quantkit.tensors.scheme import QuantScheme
 pytestmark = pytest.mark.cpu_kernels
 
 
-def _has_avx2() -> bool:
-    info = Path("/proc/cpuinfo")
-    return info.exists() and " avx2 " in info.read_text()
-
-
-HERE = [name for name in VARIANTS if name != "avx2" or _has_avx2()]
+HERE = [name for name in VARIANTS if runs_here(name)]
+"""The kernels that this machine can run."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -123,7 +119,7 @@ def test_the_exact_mode_is_far_closer_than_the_fast_one() -> None:
     weight = quantize_rtn(torch.randn(64, 1024), QuantScheme.parse("int4-g32"), torch.float16)
     x = torch.randn(16, 1024)
     expected = x.double() @ weight.dequantize().double().t()
-    ops = load_kernels("native")
+    ops = load_kernels()
     exact, fast = (
         (_linear(ops, x, weight, mode).double() - expected).norm() / expected.norm() for mode in (True, False)
     )
@@ -197,7 +193,7 @@ def test_rows_of_many_sequences_attend_as_each_alone(variant: str, window: int |
 def test_slots_outside_the_cache_are_refused(slots: list[int]) -> None:
     keys = torch.zeros(2, 1, 9, 32)
     with pytest.raises(RuntimeError, match="slot"):
-        load_kernels("native").cached_attention(
+        load_kernels().cached_attention(
             torch.zeros(2, 1, 1, 32), keys, None, keys, None, torch.tensor([3]), torch.tensor(slots), 0, 1.0
         )
 
@@ -218,7 +214,7 @@ def test_attention_hands_on_what_is_not_finite(variant: str, tokens: int) -> Non
 def test_positions_outside_the_cache_are_refused(position: int) -> None:
     keys = torch.zeros(1, 1, 9, 32)
     with pytest.raises(RuntimeError, match="outside the cache"):
-        load_kernels("native").cached_attention(
+        load_kernels().cached_attention(
             torch.zeros(1, 1, 1, 32), keys, None, keys, None, torch.tensor([position]), None, 0, 1.0
         )
 
@@ -258,26 +254,27 @@ def test_half_floats_are_read_and_rounded_as_torch_does(variant: str) -> None:
 
 
 def test_the_operators_pass_torchs_own_checks() -> None:
-    ops = load_kernels("native")
+    ops = load_kernels()
     weight = quantize_rtn(torch.randn(20, 64), QuantScheme.parse("int4-g32"), torch.float16)
     packed = ops.pack(weight.codes, weight.scale, None, 4, True)
     keys, positions = torch.randn(1, 2, 9, 32), torch.tensor([3, 4])
     codes = cached_rows(keys, torch.int8)
     calls = (
-        (ops.linear, (torch.randn(2, 3, 64), packed, torch.randn(20), 20)),
-        (ops.linear, (torch.randn(1, 64).bfloat16(), packed, None, 20)),
-        (ops.cached_attention, (torch.randn(1, 4, 2, 32), keys, None, keys.clone(), None, positions, None, 0, 0.5)),
-        (ops.cached_attention, (torch.randn(1, 4, 2, 32), *codes, *codes, positions, None, 0, 0.5)),
-        (ops.float_linear, (torch.randn(2, 64), torch.randn(10, 64))),
+        ("linear", (torch.randn(2, 3, 64), packed, torch.randn(20), 20)),
+        ("linear", (torch.randn(1, 64).bfloat16(), packed, None, 20)),
+        ("rows", (packed, torch.tensor([3, 0]), 64)),
+        ("cached_attention", (torch.randn(1, 4, 2, 32), keys, None, keys.clone(), None, positions, None, 0, 0.5)),
+        ("cached_attention", (torch.randn(1, 4, 2, 32), *codes, *codes, positions, None, 0, 0.5)),
+        ("float_linear", (torch.randn(2, 64), torch.randn(10, 64))),
     )
-    for op, arguments in calls:
-        torch.library.opcheck(op.default, arguments)
+    for name, arguments in calls:
+        torch.library.opcheck(getattr(ops.namespace, name).default, arguments)
 
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("cached", [None, torch.float32, torch.int8], ids=str)
 def test_the_operator_on_blocks_passes_torchs_own_checks(own: bool, cached: torch.dtype | None) -> None:
-    ops = load_kernels("native")
+    ops = load_kernels()
 
     def packed(rows: int, columns: int) -> Tensor:
         weight = quantize_rtn(torch.randn(rows, columns) / 8, QuantScheme.parse("int8"), torch.float32)
@@ -286,19 +283,21 @@ def test_the_operator_on_blocks_passes_torchs_own_checks(own: bool, cached: torc
 
     attention = [torch.ones(64), packed(128, 64), None, None, None, None, packed(64, 64), None, None]
     feed_forward = [torch.ones(64), packed(192, 64), torch.randn(192), packed(64, 96), None, None]
-    settings = (4, 2, 0, None, None, None, "silu", None, 1e-5, 1.0)
-    x, angles = torch.randn(2, 3, 64), torch.randn(2, 3, 16)
-    keys, values = ((None, None) if cached is None else cached_rows(torch.zeros(2, 2, 9, 16), cached) for _ in range(2))
-    arguments = (x, *angles, None, torch.arange(3), None, *keys, *values, own, attention, feed_forward, *settings)
+    settings = (4, 2, 0, None, None, None, "silu", None, 1e-5, 1.0, 0, True)
+    blocks = ops.prepare_blocks([(attention, feed_forward, settings)] * 2)
+    x, angles = torch.randn(2, 3, 64), list(torch.randn(4, 3, 16))
+    rows = [] if cached is None else [part for _ in range(4) for part in cached_rows(torch.zeros(2, 2, 9, 16), cached)]
+    stored = [part for part in rows if part is not None]
+    arguments = (x, blocks.number, angles, None, torch.arange(3), None, stored, own)
     if own or cached is not None:
-        torch.library.opcheck(ops.block.default, arguments)
+        torch.library.opcheck(ops.namespace.run_blocks.default, arguments)
     else:
         with pytest.raises(RuntimeError, match="unless in a prefill"):
-            ops.block(*arguments)
+            ops.run_blocks(*arguments)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:
-    ops = load_kernels("native")
+    ops = load_kernels()
     weight = quantize_rtn(torch.randn(20, 64), QuantScheme.parse("int8"), torch.float16)
     packed = ops.pack(weight.codes, weight.scale, None, 8, True)
     for x, of, bias, rows in (
@@ -313,7 +312,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
-    ops = load_kernels("native")
+    ops = load_kernels()
     weight = quantize_rtn(torch.randn(500, 256), QuantScheme.parse("int4-g32"), torch.float16)
     packed = ops.pack(weight.codes, weight.scale, None, 4, True)
     queries, keys = torch.randn(1, 8, 90, 64), torch.randn(1, 2, 900, 64)
@@ -337,7 +336,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 
 
 def test_several_python_threads_may_multiply_at_once() -> None:
-    ops = load_kernels("native")
+    ops = load_kernels()
     weight = quantize_rtn(torch.randn(500, 256), QuantScheme.parse("int8"), torch.float16)
     packed = ops.pack(weight.codes, weight.scale, None, 8, True)
     inputs = [torch.randn(3, 256) for _ in range(8)]
@@ -355,8 +354,8 @@ def test_several_python_threads_may_multiply_at_once() -> None:
 def test_a_forked_process_multiplies_without_the_threads_of_its_parent() -> None:
     code = (
         "import os, sys, torch\n"
-        "from quantkit.kernels.build import load_kernels\n"
-        "ops = load_kernels('native')\n"
+        "from quantkit.kernels.library import load_kernels\n"
+        "ops = load_kernels()\n"
         "codes = torch.randint(0, 256, (600, 512), dtype=torch.uint8)\n"
         "packed = ops.pack(codes, torch.ones(600, 1), None, 8, True)\n"
         "torch.set_num_threads(2)\n"
@@ -381,7 +380,7 @@ def test_without_a_compiler_the_reference_serves_and_the_reason_is_reported(
     monkeypatch.delenv("CXX", raising=False)
     requested: list[str] = []
     monkeypatch.setattr(build.shutil, "which", requested.append)
-    build._load_once.cache_clear()
+    library._load_once.cache_clear()
     try:
         scheme = QuantScheme.parse("int8")
         assert select_backend(scheme, torch.device("cpu"), torch.float32, torch.bfloat16).name == "reference"
@@ -392,7 +391,7 @@ def test_without_a_compiler_the_reference_serves_and_the_reason_is_reported(
         with pytest.raises(UnsupportedError, match="cpu-exact: there is no C"):
             select_backend(scheme, torch.device("cpu"), torch.float32, torch.bfloat16, "cpu-exact")
     finally:
-        build._load_once.cache_clear()
+        library._load_once.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -403,40 +402,33 @@ def test_a_compiler_that_fails_is_reported(
 ) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
-    build._load_once.cache_clear()
+    library._load_once.cache_clear()
     try:
         with pytest.raises(UnsupportedError, match=reason):
             load_kernels("portable")
     finally:
-        build._load_once.cache_clear()
+        library._load_once.cache_clear()
 
 
 def test_a_cache_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "file"))
-    build._load_once.cache_clear()
+    library._load_once.cache_clear()
     try:
         with pytest.raises(UnsupportedError, match="QUANTKIT_CACHE"):
             load_kernels("portable")
     finally:
-        build._load_once.cache_clear()
+        library._load_once.cache_clear()
 
 
 def test_an_unknown_variant_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(RequestError, match="native, avx2, portable"):
+    with pytest.raises(RequestError, match="native, avx512-vnni, avx2, neon"):
         load_kernels("sse9")
 
 
 @pytest.mark.compiles
-def test_the_program_that_checks_other_processors_fits_the_kernels() -> None:
-    compiler = os.environ.get("CXX", "c++")
-    command = [compiler, "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'kernels' / 'csrc'}", "-DQUANTKIT_PORTABLE"]
-    subprocess.run([*command, str(ROOT / "scripts" / "check_arm.cpp")], check=True)
-
-
-@pytest.mark.compiles
 def test_two_processes_at_once_compile_one_library_and_a_third_finds_it(tmp_path: Path) -> None:
-    code = "from quantkit.kernels.build import load_kernels; load_kernels('portable', 'gptq').quantkit_round_in_turn"
+    code = "from quantkit.kernels.library import load_kernels; load_kernels('portable').library.quantkit_round_in_turn"
     environment = {**os.environ, "QUANTKIT_CACHE": str(tmp_path)}
     both = [subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/") for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from expert_formulas import Mixture, summed
+from test_cpu_kernels import HERE
 from test_fused import _logits, _Wrong
 from torch import Tensor
 
@@ -17,8 +18,8 @@ from quantkit.architectures.topology import linear_columns
 from quantkit.evals.synthetic import SyntheticCheckpoint, synthetic
 from quantkit.kernels import cpu
 from quantkit.kernels.backend import Backend, ExpertKernel
-from quantkit.kernels.build import VARIANTS, load_kernels
 from quantkit.kernels.dispatch import select_backend
+from quantkit.kernels.library import load_kernels
 from quantkit.model.decoder import Decoder
 from quantkit.model.feed_forward import Experts
 from quantkit.model.linear import QuantLinear
@@ -45,7 +46,7 @@ def _given(mixture: Mixture, text: str, name: str, x: Tensor, weights: Tensor, c
     return kernel.run(x, weights, chosen, *linears, mixture.activation, mixture.limit)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize("text", ["int8", "int4-g32", "int4-g64-asym"])
 def test_each_token_goes_through_its_experts(text: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTKIT_CPU", variant)
@@ -204,12 +205,12 @@ def test_a_corrected_choice_is_not_for_the_kernel(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("share", [0.15, 5.0])
-@pytest.mark.parametrize(("wrong", "found"), [("experts", "experts"), ("block", "decoder blocks")])
+@pytest.mark.parametrize(("wrong", "found"), [("experts", "experts"), ("run_blocks", "decoder blocks")])
 def test_kernels_for_experts_that_a_compiler_got_wrong_are_not_used(
     wrong: str, found: str, share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernels = load_kernels("native")
-    monkeypatch.setattr(cpu, "load_kernels", lambda variant: _Wrong(kernels, wrong, share))
+    kernels = load_kernels()
+    monkeypatch.setattr(cpu, "load_kernels", lambda: _Wrong(kernels, wrong, share))
     model = load_model(_mixture("int8"), dtype=torch.float32)
     assert model.ops.blocks is None
     assert f"{found} by the compiled kernels are wrong on this machine; torch's are used" in caplog.text

@@ -10,12 +10,13 @@ import oracle
 import pytest
 import torch
 from test_architectures import CASES, FULLEST
+from test_cpu_kernels import HERE
 from torch import Tensor
 
 import quantkit
 from quantkit.architectures.families import config_from_hf
 from quantkit.kernels import cpu
-from quantkit.kernels.build import VARIANTS, load_kernels
+from quantkit.kernels.library import load_kernels
 from quantkit.model import fused_blocks
 from quantkit.model.attention import masked_attention
 from quantkit.model.cache import KVCache
@@ -158,7 +159,7 @@ def test_more_rows_than_have_inner_states_at_a_time(tmp_path: Path) -> None:
     assert (found - expected).abs().max() < 1e-3 * expected.std()
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "avx2"])
+@pytest.mark.parametrize("variant", HERE)
 def test_a_bfloat16_model_keeps_its_cache_in_bfloat16(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +193,7 @@ def test_layers_that_are_quantized_differently_stay_apart(tmp_path: Path) -> Non
     assert (found - expected).abs().max() < 1e-2 * expected.std()
 
 
-@pytest.mark.parametrize("wrong", ["float_linear", "cached_attention", "block"])
+@pytest.mark.parametrize("wrong", ["float_linear", "cached_attention", "run_blocks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("share", [0.15, 5.0])
 def test_operations_that_a_compiler_got_wrong_are_not_used(
@@ -205,8 +206,8 @@ def test_operations_that_a_compiler_got_wrong_are_not_used(
     good = load_model(tmp_path / "quantized", dtype=dtype)
     expected = _logits(good, tokens, [4, 1, 1, 1, 2], dtype)
     assert not caplog.records
-    kernels = load_kernels("native")
-    monkeypatch.setattr(cpu, "load_kernels", lambda variant: _Wrong(kernels, wrong, share))
+    kernels = load_kernels()
+    monkeypatch.setattr(cpu, "load_kernels", lambda: _Wrong(kernels, wrong, share))
     model = load_model(tmp_path / "quantized", dtype=dtype)
     assert model.ops.blocks is None
     assert "wrong on this machine; torch's are used" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from quantkit.architectures.rope import RopeConfig
 from quantkit.architectures.topology import linear_columns
 from quantkit.evals.synthetic import SyntheticCheckpoint
 from quantkit.kernels import cpu
-from quantkit.kernels.build import load_kernels
+from quantkit.kernels.cpu_operators import BlockOperands, Blocks
+from quantkit.kernels.library import load_kernels
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
@@ -143,10 +145,9 @@ def test_rows_of_any_sequences_are_each_as_if_alone(cached: torch.dtype) -> None
                 start += count
 
 
-OPERANDS = ("x", "cosine", "sine", "query_scale", "positions", "slots", "keys", "key_scales", "values",
-            "value_scales", "prefill", "attention", "feed_forward", "heads", "kv_heads", "window", "scale", "softcap",
-            "clip", "activation", "limit", "eps", "multiplier")  # fmt: skip
-"""Of the operator on blocks, in order."""
+SETTINGS = ("heads", "kv_heads", "window", "scale", "softcap", "clip", "activation", "limit", "eps", "multiplier",
+            "per_token", "normalized")  # fmt: skip
+"""Of a block, in order."""
 
 FORGOTTEN: dict[str, tuple[str, Any]] = {
     "query scale": ("query_scale", None), "window rope": ("window", 0), "scale": ("scale", None),
@@ -159,16 +160,24 @@ FORGOTTEN: dict[str, tuple[str, Any]] = {
 class _Forgetful:
     """Kernels that do something for all blocks, or all attention, that a block's features do not say."""
 
-    def __init__(self, operand: str, instead: Any, operator: str) -> None:
-        self._operand, self._instead, self._operator = operand, instead, operator
-        self._kernels = load_kernels("native")
+    def __init__(self, operand: str, instead: Any, *operators: str) -> None:
+        self._operand, self._instead, self._operators = operand, instead, operators
+        self._kernels = load_kernels()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self, f"_{name}") if name == self._operator else getattr(self._kernels, name)
+        return getattr(self, f"_{name}") if name in self._operators else getattr(self._kernels, name)
 
-    def _block(self, *operands: Any) -> None:
-        changed = dict(zip(OPERANDS, operands, strict=True)) | {self._operand: self._instead}
-        self._kernels.block(*changed.values())
+    def _prepare_blocks(self, blocks: Sequence[BlockOperands]) -> Blocks:
+        def changed(settings: tuple[Any, ...]) -> tuple[Any, ...]:
+            named = dict(zip(SETTINGS, settings, strict=True))
+            return tuple((named | {self._operand: self._instead}).values())[: len(SETTINGS)]
+
+        prepared: Blocks = self._kernels.prepare_blocks([(*halves, changed(own)) for *halves, own in blocks])
+        return prepared
+
+    def _run_blocks(self, x: Tensor, blocks: int, angles: list[Tensor], query_scale: Tensor, *operands: Any) -> None:
+        scale = self._instead if self._operand == "query_scale" else query_scale
+        self._kernels.run_blocks(x, blocks, angles, scale, *operands)
 
     def _cached_attention(self, *operands: Any) -> Tensor:
         changed = list(operands)
@@ -181,8 +190,8 @@ class _Forgetful:
 def test_a_block_kernel_that_forgets_a_feature_is_found_at_load(
     feature: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernels = _Forgetful(*FORGOTTEN[feature], "block")
-    monkeypatch.setattr(cpu, "load_kernels", lambda variant: kernels)
+    kernels = _Forgetful(*FORGOTTEN[feature], "prepare_blocks", "run_blocks")
+    monkeypatch.setattr(cpu, "load_kernels", lambda: kernels)
     assert _model(**FEATURES[feature]).ops.blocks is None
     assert "decoder blocks by the compiled kernels are wrong on this machine" in caplog.text
 
@@ -203,7 +212,7 @@ def test_attention_that_forgets_a_feature_is_found_at_load(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     kernels = _Forgetful(operand, instead, "cached_attention")
-    monkeypatch.setattr(cpu, "load_kernels", lambda variant: kernels)
+    monkeypatch.setattr(cpu, "load_kernels", lambda: kernels)
     assert _model(**features).ops.blocks is None
     assert "attention by the compiled kernels are wrong on this machine" in caplog.text
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from command import Capture, run
 from rows import read_late
+from test_cpu_kernels import HERE
 from torch import Tensor
 
 import quantkit
 from quantkit.errors import NonFiniteError, RequestError
-from quantkit.kernels.build import VARIANTS, load_kernels
+from quantkit.kernels.library import load_kernels
 from quantkit.model.attention import masked_attention
 from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
@@ -191,7 +192,7 @@ def test_an_int8_cache_hands_on_what_is_not_finite(quantized: Path) -> None:
     assert (found[0, 1] == 1).all()
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "avx2"])
+@pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize("size", [16, 40, 128])
 def test_the_kernels_attend_over_int8_as_torch_does(variant: str, size: int) -> None:
     codes, scales = torch.randint(-127, 128, (2, 2, 300, size), dtype=torch.int8), torch.rand(2, 2, 300) * 0.02
@@ -221,12 +222,10 @@ def test_caches_that_make_no_sense_are_refused(wrong: str) -> None:
     codes, scales = torch.ones(1, 2, 9, 32, dtype=torch.int8), torch.ones(1, 2, 9)
     given = {"keys": codes, "key_scales": scales, "values": codes, "value_scales": scales} | changes
     with pytest.raises(RuntimeError, match=reason):
-        load_kernels("native").cached_attention(
-            torch.zeros(1, 2, 1, 32), *given.values(), torch.tensor([3]), None, 0, 1.0
-        )
+        load_kernels().cached_attention(torch.zeros(1, 2, 1, 32), *given.values(), torch.tensor([3]), None, 0, 1.0)
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "avx2"])
+@pytest.mark.parametrize("variant", HERE)
 def test_blocks_store_int8_as_the_cache_does(variant: str, quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTKIT_CPU", variant)
     model = _without_end(quantized)

@@ -1,0 +1,304 @@
+"""The C++ kernels on torch's tensors: each operator allocates what it returns and calls a function of C.
+
+B batch, T new tokens, D hidden size, H heads, K KV heads, Dh head size, E experts. An operator raises `RuntimeError`
+with the kernels' reason for operands that do not fit. In a graph that `torch.compile` traces it is a torch operator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import mmap
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.uint8: 4, torch.int64: 5}
+_OTHER = len(_TYPES)
+_DIMS = 4
+_VIEWS = [struct.Struct(f"@{3 + dims}q{8 * (_DIMS - dims)}x") for dims in range(_DIMS + 1)]
+_MISSING = _VIEWS[0].pack(0, 0, -1)  # in a list
+_HUGE_PAGE = 2 << 20  # bytes
+_HEAD = 64  # bytes before a packed weight's numbers, which say how it is packed
+
+BlockOperands = tuple[Sequence[Tensor | None], Sequence[Tensor | None], tuple[Any, ...]]
+"""Tensors of a block's attention and of its feed-forward, in the order of ``operands.h``, and its settings in that of
+``quantkit_add_block``."""
+
+
+class Operators:
+    """A library's operators.
+
+    Attributes:
+        library: the functions of C.
+        name: of the kernels, see `load_kernels`.
+        shipped: whether the library came with quantkit, and was not compiled here.
+    """
+
+    def __init__(self, library: ctypes.CDLL, name: str, *, shipped: bool) -> None:
+        self.library, self.name, self.shipped = library, name, shipped
+        self._functions = {one: _function(library, one, *types) for one, types in _FUNCTIONS.items()}
+        library.quantkit_instructions.restype = ctypes.c_char_p
+        library.quantkit_new_blocks.restype = ctypes.c_void_p
+        library.quantkit_free_blocks.argtypes = [ctypes.c_void_p]
+        self._blocks: dict[int, tuple[ctypes.c_void_p, int]] = {}
+        self._numbers = itertools.count()
+        self._traced = Library(f"quantkit_{name.replace('-', '_')}", "FRAGMENT")
+        for one, (schema, returned) in _TRACED.items():
+            run = getattr(self, one)
+            self._traced.define(one + schema)
+            self._traced.impl(one, run, "CPU")
+            register_fake(f"{self._traced.ns}::{one}", returned, lib=self._traced)
+            setattr(self, one, _traceable(run, getattr(self.namespace, one)))
+
+    @property
+    def namespace(self) -> Any:
+        """The torch operators."""
+        return getattr(torch.ops, self._traced.ns)
+
+    def instructions(self) -> str:
+        """The instruction set."""
+        name: bytes = self.library.quantkit_instructions()
+        return name.decode()
+
+    def pack(self, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, exact: bool) -> Tensor:
+        """A weight [O, I] as bytes: codes uint8 [O, I], scale [O, G], zero point uint8 [O, G]; `exact` is for
+        activations of 16 bits."""
+        count, weight = ctypes.c_int64(), (codes, scale, zero, bits, exact)
+        self._call("packed_bytes", *weight, ctypes.addressof(count))
+        packed = _allocate(count.value)
+        self._call("pack", *weight, torch.get_num_threads(), packed)
+        return packed
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+        """``x @ weight.T + bias``: [..., I] to [..., O]; O is `rows`."""
+        x = x.contiguous()
+        y = x.new_empty((*x.shape[:-1], rows))
+        self._call("linear", x, packed, bias, rows, torch.get_num_threads(), y)
+        return y
+
+    def rows(self, packed: Tensor, index: Tensor, columns: int) -> Tensor:
+        """Rows of a packed weight as float32 [N, I], by index [N]; I is `columns`."""
+        y = index.new_empty((*index.shape, columns), dtype=torch.float32)
+        self._call("rows", packed, index.contiguous(), columns, y)
+        return y
+
+    def cached_attention(
+        self, queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
+        positions: Tensor, slots: Tensor | None, window: int, scale: float, softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See `ScoredAttention`; a window of 0 is all."""
+        batch, heads, tokens, size = queries.shape
+        out = queries.new_empty((batch, tokens, heads * size))
+        self._call(
+            "cached_attention", queries.contiguous(), keys, key_scales, values, value_scales, positions, slots, window,
+            scale, softcap, sinks, torch.get_num_threads(), out,
+        )  # fmt: skip
+        return out
+
+    def float_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x @ weight.T`` with a weight of floats [O, I], in the dtype of x."""
+        x = x.contiguous()
+        y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+        self._call("float_linear", x, weight, torch.get_num_threads(), y)
+        return y
+
+    def stack(self, packed: Sequence[Tensor]) -> Tensor:
+        """Packed weights of one shape, one after the other: [E, bytes]."""
+        first = packed[0]
+        if any(one.shape != first.shape or not torch.equal(one[:_HEAD], first[:_HEAD]) for one in packed):
+            raise RuntimeError("weights of different shapes or schemes")
+        stacked = _allocate(len(packed) * first.numel()).view(len(packed), -1)
+        return torch.stack(list(packed), out=stacked)
+
+    def experts(
+        self, x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
+        down_bias: Tensor | None, activation: str, limit: float | None,
+    ) -> Tensor:  # fmt: skip
+        """See `ExpertKernel`."""
+        y = torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+        self._call(
+            "experts", x.float().contiguous(), shares, chosen, gate_up, gate_up_bias, down, down_bias, activation,
+            limit, torch.get_num_threads(), y,
+        )  # fmt: skip
+        return y.to(x.dtype)
+
+    def prepare_blocks(self, blocks: Sequence[BlockOperands]) -> Blocks:
+        """Blocks that follow each other, checked once."""
+        prepared = Blocks(next(self._numbers), [one for operands in blocks for half in operands[:2] for one in half])
+        pointer = ctypes.c_void_p(self.library.quantkit_new_blocks())
+        self._blocks[prepared.number] = pointer, len(blocks)
+        weakref.finalize(prepared, self._forget, prepared.number).atexit = False
+        for attention, feed_forward, settings in blocks:
+            self._call("add_block", pointer, attention, len(attention), feed_forward, len(feed_forward), *settings)
+        return prepared
+
+    def _forget(self, number: int) -> None:
+        self.library.quantkit_free_blocks(self._blocks.pop(number)[0])
+
+    def run_blocks(
+        self, x: Tensor, blocks: int, angles: Sequence[Tensor], query_scale: Tensor | None, positions: Tensor,
+        slots: Tensor | None, cached: Sequence[Tensor], prefill: bool,
+    ) -> None:  # fmt: skip
+        """Update hidden states, float32 [B, T, D].
+
+        Args:
+            blocks: their number.
+            angles: of each block, cosine and sine.
+            query_scale, positions, slots, prefill: see `BlockStep`; `prefill` is its `first`.
+            cached: of each block keys and values, in int8 each with its scales; empty without a cache.
+        """
+        pointer, count = self._blocks[blocks]
+        stored = list[Tensor | None](cached)
+        if len(stored) == 2 * count:
+            stored = [one for rows in cached for one in (rows, None)]
+        if len(angles) != 2 * count or len(stored) not in (0, 4 * count):
+            raise RuntimeError(f"expected angles and cached rows of {count} blocks")
+        self._call(
+            "run_blocks", pointer, x, angles, query_scale, positions, slots, stored or None, prefill,
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        error = self._functions[name](*arguments)
+        if error is not None:
+            raise RuntimeError(error.decode())
+
+
+class Blocks:
+    """Blocks that a library has checked; it reads their tensors for as long as they are referred to.
+
+    Attributes:
+        number: of these blocks, for `Operators.run_blocks`.
+    """
+
+    def __init__(self, number: int, tensors: Sequence[Tensor | None]) -> None:
+        self.number, self._tensors = number, tensors
+
+
+def _traceable(run: Callable[..., Any], operator: Any) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        return operator(*arguments) if torch.compiler.is_compiling() else run(*arguments)
+
+    return call
+
+
+class _View:
+    """What ``tensor.h`` says about a tensor or None. ctypes calls `from_param`, and keeps the result until the function
+    returns."""
+
+    @staticmethod
+    def from_param(tensor: Tensor | None) -> bytes | None:
+        if tensor is None:
+            return None
+        dims = tensor.dim()
+        if not (tensor.is_cpu and tensor.is_contiguous() and dims <= _DIMS):
+            found = f"{tuple(tensor.shape)} in steps of {tensor.stride()} on {tensor.device}"
+            raise RuntimeError(f"expected a tensor without gaps on the CPU, found {found}")
+        return _VIEWS[dims].pack(tensor.data_ptr(), _TYPES.get(tensor.dtype, _OTHER), dims, *tensor.shape)
+
+
+class _Views:
+    """The same of a list of tensors."""
+
+    @staticmethod
+    def from_param(tensors: Sequence[Tensor | None] | None) -> bytes | None:
+        return None if tensors is None else b"".join([_View.from_param(one) or _MISSING for one in tensors])
+
+
+class _Output:
+    """Where a tensor's numbers are."""
+
+    @staticmethod
+    def from_param(tensor: Tensor) -> ctypes.c_void_p:
+        return ctypes.c_void_p(tensor.data_ptr())
+
+
+class _Optional:
+    """A number; None is NaN."""
+
+    @staticmethod
+    def from_param(value: float | None) -> ctypes.c_double:
+        return ctypes.c_double(math.nan if value is None else value)
+
+
+class _Text:
+    @staticmethod
+    def from_param(text: str) -> bytes:
+        return text.encode()
+
+
+def _allocate(count: int) -> Tensor:
+    """Memory for packed weights, on huge pages where the system gives them, so that it takes few address
+    translations."""
+    if count < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(count, dtype=torch.uint8)
+    memory = mmap.mmap(-1, count + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE_PAGE
+    memory.madvise(mmap.MADV_HUGEPAGE, start, count)
+    return whole[start : start + count]
+
+
+_INT, _FLOAT, _THREADS, _FLAG = ctypes.c_int64, ctypes.c_double, ctypes.c_int, ctypes.c_bool
+_WEIGHT = (*[_View] * 3, _INT, _FLAG)
+_FUNCTIONS: dict[str, tuple[type, ...]] = {
+    "packed_bytes": (*_WEIGHT, ctypes.c_void_p),
+    "pack": (*_WEIGHT, _THREADS, _Output),
+    "linear": (*[_View] * 3, _INT, _THREADS, _Output),
+    "rows": (_View, _View, _INT, _Output),
+    "cached_attention": (*[_View] * 7, _INT, _FLOAT, _Optional, _View, _THREADS, _Output),
+    "experts": (*[_View] * 7, _Text, _Optional, _THREADS, _Output),
+    "float_linear": (_View, _View, _THREADS, _Output),
+    "add_block": (
+        ctypes.c_void_p, *[_Views, _INT] * 2, *[_INT] * 3, *[_Optional] * 3, _Text, _Optional, *[_FLOAT] * 2, _INT,
+        _FLAG,
+    ),
+    "run_blocks": (ctypes.c_void_p, _View, _Views, *[_View] * 3, _Views, _FLAG, _THREADS),
+}  # fmt: skip
+"""What the functions of ``operators.cpp`` that return an error's message take."""
+
+
+def _function(library: ctypes.CDLL, name: str, *types: Any) -> Any:
+    function = getattr(library, f"quantkit_{name}")
+    function.argtypes, function.restype = types, ctypes.c_char_p
+    return function
+
+
+_TRACED: dict[str, tuple[str, Callable[..., Any]]] = {
+    "linear": (
+        "(Tensor x, Tensor packed, Tensor? bias, int rows) -> Tensor",
+        lambda x, packed, bias, rows: x.new_empty(*x.shape[:-1], rows),
+    ),
+    "rows": (
+        "(Tensor packed, Tensor index, int columns) -> Tensor",
+        lambda packed, index, columns: packed.new_empty(*index.shape, columns, dtype=torch.float32),
+    ),
+    "cached_attention": (
+        "(Tensor queries, Tensor keys, Tensor? key_scales, Tensor values, Tensor? value_scales, Tensor positions, "
+        "Tensor? slots, int window, float scale, float? softcap=None, Tensor? sinks=None) -> Tensor",
+        lambda q, *_: q.new_empty(q.shape[0], q.shape[2], q.shape[1] * q.shape[3]),
+    ),
+    "float_linear": (
+        "(Tensor x, Tensor weight) -> Tensor",
+        lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    ),
+    "experts": (
+        "(Tensor x, Tensor shares, Tensor chosen, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
+        "Tensor? down_bias, str activation, float? limit) -> Tensor",
+        lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    ),
+    "run_blocks": (
+        "(Tensor(a!) x, int blocks, Tensor[] angles, Tensor? query_scale, Tensor positions, Tensor? slots, "
+        "Tensor(b!)[] cached, bool prefill) -> ()",
+        lambda *_: None,
+    ),
+}
+"""Schemas of torch operators, and what they return while traced."""

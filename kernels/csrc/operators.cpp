@@ -1,0 +1,204 @@
+// The kernels of models as functions of C on tensors. Outputs are as large as the caller's shapes say;
+// cpu_operators.py allocates them.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include "export.h"
+#include "operands.h"
+
+namespace quantkit {
+
+namespace {
+
+std::optional<double> given(double value) {
+  return std::isnan(value) ? std::nullopt : std::optional<double>(value);
+}
+
+// How a weight with these codes is packed.
+Layout layout_of(const Tensor& codes, const Tensor& scale, const Tensor* zero, int64_t bits, bool exact) {
+  require(codes.dims == 2 && codes.type == Type::u8, "codes: uint8 [O, I]");
+  require(bits == 4 || bits == 8, "bits: 4 or 8");
+  require(scale.dims == 2 && scale.size(0) == codes.size(0), "scale: [O, G]");
+  const int64_t groups = scale.size(1);
+  require(groups > 0 && codes.size(1) > 0 && codes.size(1) % groups == 0, "groups must divide the columns");
+  Layout at{codes.size(0), codes.size(1), codes.size(1) / groups, bits, zero != nullptr, exact,
+            float_type(scale.type)};
+  require(groups == 1 || at.group % kColumns == 0, "group size: a multiple of 32, or the whole row");
+  require(!zero || (scale.starts_with(*zero, 2) && zero->type == Type::u8), "zero: uint8 [O, G]");
+  return at;
+}
+
+}  // namespace
+
+// A layer's two halves.
+struct Block {
+  AttentionHalf attention;
+  std::optional<FeedForward> dense;
+  std::optional<Experts> experts;
+};
+
+}  // namespace quantkit
+
+using namespace quantkit;
+
+QUANTKIT_EXPORT const char* quantkit_instructions() { return kInstructions; }
+
+QUANTKIT_EXPORT const char* quantkit_packed_bytes(const Tensor* codes, const Tensor* scale, const Tensor* zero,
+                                                  int64_t bits, bool exact, int64_t* bytes) {
+  return guarded([&] { *bytes = kHead + layout_of(*codes, *scale, zero, bits, exact).bytes(); });
+}
+
+QUANTKIT_EXPORT const char* quantkit_pack(const Tensor* codes, const Tensor* scale, const Tensor* zero, int64_t bits,
+                                          bool exact, int threads, uint8_t* packed) {
+  return guarded([&] {
+    const Layout at = layout_of(*codes, *scale, zero, bits, exact);
+    static_assert(sizeof(Layout) <= kHead && std::has_unique_object_representations_v<Layout>,
+                  "layouts must fit their place, and be the same byte by byte");
+    std::memset(packed, 0, kHead);
+    std::memcpy(packed, &at, sizeof(at));
+    Pool::instance().parallel_for(at.bands(), 1, threads, [&](int64_t band) {
+      pack_band(at, band, codes->as<uint8_t>(), scale->as<uint8_t>(), zero ? zero->as<uint8_t>() : nullptr,
+                packed + kHead);
+    });
+  });
+}
+
+QUANTKIT_EXPORT const char* quantkit_linear(const Tensor* x, const Tensor* packed, const Tensor* bias, int64_t rows,
+                                            int threads, void* y) {
+  return guarded([&] {
+    const Linear by = packed_linear(*packed, bias, x->type);
+    require(by.at.rows == rows, "not a weight packed here, expected ", rows, " rows, found ", by.at.rows);
+    require(x->dims > 0 && x->size(-1) == by.at.columns, "expected ", by.at.columns, " columns, found ", x->size(-1));
+    const int64_t tokens = x->numel() / by.at.columns;
+    if (tokens) matmul(by, x->data, float_type(x->type), tokens, threads, y);
+  });
+}
+
+// Rows of a packed weight as floats, by their numbers: [N, I] for index [N].
+QUANTKIT_EXPORT const char* quantkit_rows(const Tensor* packed, const Tensor* index, int64_t columns, float* y) {
+  return guarded([&] {
+    const Linear by = packed_linear(*packed, nullptr, Type::f32);
+    require(by.at.columns == columns, "expected ", by.at.columns, " columns, found ", columns);
+    require(index->dims == 1 && index->type == Type::i64, "index: int64 [N]");
+    std::vector<uint8_t> codes(columns);
+    for (int64_t i = 0; i < index->numel(); ++i, y += columns) {
+      const int64_t row = index->as<int64_t>()[i];
+      require(row >= 0 && row < by.at.rows, "row ", row, " of ", by.at.rows);
+      unpack_row(by.at, row, by.bands, codes.data(),
+                 [&](int64_t first, int64_t count, const uint8_t* own, const uint8_t* scale, const uint8_t* zero) {
+                   const float step = load_scale(scale, by.at.scales, 0);
+                   const float low = zero ? *zero : by.at.fixed_zero();
+                   for (int64_t c = 0; c < count; ++c) y[first + c] = (own[c] - low) * step;
+                 });
+    }
+  });
+}
+
+QUANTKIT_EXPORT const char* quantkit_cached_attention(const Tensor* queries, const Tensor* keys,
+                                                      const Tensor* key_scales, const Tensor* values,
+                                                      const Tensor* value_scales, const Tensor* positions,
+                                                      const Tensor* slots, int64_t window, double scale,
+                                                      double softcap, const Tensor* sinks, int threads, void* out) {
+  return guarded([&] {
+    require(queries->dims == 4, "queries: [B, H, T, Dh]");
+    const Cache cache = checked_cache(*keys, key_scales, *values, value_scales);
+    const int64_t heads = queries->size(1), tokens = queries->size(2), size = queries->size(3);
+    const AttentionShape at{queries->size(0), heads, keys->size(1), tokens, size, window,
+                            checked_scores(scale, given(softcap), sinks, heads), float_type(queries->type),
+                            heads * tokens * size, tokens * size, size};
+    require(keys->size(3) == size && at.kv_heads > 0 && at.heads % at.kv_heads == 0, "queries of ", heads, " heads of ",
+            size, " do not go with keys of ", at.kv_heads, " heads of ", keys->size(3));
+    const std::vector<int64_t> from = checked_positions(*positions, at.batch, at.tokens, cache.length);
+    const int64_t* places = checked_slots(slots, at.batch, keys->size(0));
+    if (queries->numel() == 0) return;
+    attention_over_cache(at, queries->data, cache, from.data(), runs_of(places, from.data(), at.batch, at.tokens),
+                         threads, out);
+  });
+}
+
+QUANTKIT_EXPORT const char* quantkit_experts(const Tensor* x, const Tensor* shares, const Tensor* chosen,
+                                             const Tensor* gate_up, const Tensor* gate_up_bias, const Tensor* down,
+                                             const Tensor* down_bias, const char* activation, double limit,
+                                             int threads, float* y) {
+  return guarded([&] {
+    require(x->dims == 2 && chosen->dims == 2 && chosen->size(0) == x->size(0) && chosen->size(1) > 0,
+            "x: [N, D], chosen: [N, K]");
+    const int64_t rows = x->size(0), hidden = x->size(1), per_token = chosen->size(1);
+    const float* source = floats(*x, rows * hidden, "x");
+    const ExpertBank bank = checked_bank(*gate_up, gate_up_bias, *down, down_bias, hidden);
+    const Gating gating = checked_gating(activation, given(limit));
+    const std::vector<Choice> choices = checked_choices(*shares, *chosen, bank.count);
+    for (int64_t row = 0, count; row < rows; row += count) {
+      count = std::min(max_rows(per_token), rows - row);
+      run_grouped(grouped(bank, choices.data() + row * per_token, count, per_token, 1), gating, source + row * hidden,
+                  hidden, count, threads, y + row * hidden);
+    }
+  });
+}
+
+QUANTKIT_EXPORT const char* quantkit_float_linear(const Tensor* x, const Tensor* weight, int threads, void* y) {
+  return guarded([&] {
+    require(weight->dims == 2, "weight: [O, I]");
+    const int64_t columns = weight->size(1);
+    require(x->dims > 0 && x->size(-1) == columns, "expected ", columns, " columns, found ", x->size(-1));
+    float_product(weight->size(0), columns, weight->data, float_type(weight->type), x->data, float_type(x->type),
+                  x->numel() / columns, threads, y);
+  });
+}
+
+QUANTKIT_EXPORT std::vector<Block>* quantkit_new_blocks() { return new std::vector<Block>; }
+
+QUANTKIT_EXPORT void quantkit_free_blocks(std::vector<Block>* blocks) { delete blocks; }
+
+// Append a block to others. Its tensors must exist for as long as it does.
+QUANTKIT_EXPORT const char* quantkit_add_block(std::vector<Block>* blocks, const Tensor* attention,
+                                               int64_t attention_count, const Tensor* feed_forward,
+                                               int64_t feed_forward_count, int64_t heads, int64_t kv_heads,
+                                               int64_t window, double scale, double softcap, double clip,
+                                               const char* activation, double limit, double eps, double multiplier,
+                                               int64_t per_token, bool normalized) {
+  return guarded([&] {
+    const Tensors first{attention, attention_count}, second{feed_forward, feed_forward_count};
+    require(first.count == AttentionTensors::count, "attention: ", int64_t{AttentionTensors::count}, " tensors");
+    const int64_t hidden = listed_linear(first, AttentionTensors::qkv, "qkv").at.columns;
+    Block block{checked_attention(first, hidden, heads, kv_heads, window, given(scale), given(softcap),
+                                  given(clip), eps, multiplier),
+                std::nullopt, std::nullopt};
+    const Gating gating = checked_gating(activation, given(limit));
+    if (per_token)
+      block.experts = checked_experts(second, hidden, per_token, normalized, gating, eps, multiplier);
+    else
+      block.dense = checked_feed_forward(second, hidden, gating, eps, multiplier);
+    blocks->push_back(block);
+  });
+}
+
+// Update hidden states x. `angles` has each block's cosine and sine; `cached`, null without a cache, its keys, their
+// scales, values, and their scales.
+QUANTKIT_EXPORT const char* quantkit_run_blocks(const std::vector<Block>* blocks, const Tensor* x,
+                                                const Tensor* angles, const Tensor* query_scale,
+                                                const Tensor* positions, const Tensor* slots, const Tensor* cached,
+                                                bool prefill, int threads) {
+  return guarded([&] {
+    require(x->dims == 3 && x->type == Type::f32, "x: float32 [B, T, D]");
+    float* states = x->as<float>();
+    const Tensor missing{nullptr, Type::f32, -1, {}}, nothing[] = {missing, missing, missing, missing};
+    for (size_t at = 0; at < blocks->size(); ++at) {
+      const Block& block = (*blocks)[at];
+      const int64_t hidden = block.attention.qkv.at.columns;
+      require(x->size(2) == hidden, "expected ", hidden, " columns, found ", x->size(2));
+      const Tensors own{cached ? cached + 4 * at : nothing, 4};
+      const CheckedStep step = checked_step(*x, angles[2 * at], angles[2 * at + 1], query_scale, *positions, slots,
+                                            own[0], own[1], own[2], own[3], prefill, block.attention);
+      if (x->numel() == 0) return;
+      run_attention(block.attention, states, step.rows, cached ? &step.cache : nullptr, prefill, threads);
+      const int64_t rows = step.rows.batch * step.rows.tokens;
+      if (block.dense) run_feed_forward(*block.dense, states, rows, threads);
+      if (block.experts) run_experts(*block.experts, states, rows, threads);
+    }
+  });
+}

@@ -1,0 +1,56 @@
+"""Loads the C++ kernels: those that a wheel has for this machine, or else those that its compiler makes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from importlib.resources import files
+from pathlib import Path
+
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.kernels.build import NATIVE, compiled
+from quantkit.kernels.cpu_operators import Operators
+from quantkit.kernels.variants import VARIANTS, runs_here
+
+SETTING = "QUANTKIT_CPU"
+"""Environment variable that chooses the kernels: ``native``, which are compiled for this machine, or those for one of
+`VARIANTS`. Without it they are the fastest that come with quantkit, or else native."""
+
+
+def load_kernels(name: str | None = None) -> Operators:
+    """The kernels that `SETTING` or `name` chooses. Raises `RequestError` if there are none of that name, and
+    `UnsupportedError` if they do not run here or cannot be compiled."""
+    name = name or os.environ.get(SETTING) or next(filter(_shipped, filter(runs_here, VARIANTS)), NATIVE)
+    if name not in (NATIVE, *VARIANTS):
+        expected = ", ".join((NATIVE, *VARIANTS))
+        raise RequestError(f"unknown CPU kernels in {SETTING}", found=name, expected=expected)
+    found = _load_once(name)
+    if isinstance(found, UnsupportedError):
+        raise found
+    return found
+
+
+@functools.cache
+def _load_once(name: str) -> Operators | UnsupportedError:
+    """The kernels or the error: a compiler that fails is not called again for every layer."""
+    try:
+        if name != NATIVE and not runs_here(name):
+            raise UnsupportedError(f"the processor does not have the instructions of the {name} kernels")
+        shipped = _shipped(name)
+        return _open(shipped or compiled(name), name, shipped is not None)
+    except UnsupportedError as error:
+        return error
+    except OSError as error:
+        return UnsupportedError(f"the compiled kernels do not load: {error}")
+
+
+@functools.cache
+def _open(path: Path, name: str, shipped: bool) -> Operators:
+    return Operators(ctypes.CDLL(str(path)), name, shipped=shipped)
+
+
+def _shipped(name: str) -> Path | None:
+    """The library that this installation of quantkit has; None if it has none."""
+    path = Path(str(files("quantkit.kernels"))) / "compiled" / f"{name}.so"
+    return path if path.exists() else None
