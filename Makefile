@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
 # The instruction sets of the CPU kernels that the machine can run besides its own, which is AVX2 if it has no AVX-512.
-VARIANTS := $(shell grep -qs avx512f /proc/cpuinfo && echo avx2) portable
+VARIANTS := $(shell grep -qs avx512_vnni /proc/cpuinfo && echo avx2) portable
 
 # The hundreds of processes that tests start find what one of them has compiled.
 unexport PYTHONDONTWRITEBYTECODE
@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Test processes: one more than there are processors, as some tests wait.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: demo test test-kernels lint clean
+.PHONY: demo test test-kernels lint wheels clean
 
 demo: .venv/installed
 	$(BIN)/quantkit demo
@@ -35,8 +35,12 @@ lint: .venv/installed-test
 	$(BIN)/pip install --quiet --no-deps --target .venv/wheel .
 	cd .venv/wheel && MYPYPATH=. ../bin/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p quantkit
 
+# All packages for users, in dist/: the source archive and the wheels.
+wheels: .venv/installed-wheels
+	$(BIN)/python scripts/build_wheels.py
+
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build dist *.egg-info
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -45,4 +49,8 @@ clean:
 
 .venv/installed-test: .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[test]"
+	touch $@
+
+.venv/installed-wheels: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[wheels]"
 	touch $@

@@ -1,0 +1,86 @@
+"""Which CPU kernels are loaded: those that come with quantkit, those that are compiled here, or none."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from build_wheels import compile_kernels
+from test_cpu_kernels import HERE
+
+from quantkit.errors import UnsupportedError
+from quantkit.kernels.library import load_kernels
+from quantkit.kernels.variants import VARIANTS, runs_here
+
+pytestmark = pytest.mark.cpu_kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="torch knows the features of x86-64 only")
+def test_the_instruction_sets_of_this_machine_are_those_that_torch_finds() -> None:
+    found = torch.backends.cpu.get_cpu_capability()
+    assert runs_here("portable")
+    assert runs_here("avx2") == (found in ("AVX2", "AVX512"))
+    assert not runs_here("avx512-vnni") or found == "AVX512"
+    assert not runs_here("neon")
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_kernels_say_which_instructions_they_use(name: str) -> None:
+    assert load_kernels(name).instructions() == name
+
+
+def test_kernels_for_other_processors_are_not_loaded() -> None:
+    (other,) = {"neon", "avx2"} - set(HERE) or {"neon"}
+    with pytest.raises(UnsupportedError, match=f"does not have the instructions of the {other} kernels"):
+        load_kernels(other)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """quantkit as a wheel installs it, with two libraries, one of them the best for this machine."""
+    folder = tmp_path_factory.mktemp("installed")
+    shutil.copytree(ROOT / "quantkit", folder / "quantkit")
+    for package in ("kernels", "cli", "evals"):
+        shutil.copytree(ROOT / package, folder / "quantkit" / package)
+    compiler = os.environ.get("CXX", "c++")
+    commands = {name: [compiler, *VARIANTS[name].flags] for name in {HERE[0], "portable"}}
+    compile_kernels(commands, folder / "quantkit" / "kernels" / "compiled")
+    return folder
+
+
+def _loaded(installed: Path, **environment: str) -> str:
+    code = (
+        "import torch\n"
+        "from quantkit.kernels.library import load_kernels\n"
+        "found = load_kernels()\n"
+        "weight = torch.full((20, 64), 129, dtype=torch.uint8), torch.ones(20, 1), None, 8, True\n"
+        "right = found.linear(torch.ones(3, 64), found.pack(*weight), None, 20).eq(64).all()\n"
+        "print(found.name, 'shipped' if found.shipped else 'compiled', 'right' if right else 'wrong')\n"
+    )
+    clean = {"PYTHONPATH": str(installed), "HOME": "/nowhere", "PATH": "/nowhere", "QUANTKIT_CACHE": "/nowhere/cache"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env={**clean, **environment}, cwd="/", capture_output=True,
+        text=True, timeout=600,
+    )  # fmt: skip
+    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.compiles
+def test_kernels_that_come_with_quantkit_need_no_compiler_and_no_cache(installed: Path) -> None:
+    assert _loaded(installed) == f"{HERE[0]} shipped right"
+    assert _loaded(installed, QUANTKIT_CPU="portable") == "portable shipped right"
+
+
+@pytest.mark.compiles
+def test_kernels_that_did_not_come_with_quantkit_are_compiled(installed: Path, tmp_path: Path) -> None:
+    here = {"PATH": os.environ["PATH"], "QUANTKIT_CACHE": str(tmp_path)}
+    assert _loaded(installed, QUANTKIT_CPU="native", **here) == "native compiled right"
+    assert "there is no C++ compiler" in _loaded(installed, QUANTKIT_CPU="native")
