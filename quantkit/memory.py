@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from quantkit.cgroups import memory_limits, read_numbers
 from quantkit.errors import RequestError
 
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Storage size calculation overflowed", "RESOURCE_EXHAUSTED")
@@ -19,7 +20,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 def size_text(count: int) -> str:
     """A number of bytes with its unit."""
     for size, unit in ((10**9, "GB"), (10**6, "MB")):
-        if count >= size:
+        if count >= 0.9995 * size:  # with three digits, a thousand of the next unit
             return f"{count / size:.3g} {unit}"
     return f"{count / 1000:.3g} kB"
 
@@ -34,7 +35,7 @@ def resident_bytes() -> int:
 
 def peak_bytes() -> int:
     """The peak of this process's resident memory, since `reset_peak` if that succeeded."""
-    status = _numbers(Path("/proc/self/status"))
+    status = read_numbers(Path("/proc/self/status"))
     peak = status.get("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return max(peak * 1024, resident_bytes())
 
@@ -48,42 +49,21 @@ def reset_peak() -> bool:
     return True
 
 
-def total_bytes() -> int:
+def machine_bytes() -> int:
     """The machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def total_bytes() -> int:
+    """The memory that this process could use at best: the machine's, or the limit of a control group."""
+    return min([machine_bytes(), *(group.limit for group in memory_limits())])
+
+
 def available_bytes() -> int:
     """The memory that is available without swapping, on the machine and within the limits of the control groups."""
-    meminfo = _numbers(Path("/proc/meminfo"))
-    found = [meminfo["MemAvailable"] * 1024 if "MemAvailable" in meminfo else total_bytes()]
-    for folder in _memory_groups():
-        try:
-            limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
-        except (OSError, ValueError):  # "max" if there is no limit
-            continue
-        found.append(limit - used + _numbers(folder / "memory.stat").get("inactive_file", 0))
-    return max(0, min(found))
-
-
-def _memory_groups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """The folders of this process's control groups (version 2), innermost first."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    inner = root / own
-    return [inner, *(folder for folder in inner.parents if folder.is_relative_to(root))]
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """The lines of a system file that begin with a name and a number."""
-    try:
-        lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
-    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
+    meminfo = read_numbers(Path("/proc/meminfo"))
+    free = meminfo["MemAvailable"] * 1024 if "MemAvailable" in meminfo else machine_bytes()
+    return max(0, min([free, *(group.limit - group.used for group in memory_limits())]))
 
 
 @contextmanager

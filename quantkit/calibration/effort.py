@@ -19,7 +19,7 @@ MIN_LENGTH, MAX_LENGTH = 128, 2048
 """Tokens of a sample by default, unless the model's context is shorter."""
 SEED = 0
 ACTIVATION_MEMORY = 4 * 10**9
-"""Bytes of activations in memory."""
+"""Bytes of activations in memory, unless half of what is available is less."""
 
 _BATCH_TOKENS = 2048
 _BATCH_VALUES = 1 << 22  # elements of the feed-forward's inner states

@@ -27,7 +27,7 @@ from quantkit.jobs.prepare import Prepared, too_few_tokens
 from quantkit.jobs.sizes import WeightSizes, weight_sizes
 from quantkit.jobs.speed import Speed
 from quantkit.jobs.steps import SOURCE_CHECK, quantization_steps
-from quantkit.memory import resident_bytes, size_text
+from quantkit.memory import available_bytes, resident_bytes, size_text, total_bytes
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
 from quantkit.quality.bounds import measured_tokens, window_length
 from quantkit.quality.measures import TOKENS_THROUGH_THE_HEAD
@@ -57,6 +57,7 @@ class Estimate:
         efforts: the seconds with each effort of GPTQ; empty for other jobs.
         weights: the size of its weights and of the source's; None for `convert`.
         resumed: whether an interrupted run is continued, which takes less time than this.
+        available_bytes: memory that this process can have, on the machine and within its control groups.
     """
 
     layers: dict[str, int]
@@ -72,6 +73,7 @@ class Estimate:
     efforts: dict[str, float] = field(default_factory=dict)
     weights: WeightSizes | None = None
     resumed: bool = False
+    available_bytes: int = field(default_factory=lambda: min(total_bytes(), available_bytes() + resident_bytes()))
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
@@ -118,7 +120,10 @@ class Estimate:
         return f": {', '.join(long)}" if len(long) > 1 else ""
 
     def _hints(self) -> list[str]:
-        return [] if self.weights is None else self.weights.hints()
+        hints = [] if self.weights is None else self.weights.hints()
+        if self.memory_bytes > self.available_bytes:
+            hints.append(f"only {size_text(self.available_bytes)} of memory is available")
+        return hints
 
 
 def estimate_conversion(planned: Conversion) -> Estimate:

@@ -73,8 +73,8 @@ class QuantizeOptions:
         thorough: the same as ``effort="thorough"``.
         samples, length, seed: the number of calibration samples, 128 by default; the tokens in each, which the effort
             determines by default; and the seed of their positions in the text, 0 by default.
-        activation_memory: bytes of calibration activations kept in memory, by default 4_000_000_000;
-            the rest goes to the disk of `dst`.
+        activation_memory: bytes of calibration activations kept in memory, by default 4_000_000_000, or half of what
+            is available if that is less; the rest goes to the disk of `dst`.
         device: where GPTQ computes, as torch spells it; None is a GPU if there is one.
         source_check: as in `convert`.
         allow_nonfinite: as in `convert`.
@@ -141,7 +141,8 @@ class QuantizeOptions:
     seed: int | None = option(CALIBRATION, f"Seed of the samples' positions in the text. Default: {SEED}.", int)
     activation_memory: int | None = option(
         CALIBRATION,
-        f"Calibration activations kept in memory; the rest goes to DST's disk. Default: {ACTIVATION_MEMORY / 1e9:g}GB.",
+        "Calibration activations kept in memory; the rest goes to DST's disk. Default:"
+        f" {ACTIVATION_MEMORY / 1e9:g}GB, at most half of what is available.",
         "memory", metavar="AMOUNT", changes_result=False,
     )  # fmt: skip
     device: str | torch.device | None = option(CALIBRATION, changes_result=False)

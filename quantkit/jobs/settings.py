@@ -21,6 +21,7 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.quantize_options import QuantizeOptions
+from quantkit.memory import available_bytes
 from quantkit.model.device import usable_device
 from quantkit.progress import Progress, in_phase, silent
 from quantkit.tensors.scheme import QuantScheme
@@ -144,9 +145,10 @@ def gptq_settings(
     if options.calibration is None and samples > 0:
         require_plausible(samples, length)
     require_samples(samples, length)
-    memory_bytes = effort.ACTIVATION_MEMORY if options.activation_memory is None else int(options.activation_memory)
+    if (memory_bytes := options.activation_memory) is None:
+        memory_bytes = min(effort.ACTIVATION_MEMORY, available_bytes() // 2)
     seed = effort.SEED if options.seed is None else options.seed
     return GptqSettings(
-        tokenizer, options.calibration, options.text_column, samples, length, seed, options.effort_name, memory_bytes,
-        device,
+        tokenizer, options.calibration, options.text_column, samples, length, seed, options.effort_name,
+        int(memory_bytes), device,
     )  # fmt: skip

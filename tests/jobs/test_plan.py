@@ -14,7 +14,9 @@ import pytest
 from command import Capture, run
 
 import quantkit
+from quantkit import memory
 from quantkit.calibration import data
+from quantkit.cgroups import MemoryLimit
 from quantkit.cli.main import quantkit as root
 from quantkit.data.files import excerpt
 from quantkit.jobs.sizes import WeightSizes
@@ -166,6 +168,22 @@ def test_activations_beyond_the_budget_are_on_disk(demo_model: Path, text: Path,
     assert beyond.scratch_bytes == pytest.approx(4 * tokens * (128 + 128 / 4 + 384) - 10**6, rel=0.1)
     assert beyond.disk_bytes == inside.disk_bytes
     assert "of activations" in "\n".join(beyond.lines())
+
+
+def test_a_group_that_limits_memory_holds_fewer_activations_and_is_named(
+    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"method": "gptq", "calibration": text, "samples": 60, "length": 256}
+    wide = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **settings)
+    monkeypatch.setattr(memory, "memory_limits", lambda: [MemoryLimit(20_000_000, 18_000_000)])
+    tight = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **settings)
+    beyond = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", activation_memory=10**6, **settings)
+    assert tight.scratch_bytes == beyond.scratch_bytes > 0
+    assert tight.available_bytes == 20_000_000 < wide.available_bytes
+    reason = "only 20 MB of memory is available"
+    assert reason in tight.lines()
+    assert reason in tight.line()
+    assert not any("is available" in line for line in wide.lines())
 
 
 @pytest.mark.parametrize(

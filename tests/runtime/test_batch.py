@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import quantkit
-from quantkit import memory
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.formats.detect import open_checkpoint
@@ -484,20 +483,6 @@ def test_a_cache_that_cannot_fit_is_refused_at_once(folders: Path) -> None:
     model.config = replace(model.config, max_context=10**12)
     with pytest.raises(RequestError, match="use fewer tokens"):
         Engine(model, 10**12)
-
-
-def test_what_is_available_is_what_the_process_and_its_groups_may_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert 10**6 < memory.available_bytes() <= memory.total_bytes()
-    inner, outer = tmp_path / "outer" / "inner", tmp_path / "outer"
-    inner.mkdir(parents=True)
-    for folder, limit in ((inner, "max"), (outer, "1000000")):
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.current").write_text("400000\n")
-        (folder / "memory.stat").write_text("anon 300000\ninactive_file 50000\n")
-    monkeypatch.setattr(memory, "_memory_groups", lambda: [inner, outer, tmp_path])
-    assert memory.available_bytes() == 650000
 
 
 def test_a_slot_must_hold_what_is_requested(folders: Path) -> None:
