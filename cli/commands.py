@@ -32,16 +32,17 @@ if TYPE_CHECKING:
 @click.option("--output", type=options.PATH, help="Keep the models in this new folder.")
 @click.option("--quick", is_flag=True, help="Try one scheme only.")
 @options.data
-def demo(output: Path | None, quick: bool, data: str | None) -> None:
+def demo(output: Path | None, quick: bool, data: str | None, threads: int | None) -> None:
     """Try everything on a small model that ships with quantkit.
 
-    Converts and quantizes it, verifies and measures the results, and generates text with them.
+    Converts and quantizes it, verifies and measures the results, and generates text with them. One thread computes,
+    unless --threads is given: more are slower with so small a model.
     """
     from quantkit.evals.demo import run_demo
 
     outputs = Outputs(data, makes=output)
     with ProgressDisplay() as progress:
-        report = run_demo(output, quick=quick, progress=progress)
+        report = run_demo(output, quick=quick, threads=threads or 1, progress=progress)
     lines = [*report.lines(columns()), "", *_next_steps(output, report.rows[-1].name)]
     outputs.write(report.to_json(), show=lambda: outputs.say(lines))
 

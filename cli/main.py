@@ -16,7 +16,7 @@ from quantkit.cli.commands import convert, demo, doctor, inspect, plan, quantize
 from quantkit.cli.entry import interrupted_code, interruptible, report_interrupted, with_kept
 from quantkit.cli.generate import generate
 from quantkit.cli.measure import bench, evaluate
-from quantkit.cli.options import COMPLETION, Context, completion, exit_codes
+from quantkit.cli.options import COMPLETION, Context, add_threads, completion, exit_codes
 from quantkit.cli.output import as_options, drop_output, mention, open_missing_streams
 from quantkit.cli.processes import INTERNAL_ERROR
 from quantkit.errors import DestinationError, QuantkitError
@@ -47,6 +47,7 @@ def quantkit() -> None:
     """Convert, quantize, verify and run Llama-family language models."""
 
 
+add_threads(demo, doctor, convert, quantize, verify, evaluate, generate, chat, bench)
 for command in (demo, inspect, doctor, plan, convert, quantize, verify, evaluate, generate, chat, bench, completion):
     quantkit.add_command(command)
 

@@ -131,14 +131,11 @@ def evaluate(
         "--runs", type=int, default=5, show_default=True, help="Runs of each measurement, after a warm-up run."
     ),
 )  # fmt: skip
-@section(
-    RUN, options.int8_cache, options.backend(), options.compiled, options.device,
-    click.option("--threads", type=int, help="Number of CPU threads. Default: torch's."),
-)  # fmt: skip
+@section(RUN, options.int8_cache, options.backend(), options.compiled, options.device)
 @section("Output", options.table, options.data, options.plot("decoding and prefill"))
 def bench(
     models: tuple[str, ...], synthetic: str | None, quantized: tuple[str, ...], head: str | None, table: Style,
-    data: str | None, plot: Path | None, **given: Any,
+    data: str | None, plot: Path | None, threads: int | None, **given: Any,
 ) -> None:  # fmt: skip
     """Time models: prefill, decoding, loading, memory, cost.
 
@@ -151,6 +148,7 @@ def bench(
         raise RequestError("--scheme goes with --synthetic", hint="a folder has its own schemes")
     if head is not None and not quantized:
         raise RequestError("--head goes with --scheme")
+    given["threads"] = threads
     for name in ("prompt_lengths", "batches", "contexts"):
         given[name] = () if given[name] is None else _numbers(given[name])
     require_models(*(path for _, path in named(models)))

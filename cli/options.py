@@ -7,6 +7,7 @@ click's own formatter writes the sections; it cannot state which option belongs 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,7 @@ from quantkit.formats.registry import targets
 from quantkit.jobs.option_fields import OTHER, IfExists, OptionInfo, declared
 from quantkit.json_values import shown
 from quantkit.kernels import BACKENDS
+from quantkit.processors import checked_threads, set_threads
 from quantkit.runtime.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
@@ -339,6 +341,24 @@ def backend(*others: str, more: str = "") -> Decorator:
     """The option for kernels, with `others` as further choices; `more` is added to its help."""
     about = f"Kernels of quantized linears: {', '.join(BACKENDS)}; see docs/kernels.md."
     return click.option("--backend", type=click.Choice([*BACKENDS, *others]), metavar="NAME", help=about + more)
+
+
+def add_threads(*commands: click.Command) -> None:
+    """Add the option for the number of threads to commands. A function with a parameter `threads` gets the number."""
+    for command in commands:
+        used = "threads" in inspect.signature(command.callback or command).parameters
+        option = click.Option(
+            ["--threads"], type=int, metavar="N", expose_value=used, callback=_set_threads,
+            help="Number of CPU threads. Default: one for each core that the command may use.",
+        )  # fmt: skip
+        if any(parameter in _sections for parameter in command.params):
+            _sections[option] = RUN
+        command.params.append(option)
+
+
+def _set_threads(context: click.Context, option: click.Parameter, count: int | None) -> int | None:
+    set_threads(None if count is None else checked_threads(count))
+    return count
 
 
 def plot(what: str) -> Decorator:

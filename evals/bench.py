@@ -36,12 +36,12 @@ from quantkit.memory import enough_memory, total_bytes
 from quantkit.model.cache import cache_bytes
 from quantkit.model.device import usable_device
 from quantkit.model.load import load_model
+from quantkit.processors import checked_threads
 from quantkit.progress import Progress, deduplicated
 from quantkit.tensors.dtypes import DType
 
 NEW = 48  # tokens decoded in a run
 _MAX_RUNS = 10_000
-_MAX_THREADS = 256
 SMALL_BYTES = 100_000_000  # of weights: below it, several threads can be slower than one
 
 
@@ -114,10 +114,10 @@ class BenchArguments:
         smallest = min((*self.prompt_lengths, *self.batches, self.runs))
         if smallest < 1 or not (self.prompt_lengths or self.batches):
             raise RequestError("prompt lengths, batches and runs must be at least 1", found=shown(smallest))
-        max_threads = max(_MAX_THREADS, os.cpu_count() or 1)
-        for name, number, limit in (("runs", self.runs, _MAX_RUNS), ("threads", self.threads, max_threads)):
-            if number is not None and not 1 <= as_integer(name, number) <= limit:
-                raise RequestError(f"{name} are out of range", found=shown(number), expected=f"1 to {limit}")
+        if self.runs > _MAX_RUNS:
+            raise RequestError("runs are out of range", found=shown(self.runs), expected=f"1 to {_MAX_RUNS}")
+        if self.threads is not None:
+            checked_threads(self.threads)
         if self.contexts and (not self.batches or min(self.contexts) < MIN_CONTEXT):
             raise RequestError(
                 f"contexts must be at least {MIN_CONTEXT}, and need batches", found=shown(min(self.contexts))
@@ -287,7 +287,7 @@ def _measure_model(source: BenchModel, options: BenchArguments, progress: Progre
     step()
     one_thread, cpu = None, model.device.type == "cpu" and group.size == 1
     if cpu and options.threads is None and 1 in decode and threads > 1 and read_bytes < SMALL_BYTES:
-        with timing.one_thread():
+        with timing.use_threads():
             one_thread = rate(NEW, Decoding(model, 1, NEW, compiled, cache_dtype=cache).run, runs)
     result = Bench(
         name=name, quantized=bool(schemes(checkpoint)), backends=backend_names(model), dtype=DType.of(model.dtype),

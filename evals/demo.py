@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import DestinationError, QuantkitError
 from quantkit.evals.table import WIDTH, Table, render
-from quantkit.evals.timing import one_thread
+from quantkit.evals.timing import use_threads
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.destination import destination_errors, is_there, rename_new
 from quantkit.jobs.convert import convert
@@ -109,25 +109,28 @@ class DemoReport:
         return text.rstrip("\n").split("\n")
 
 
-def run_demo(output: Path | None = None, *, quick: bool = False, progress: Progress = silent) -> DemoReport:
+def run_demo(
+    output: Path | None = None, *, quick: bool = False, threads: int = 1, progress: Progress = silent
+) -> DemoReport:
     """Convert the demo model from Meta shards, quantize, verify, measure and generate.
 
     Args:
         output: a new folder to keep the checkpoints in, there once all is done; by default they are temporary.
         quick: try one scheme only.
+        threads: that compute; more are slower with so small a model.
 
     Raises:
         QuantkitError: if a step fails, or a checkpoint is not what it should be.
     """
     if output is None:
-        with tempfile.TemporaryDirectory(prefix="quantkit-demo-") as folder, one_thread():
+        with tempfile.TemporaryDirectory(prefix="quantkit-demo-") as folder, use_threads(threads):
             return _run(Path(folder), quick, progress)
     with destination_errors(output):
         if is_there(output):
             raise DestinationError("exists already; nothing is overwritten", path=output)
         output.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent, ignore_cleanup_errors=True)
-    with one_thread(), scratch as folder:
+    with use_threads(threads), scratch as folder:
         made = Path(folder) / output.name  # with the usual permissions, unlike temporary folders
         report = _run(made, quick, progress)
         with destination_errors(output):

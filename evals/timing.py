@@ -95,10 +95,11 @@ def _cpu_seconds() -> float | None:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute on one thread: several are slower for a small model, much slower on a busy machine."""
+def use_threads(count: int = 1) -> Iterator[None]:
+    """Compute on one thread, or a number of them. Several are slower for a small model, much slower on a busy
+    machine."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

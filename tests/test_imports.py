@@ -15,7 +15,7 @@ FOLDERS = {"quantkit": "quantkit", "kernels": "quantkit.kernels", "cli": "quantk
 
 # Each room may import itself and the rooms above it.
 ROOMS = (
-    ("errors", "version", "progress", "cgroups", "memory", "json_values", "arguments"),
+    ("errors", "version", "progress", "cgroups", "memory", "processors", "json_values", "arguments"),
     ("data", "architectures", "tensors"),
     ("files", "solver"),
     ("text",),

@@ -1,0 +1,73 @@
+"""``--threads``, which all commands that compute have."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from command import Capture, run
+
+from quantkit.cli.main import quantkit
+
+COMPUTING = {"demo", "doctor", "convert", "quantize", "verify", "eval", "generate", "chat", "bench"}
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_DYNAMIC"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def _has_option(command: click.Command) -> bool:
+    return [one.name for one in command.params].count("threads") == 1
+
+
+def test_commands_that_compute_and_their_plans_have_it() -> None:
+    assert {name for name, command in quantkit.commands.items() if _has_option(command)} == COMPUTING
+    plan = quantkit.commands["plan"]
+    assert isinstance(plan, click.Group)
+    assert {name for name, command in plan.commands.items() if _has_option(command)} == {"convert", "quantize"}
+
+
+@pytest.mark.parametrize("name", sorted(COMPUTING))
+def test_a_number_out_of_range_is_refused(name: str, capfd: Capture) -> None:
+    paths = {"demo": [], "convert": ["a", "b"], "quantize": ["a", "b"]}.get(name, ["a"])
+    code, out, err = run(capfd, name, *paths, "--threads", "0")
+    assert (code, out) == (2, "")
+    assert err.startswith("quantkit: error: --threads is out of range (found 0, expected 1 to ")
+
+
+def test_a_model_records_the_number_and_is_not_accepted_with_another(
+    demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    command = ("quantize", demo_model, tmp_path / "out", "--scheme", "int4-g64", "--method", "rtn", "--threads")
+    assert run(capfd, *command, "2")[0] == 0
+    manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
+    assert manifest["computed_by"]["number of threads"] == 2
+    assert run(capfd, *command, "2", "--if-exists", "skip")[0] == 0
+    code, _, err = run(capfd, *command, "1", "--if-exists", "skip")
+    assert code == 5
+    assert "number of threads" in err
+
+
+def test_the_demo_computes_on_one_thread_unless_more_are_requested(
+    capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def stop(*_: object) -> None:
+        seen.append(torch.get_num_threads())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quantkit.evals.demo._run", stop)
+    torch.set_num_threads(2)
+    assert run(capfd, "demo")[0] == run(capfd, "demo", "--threads", "3")[0] == 130
+    assert seen == [1, 3]
