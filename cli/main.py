@@ -17,7 +17,7 @@ from quantkit.cli.entry import interrupted_code, interruptible, report_interrupt
 from quantkit.cli.generate import generate
 from quantkit.cli.measure import bench, evaluate
 from quantkit.cli.options import COMPLETION, Context, add_threads, completion, exit_codes
-from quantkit.cli.output import as_options, drop_output, mention, open_missing_streams
+from quantkit.cli.output import as_options, drop_output, mention, open_missing_streams, say
 from quantkit.cli.processes import INTERNAL_ERROR
 from quantkit.errors import DestinationError, QuantkitError
 from quantkit.version import __version__
@@ -36,13 +36,35 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
+def _note_verbose(context: click.Context, option: click.Parameter, requested: bool) -> None:
+    context.meta[option.name or ""] = requested  # `--version` reads it: this option is parsed before, wherever it is
+
+
+def _show_version(context: click.Context, option: click.Parameter, requested: bool) -> None:
+    if context.meta["verbose"] and not requested:
+        raise click.UsageError("--verbose goes with --version", context)
+    if not requested or context.resilient_parsing:  # completion
+        return
+    if context.meta["verbose"]:
+        from quantkit.cli.environment import environment_lines
+
+        say(environment_lines(), wrap=False)
+    else:
+        click.echo(f"quantkit, version {__version__}")
+    context.exit()
+
+
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=exit_codes(),
 )
 @click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback with an error; must come first.")
-@click.version_option(__version__)
+@click.option("--version", is_flag=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
+@click.option(
+    "--verbose", is_flag=True, is_eager=True, expose_value=False, callback=_note_verbose,
+    help="With --version: also show the machine, libraries and settings, for a bug report.",
+)  # fmt: skip
 def quantkit() -> None:
     """Convert, quantize, verify and run Llama-family language models."""
 

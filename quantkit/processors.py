@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import platform
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +16,11 @@ from quantkit.json_values import shown
 
 _MAX_THREADS = 256
 _TOPOLOGY = Path("/sys/devices/system/cpu")
+_CPUINFO = Path("/proc/cpuinfo")
+_FEATURES = (
+    "avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd",
+    "asimddp", "i8mm", "bf16", "sve", "sve2",
+)  # fmt: skip
 
 
 def logical_processors() -> list[int]:
@@ -62,3 +69,24 @@ def set_threads(count: int | None) -> None:
             sys.modules["torch"].set_num_threads(count)
     elif (limit := quota_threads()) is not None and "MKL_NUM_THREADS" not in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", str(limit))
+
+
+def processor_name(cpuinfo: Path = _CPUINFO) -> str:
+    """The name of the processor, as far as the system reports it."""
+    return _value(cpuinfo, "model name") or platform.processor() or platform.machine()
+
+
+def feature_names(cpuinfo: Path = _CPUINFO) -> list[str]:
+    """The instruction sets of the processor that kernels use or could use, as Linux names them; none elsewhere."""
+    found = _value(cpuinfo, "flags|Features").split()
+    return [name for name in _FEATURES if name in found]
+
+
+def _value(cpuinfo: Path, key: str) -> str:
+    """The value of a line of the first processor; empty if there is no such line."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return ""
+    found = re.search(rf"^(?:{key})\s*:\s*(.*)$", text, re.MULTILINE)
+    return found[1] if found else ""

@@ -1,8 +1,9 @@
-"""The number of threads: with an option, the environment, a CPU quota, or none of them."""
+"""The number of threads, with an option, the environment, a CPU quota, or none of them; and what a processor is."""
 
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,14 @@ import torch
 
 from quantkit import processors
 from quantkit.errors import RequestError
-from quantkit.processors import checked_threads, physical_cores, quota_threads, set_threads
+from quantkit.processors import (
+    checked_threads,
+    feature_names,
+    physical_cores,
+    processor_name,
+    quota_threads,
+    set_threads,
+)
 
 _SET = """
 import sys
@@ -86,3 +94,21 @@ def test_as_many_threads_as_processors_are_accepted(monkeypatch: pytest.MonkeyPa
     assert checked_threads(256) == 256
     monkeypatch.setattr(os, "cpu_count", lambda: 512)
     assert checked_threads(512) == 512
+
+
+@pytest.mark.parametrize(
+    ("lines", "name", "features"),
+    [
+        ("model\t\t: 1\nmodel name\t: AMD EPYC\nflags\t: fpu avx2 avx512f\n\nmodel name\t: other\n", "AMD EPYC",
+         ["avx2", "avx512f"]),
+        ("processor\t: 0\nFeatures\t: fp asimddp i8mm asimd\nCPU part\t: 0xd40\n", None, ["asimd", "asimddp", "i8mm"]),
+        ("", None, []),
+    ],
+)  # fmt: skip
+def test_a_processor_is_described_by_the_system(
+    lines: str, name: str | None, features: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "cpuinfo").write_text(lines)
+    assert feature_names(tmp_path / "cpuinfo") == features
+    assert processor_name(tmp_path / "cpuinfo") == (name or platform.processor() or platform.machine())
+    assert feature_names(tmp_path / "none") == []

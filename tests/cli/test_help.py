@@ -74,6 +74,8 @@ def test_commands_and_options_are_completed() -> None:
     assert _completions("qu") == ["plain,quantize"]
     assert "plain,--calibration" in _completions("quantize", "--cal")
     assert _completions("quantize", "--method", "g") == ["plain,gptq"]
+    assert _completions("--version", "--verb") == ["plain,--verbose"]
+    assert _completions("bench", "--threads", "0", "--pri") == ["plain,--price-per-hour"]
     assert [line.split(",")[0] for line in _completions("quantize", "x")] == ["file"]
 
 
