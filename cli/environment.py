@@ -14,7 +14,7 @@ from quantkit import memory
 from quantkit.cgroups import cpu_quota
 from quantkit.memory import size_text
 from quantkit.processors import (
-    feature_names,
+    cpu_features,
     logical_processors,
     physical_cores,
     processor_name,
@@ -41,7 +41,7 @@ def environment_lines() -> list[str]:
 
     import torch
 
-    from quantkit.kernels.report import describe_kernels
+    from quantkit.kernels.library import describe_kernels
 
     rows = {
         "quantkit": __version__,
@@ -49,7 +49,7 @@ def environment_lines() -> list[str]:
         "torch": torch.__version__,
         "libraries": ", ".join(_installed()),
         "system": " ".join([platform.system(), platform.release(), platform.machine(), *platform.libc_ver()]),
-        "processor": ", ".join([processor_name(), *feature_names()]),
+        "processor": ", ".join([processor_name(), *sorted(cpu_features())]),
         "processors": _processors(),
         "memory": _memory(),
         "kernels": describe_kernels(),

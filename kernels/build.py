@@ -42,14 +42,7 @@ def cache_folder() -> Path:
 def compiled(name: str) -> Path:
     """The library of the kernels for one of `VARIANTS`, or `NATIVE`; compiled unless it is in the cache. Raises
     `UnsupportedError` if there is no compiler, it fails, or the cache can't be written."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise UnsupportedError("there is no C++ compiler", hint="install g++ or clang++, or name one in CXX")
-    own = VARIANTS[name].flags if name in VARIANTS else _NATIVE_FLAGS
-    sources = [(path.name, path.read_bytes()) for path in sorted(_SOURCES.iterdir())]
-    known = _run([compiler, *own, "-E", "-dM", "-x", "c++", os.devnull])  # the compiler and the processor
-    key = hashlib.sha256(repr((known, _FLAGS, own, sources)).encode())
-    target = cache_folder() / f"quantkit-{name}-{key.hexdigest()[:32]}.so"
+    command, target = _library(name)
     if target.exists():
         return target
     try:
@@ -60,7 +53,7 @@ def compiled(name: str) -> Path:
                 _log.info("compiling the CPU kernels, once for this machine")
                 with tempfile.TemporaryDirectory(dir=target.parent) as folder:
                     made = Path(folder, "made.so")
-                    compile_library([compiler, *own], made)
+                    compile_library(command, made)
                     os.replace(made, target)
     except OSError as error:
         raise UnsupportedError(
@@ -68,6 +61,23 @@ def compiled(name: str) -> Path:
             hint="name another folder in QUANTKIT_CACHE",
         ) from error  # fmt: skip
     return target
+
+
+def is_compiled(name: str) -> bool:
+    """Whether `compiled` finds the library in the cache. Raises `UnsupportedError` if there is no compiler."""
+    return _library(name)[1].exists()
+
+
+def _library(name: str) -> tuple[list[str], Path]:
+    """The command that compiles the kernels, and where in the cache they are."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise UnsupportedError("there is no C++ compiler", hint="install g++ or clang++, or name one in CXX")
+    command = [compiler, *(VARIANTS[name].flags if name in VARIANTS else _NATIVE_FLAGS)]
+    known = _run([*command, "-E", "-dM", "-x", "c++", os.devnull])  # the compiler and the processor
+    sources = [(path.name, path.read_bytes()) for path in sorted(_SOURCES.iterdir())]
+    key = hashlib.sha256(repr((known, _FLAGS, command[1:], sources)).encode())
+    return command, cache_folder() / f"quantkit-{name}-{key.hexdigest()[:32]}.so"
 
 
 def compile_library(command: Sequence[str], target: Path) -> None:

@@ -8,8 +8,8 @@ import os
 from importlib.resources import files
 from pathlib import Path
 
-from quantkit.errors import RequestError, UnsupportedError
-from quantkit.kernels.build import NATIVE, compiled
+from quantkit.errors import QuantkitError, RequestError, UnsupportedError
+from quantkit.kernels.build import NATIVE, compiled, is_compiled
 from quantkit.kernels.cpu_operators import Operators
 from quantkit.kernels.variants import VARIANTS, runs_here
 
@@ -21,22 +21,37 @@ SETTING = "QUANTKIT_CPU"
 def load_kernels(name: str | None = None) -> Operators:
     """The kernels that `SETTING` or `name` chooses. Raises `RequestError` if there are none of that name, and
     `UnsupportedError` if they do not run here or cannot be compiled."""
+    found = _load_once(_chosen(name))
+    if isinstance(found, UnsupportedError):
+        raise found
+    return found
+
+
+def describe_kernels() -> str:
+    """Which kernels `load_kernels` chooses and where they come from, or why there are none. Compiles nothing."""
+    try:
+        name = _chosen(None)
+        if _shipped(name):
+            return f"{name}, included"
+        return f"{name}, compiled" if is_compiled(name) else f"{name}, not compiled yet"
+    except QuantkitError as error:
+        return f"none: {error}"
+
+
+def _chosen(name: str | None) -> str:
     name = name or os.environ.get(SETTING) or next(filter(_shipped, filter(runs_here, VARIANTS)), NATIVE)
     if name not in (NATIVE, *VARIANTS):
         expected = ", ".join((NATIVE, *VARIANTS))
         raise RequestError(f"unknown CPU kernels in {SETTING}", found=name, expected=expected)
-    found = _load_once(name)
-    if isinstance(found, UnsupportedError):
-        raise found
-    return found
+    if name != NATIVE and not runs_here(name):
+        raise UnsupportedError(f"the processor does not have the instructions of the {name} kernels")
+    return name
 
 
 @functools.cache
 def _load_once(name: str) -> Operators | UnsupportedError:
     """The kernels or the error: a compiler that fails is not called again for every layer."""
     try:
-        if name != NATIVE and not runs_here(name):
-            raise UnsupportedError(f"the processor does not have the instructions of the {name} kernels")
         shipped = _shipped(name)
         return _open(shipped or compiled(name), name, shipped is not None)
     except UnsupportedError as error:

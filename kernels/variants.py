@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import platform
-import sys
 from dataclasses import dataclass
-from pathlib import Path
+
+from quantkit.processors import cpu_features
 
 
 @dataclass(frozen=True)
@@ -17,7 +15,7 @@ class Variant:
     Attributes:
         machines: processor architectures, as wheels name them.
         flags: of the compiler.
-        features: that a processor must have, as Linux names them.
+        features: that a processor must have, see `cpu_features`.
     """
 
     machines: tuple[str, ...]
@@ -36,27 +34,9 @@ VARIANTS = {
 }
 """Fastest first; the names are what the kernels call themselves."""
 
-_HWCAP, _HWCAPS = 16, {"asimd": 1, "asimddp": 20}  # getauxval's key, and bits of its value (Linux, asm/hwcap.h)
-
 
 def runs_here(name: str) -> bool:
     """Whether this machine has the instruction set."""
     variant = VARIANTS[name]
     here = not variant.features or platform.machine() in variant.machines
     return here and variant.features <= cpu_features()
-
-
-@functools.cache
-def cpu_features() -> frozenset[str]:
-    """What the processor and the operating system offer, as Linux names it; empty where it is not known."""
-    arm = platform.machine() in ("aarch64", "arm64")
-    if sys.platform == "darwin":
-        return frozenset(_HWCAPS) if arm else frozenset()  # every Apple processor for macOS on ARM
-    if arm:
-        bits = ctypes.CDLL(None).getauxval(ctypes.c_ulong(_HWCAP))
-        return frozenset(name for name, bit in _HWCAPS.items() if bits >> bit & 1)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import platform
@@ -17,10 +18,11 @@ from quantkit.json_values import shown
 _MAX_THREADS = 256
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _CPUINFO = Path("/proc/cpuinfo")
-_FEATURES = (
-    "avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd",
-    "asimddp", "i8mm", "bf16", "sve", "sve2",
-)  # fmt: skip
+_FEATURES = frozenset({
+    "avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm", "avx_vnni", "avx512f", "avx512bw", "avx512cd", "avx512dq",
+    "avx512vl", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp",
+})  # fmt: skip
+_HWCAP, _HWCAPS = 16, {"asimd": 1, "asimddp": 20}  # getauxval's key, and bits of its value (Linux, asm/hwcap.h)
 
 
 def logical_processors() -> list[int]:
@@ -76,10 +78,16 @@ def processor_name(cpuinfo: Path = _CPUINFO) -> str:
     return _value(cpuinfo, "model name") or platform.processor() or platform.machine()
 
 
-def feature_names(cpuinfo: Path = _CPUINFO) -> list[str]:
-    """The instruction sets of the processor that kernels use or could use, as Linux names them; none elsewhere."""
-    found = _value(cpuinfo, "flags|Features").split()
-    return [name for name in _FEATURES if name in found]
+def cpu_features(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
+    """What the processor and the system offer of the instruction sets that kernels use or could use, as Linux names
+    them; empty where it is not known."""
+    arm = platform.machine() in ("aarch64", "arm64")
+    if sys.platform == "darwin":
+        return frozenset({"asimd", "asimddp"}) if arm else frozenset()  # every Apple processor for macOS on ARM
+    if arm:
+        bits = ctypes.CDLL(None).getauxval(ctypes.c_ulong(_HWCAP))
+        return frozenset(name for name, bit in _HWCAPS.items() if bits >> bit & 1)
+    return frozenset(_value(cpuinfo, "flags").split()) & _FEATURES
 
 
 def _value(cpuinfo: Path, key: str) -> str:
@@ -88,5 +96,5 @@ def _value(cpuinfo: Path, key: str) -> str:
         text = cpuinfo.read_text()
     except OSError:
         return ""
-    found = re.search(rf"^(?:{key})\s*:\s*(.*)$", text, re.MULTILINE)
+    found = re.search(rf"^{key}\s*:\s*(.*)$", text, re.MULTILINE)
     return found[1] if found else ""

@@ -38,7 +38,7 @@ ONLY = {
     "quantkit.architectures": {"errors", "json_values", "architectures"},
     "quantkit.tensors": {"errors", "json_values", "arguments", "tensors"},
     "quantkit.text": {"errors", "json_values", "arguments", "text", "files"},
-    "quantkit.kernels": {"errors", "tensors", "kernels"},
+    "quantkit.kernels": {"errors", "processors", "tensors", "kernels"},
     "quantkit.solver": {"errors", "tensors", "solver"},
     "quantkit.model.decoder": {"architectures", "distributed", "model"},
     "quantkit.model.attention": {"model", "tensors"},

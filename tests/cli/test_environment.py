@@ -14,7 +14,6 @@ from command import Capture, run
 from quantkit import memory
 from quantkit.cgroups import MemoryLimit
 from quantkit.cli import environment
-from quantkit.kernels.report import describe_kernels
 from quantkit.version import __version__
 
 NAMES = [
@@ -62,7 +61,7 @@ def test_it_names_no_user_and_compiles_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quantkit.cli", "--version", "--verbose"]
     rows = _rows(subprocess.check_output(command, env={**os.environ, **settings}, text=True, cwd="/"))
     assert list(cache.iterdir()) == []
-    assert rows["kernels"].startswith("native instructions, not compiled yet")
+    assert rows["kernels"] == "native, not compiled yet"
     assert rows["caches"].startswith("~/my/cache (0 kB, writable); ~/.cache/huggingface/hub (0 kB, ")
     assert "QUANTKIT_CACHE=~/my/cache, QUANTKIT_X=/data/USER/x:/data/malice" in rows["settings"]
 
@@ -87,22 +86,3 @@ def test_limits_are_shown(
     for name, end in zip(("processors", "memory", "threads"), expected, strict=True):
         assert rows[name].endswith(end)
     assert ("no limit" in rows["memory"]) == (not limits)
-
-
-@pytest.mark.parametrize(
-    ("variant", "file", "expected"),
-    [
-        ("avx2", None, "avx2 instructions, not compiled yet: the first use needs a C++ compiler"),
-        ("avx2", "quantkit_cpu_native-0.so", "avx2 instructions, not compiled yet: the first use needs a C++ compiler"),
-        ("avx2", "quantkit_cpu_avx2-0.so", "avx2 instructions, compiled"),
-        ("none", None, "none: QUANTKIT_CPU is not one of native, avx2, portable"),
-    ],
-)
-def test_the_kernels_are_described(
-    variant: str, file: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUANTKIT_CPU", variant)
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
-    if file is not None:
-        (tmp_path / file).touch()
-    assert describe_kernels() == expected

@@ -15,7 +15,7 @@ from build_wheels import compile_kernels
 from test_cpu_kernels import HERE
 
 from quantkit.errors import UnsupportedError
-from quantkit.kernels.library import load_kernels
+from quantkit.kernels.library import describe_kernels, load_kernels
 from quantkit.kernels.variants import VARIANTS, runs_here
 
 pytestmark = pytest.mark.cpu_kernels
@@ -59,11 +59,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _loaded(installed: Path, **environment: str) -> str:
     code = (
         "import torch\n"
-        "from quantkit.kernels.library import load_kernels\n"
+        "from quantkit.kernels.library import describe_kernels, load_kernels\n"
+        "before = describe_kernels()\n"
         "found = load_kernels()\n"
         "weight = torch.full((20, 64), 129, dtype=torch.uint8), torch.ones(20, 1), None, 8, True\n"
         "right = found.linear(torch.ones(3, 64), found.pack(*weight), None, 20).eq(64).all()\n"
-        "print(found.name, 'shipped' if found.shipped else 'compiled', 'right' if right else 'wrong')\n"
+        "print('; '.join([before, describe_kernels(), 'right' if right else 'wrong']))\n"
     )
     clean = {"PYTHONPATH": str(installed), "HOME": "/nowhere", "PATH": "/nowhere", "QUANTKIT_CACHE": "/nowhere/cache"}
     done = subprocess.run(
@@ -75,12 +76,21 @@ def _loaded(installed: Path, **environment: str) -> str:
 
 @pytest.mark.compiles
 def test_kernels_that_come_with_quantkit_need_no_compiler_and_no_cache(installed: Path) -> None:
-    assert _loaded(installed) == f"{HERE[0]} shipped right"
-    assert _loaded(installed, QUANTKIT_CPU="portable") == "portable shipped right"
+    assert _loaded(installed) == f"{HERE[0]}, included; {HERE[0]}, included; right"
+    assert _loaded(installed, QUANTKIT_CPU="portable") == "portable, included; portable, included; right"
 
 
 @pytest.mark.compiles
 def test_kernels_that_did_not_come_with_quantkit_are_compiled(installed: Path, tmp_path: Path) -> None:
     here = {"PATH": os.environ["PATH"], "QUANTKIT_CACHE": str(tmp_path)}
-    assert _loaded(installed, QUANTKIT_CPU="native", **here) == "native compiled right"
+    assert _loaded(installed, QUANTKIT_CPU="native", **here) == "native, not compiled yet; native, compiled; right"
     assert "there is no C++ compiler" in _loaded(installed, QUANTKIT_CPU="native")
+
+
+def test_the_reason_why_there_are_no_kernels_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    monkeypatch.setenv("QUANTKIT_CPU", "native")
+    assert describe_kernels().startswith("none: /nowhere/c++: the C++ compiler does not start")
+    monkeypatch.setenv("QUANTKIT_CPU", "sse9")
+    assert describe_kernels().startswith("none: unknown CPU kernels in QUANTKIT_CPU (found sse9")
