@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _show_log() -> None:
-    """Print the library's log on stderr as notes."""
+    """Print the library's log on stderr as notes and warnings."""
     log = logging.getLogger("quantkit")
     log.handlers, log.propagate = [_Notes()], False
     log.setLevel(logging.INFO)
@@ -132,4 +132,5 @@ class _Notes(logging.Handler):
     """Prints a line on stderr for each record."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        mention(f"quantkit: note: {as_options(record.getMessage())}", err=True)
+        label = "warning" if record.levelno >= logging.WARNING else "note"
+        mention(f"quantkit: {label}: {as_options(record.getMessage())}", err=True)

@@ -83,6 +83,23 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+@pytest.fixture
+def without_kernels(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine that has no kernels and cannot compile them; processes that the test starts inherit it."""
+    from quantkit.kernels import library
+    from quantkit.model.column_kernels import column_kernels
+
+    empty = str(tmp_path_factory.mktemp("empty"))
+    monkeypatch.setenv("QUANTKIT_CACHE", empty)
+    monkeypatch.setenv("PATH", empty)
+    monkeypatch.delenv("CXX", raising=False)
+    for found in (library._load_once, column_kernels):
+        found.cache_clear()
+    yield
+    for found in (library._load_once, column_kernels):
+        found.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The small trained Meta checkpoint that ships with the package."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from test_cpu_kernels import HERE
 from torch import Tensor
 
 from quantkit.errors import RequestError
-from quantkit.kernels import cpu_gptq, library
+from quantkit.kernels import cpu_gptq
 from quantkit.kernels.library import SETTING
 from quantkit.model import column_kernels as column_kernels_module
 from quantkit.model.column_kernels import column_kernels, cpu_kernels
@@ -106,17 +105,19 @@ def test_they_are_tried_before_they_are_trusted(monkeypatch: pytest.MonkeyPatch)
     assert column_kernels_module._what_is_wrong(replace(cpu_kernels(), improve_in_turn=wrong), CPU)
 
 
-def test_torch_serves_where_there_is_no_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_torch_replaces_them_without_a_compiler_and_a_warning_says_so(
+    without_kernels: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", "/nowhere/c++")
-    monkeypatch.setattr(library, "_load_once", library._load_once.__wrapped__)
-    column_kernels.cache_clear()
-    with caplog.at_level(logging.INFO, logger="quantkit.model.column_kernels"):
+    for _ in range(2):
         assert column_kernels(CPU) is TORCH
-    assert "the C++ compiler does not start" in caplog.text
-    column_kernels.cache_clear()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message.startswith("int4 rounding and GPTQ run without kernels on cpu, 2 to 5 times slower; there is")
+
+
+def test_torch_replaces_them_on_a_device_without_triton_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert column_kernels(torch.device("meta")) is TORCH
+    assert caplog.messages == ["int4 rounding and GPTQ run without kernels on meta, slower; runs on GPUs"]
 
 
 def test_unknown_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
