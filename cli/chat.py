@@ -58,7 +58,9 @@ _COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
     ),
 )  # fmt: skip
 @section("Sampling", options.sampling(1024, " in an answer"))
-@section(RUN, options.dtype, options.backend(), options.device, options.int8_cache, options.compiled)
+@section(
+    RUN, options.dtype, options.backend(), options.allow_slow, options.device, options.int8_cache, options.compiled
+)  # fmt: skip
 @options.weights
 def chat(**given: Any) -> None:
     """Chat with the instruct model in PATH.
@@ -101,7 +103,7 @@ def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:
     with ProgressDisplay(show=group.is_rank0 and sys.stderr.isatty()) as progress:
         model, tokenizer = load(
             path, device=group.device or given["device"], dtype=given["dtype"], backend=given["backend"],
-            weights=given["weights"], tp=group, progress=progress,
+            allow_slow=given["allow_slow"], weights=given["weights"], tp=group, progress=progress,
         )  # fmt: skip
     length = conversation_length(model.config, given["context"])
     cache = torch.int8 if given["int8_cache"] else None

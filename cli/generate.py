@@ -86,6 +86,7 @@ class GenerateArgs:
     draft_tokens: int | None = option(_DRAFT, "Tokens proposed at a time. Default: 4.", int)
     dtype: FloatName | None = option(RUN)
     backend: Any = option(RUN)  # a name that click has checked
+    allow_slow: bool = option(RUN, default=False)
     device: str | None = option(RUN)
     tp: int | None = option(RUN, "With xla: number of devices that share the model. Default: all.", int)
     multi_host: bool = option(
@@ -150,13 +151,14 @@ class GenerateArgs:
         """Raise a `RequestError` if options do not go together."""
         xla, drafts, many = self.backend == "xla", self.draft is not None, self.prompts is not None
         of_files = self.output is not None or self.resume or self.batch is not None or self.template is not None
-        steps = self.int8_cache or self.compiled is not None or self.warmup
+        steps = self.int8_cache or self.compiled is not None or self.warmup or self.allow_slow
         biased = [token for token, _ in self.logit_bias]
         if repeated := [token for token in biased if biased.count(token) > 1]:
             raise RequestError("--logit-bias names a token twice", found=repeated[0])
         for wrong, problem in (
             (xla and (steps or drafts or self.draft_tokens is not None or self.device is not None),
-             "--device, --int8-cache, --compile, --eager, --warmup and --draft do not go with --backend xla"),
+             "--device, --allow-slow, --int8-cache, --compile, --eager, --warmup and --draft do not go with --backend"
+             " xla"),
             (many and self.multi_host, "--multi-host goes with one prompt, not with --prompts"),
             (not xla and (self.tp is not None or self.multi_host), "--tp and --multi-host go with --backend xla"),
             (not drafts and self.draft_tokens is not None, "--draft-tokens goes with --draft"),

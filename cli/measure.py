@@ -58,7 +58,7 @@ _MEASURED = "What is measured"
     click.option("--cache-logits", type=options.PATH, help="Folder that keeps the reference's results for later runs."),
     click.option("--speed", is_flag=True, help="Also measure the speed of decoding."),
 )  # fmt: skip
-@section(RUN, options.device)
+@section(RUN, options.device, options.allow_slow)
 @section(
     "Output", options.table, options.report, options.data,
     options.plot("KL or perplexity by bits per weight, and the worst layers"),
@@ -72,7 +72,7 @@ def evaluate(
     the CPU; tasks and speed on --device. Under torchrun all processes share each model, on CPUs.
     """
     texts, against = given["texts"], given["against"]
-    shared = {name: given[name] for name in ("text_column", "tasks", "window", "speed", "device")}
+    shared = {name: given[name] for name in ("text_column", "tasks", "window", "speed", "device", "allow_slow")}
     shared["positions"] = [given["positions"], given["position_windows"]]
     given["tasks"] = names = [name.strip() for name in given["tasks"].split(",") if name.strip()]
     folders = [path for _, path in named([*models, *([against] if against else [])])]
@@ -131,7 +131,7 @@ def evaluate(
         "--runs", type=int, default=5, show_default=True, help="Runs of each measurement, after a warm-up run."
     ),
 )  # fmt: skip
-@section(RUN, options.int8_cache, options.backend(), options.compiled, options.device)
+@section(RUN, options.int8_cache, options.backend(), options.allow_slow, options.compiled, options.device)
 @section("Output", options.table, options.data, options.plot("decoding and prefill"))
 def bench(
     models: tuple[str, ...], synthetic: str | None, quantized: tuple[str, ...], head: str | None, table: Style,

@@ -228,6 +228,10 @@ compiled = click.option(
 int8_cache = click.option(
     "--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost."
 )
+allow_slow = click.option(
+    "--allow-slow", is_flag=True,
+    help="Run quantized linears that have no kernels here on the slow reference backend, instead of failing.",
+)  # fmt: skip
 data = click.option(
     "--json", "data", metavar="PATH", shell_complete=complete_files,
     help="Write all results as JSON to this file; - is stdout.",
@@ -264,6 +268,7 @@ _sampling = in_order(*(
 _SHARED: dict[str, Decorator] = {
     "sampling_options": _sampling, "to": target("compressed-tensors", quantized=True), "device": device,
     "weights": weights, "dtype": dtype, "tensors_only": tensors_only, "int8_cache": int8_cache, "compiled": compiled,
+    "allow_slow": allow_slow,
     "stop": click.option("--stop", metavar="TEXT", multiple=True, help="Stop before this text; repeatable."),
     "template": click.option(
         "--template", metavar="NAME", shell_complete=complete_files,

@@ -37,7 +37,8 @@ def show(args: GenerateArgs, group: ProcessGroup) -> None:
 
     prompt = group.broadcast_from_rank0(_prompt(args) if group.is_rank0 else "")
     placement: dict[str, Any] = {
-        "device": group.device or args.device, "dtype": args.dtype, "backend": args.backend, "tp": group,
+        "device": group.device or args.device, "dtype": args.dtype, "backend": args.backend,
+        "allow_slow": args.allow_slow, "tp": group,
     }  # fmt: skip
     draft = None
     with ProgressDisplay(show=group.is_rank0 and sys.stderr.isatty()) as progress:
@@ -189,8 +190,8 @@ def file_job(args: GenerateArgs) -> FileJob:
         args.path, as_path("prompts", args.prompts),
         _print_line if args.output == STDIN else as_path("output", args.output), args.continuation(),
         template=args.template, truncate=args.truncate, batch_size=args.batch_size, resume=args.resume,
-        device=args.device, dtype=args.dtype, backend=args.backend, devices=args.tp, weights=args.weights,
-        int8_cache=args.int8_cache, compiled=args.compiled, warm_up=args.warmup,
+        device=args.device, dtype=args.dtype, backend=args.backend, allow_slow=args.allow_slow, devices=args.tp,
+        weights=args.weights, int8_cache=args.int8_cache, compiled=args.compiled, warm_up=args.warmup,
     )  # fmt: skip
 
 

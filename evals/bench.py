@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import multiprocessing
 import os
@@ -32,10 +33,11 @@ from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.jobs.option_fields import called_with
 from quantkit.json_values import shown
+from quantkit.kernels import dispatch
 from quantkit.memory import enough_memory, total_bytes
 from quantkit.model.cache import cache_bytes
 from quantkit.model.device import usable_device
-from quantkit.model.load import load_model
+from quantkit.model.load import load_model, own_dtype, require_kernels
 from quantkit.processors import checked_threads
 from quantkit.progress import Progress, deduplicated
 from quantkit.tensors.dtypes import DType
@@ -77,7 +79,7 @@ class BenchArguments:
         threads: of the CPU; None is torch's number.
         runs: of each measurement, after one to warm up.
         int8_cache: store keys and values in 8 bits.
-        backend, compiled, device: as for `load` and `generate`.
+        backend, allow_slow, compiled, device: as for `load` and `generate`.
         group: processes that share the model; then there is one model, measured in these processes, and memory is
             that of each process.
         progress: called for each measurement; None reports nothing.
@@ -93,6 +95,7 @@ class BenchArguments:
     runs: int = 5
     int8_cache: bool = False
     backend: str | None = None
+    allow_slow: bool = False
     compiled: bool | None = None
     device: str | torch.device | None = None
     group: ProcessGroup = SINGLE
@@ -104,7 +107,7 @@ class BenchArguments:
         Raises:
             RequestError: for values of the wrong type or out of range.
         """
-        require_flags(int8_cache=self.int8_cache)
+        require_flags(int8_cache=self.int8_cache, allow_slow=self.allow_slow)
         as_integer("runs", self.runs)
         for name in ("prompt_lengths", "batches", "contexts"):
             if not is_several(values := getattr(self, name)) or isinstance(values, str):
@@ -164,6 +167,9 @@ def bench(arguments: BenchArguments) -> BenchResult:
         require_room(model, options)
     if group.size > 1 and len(models) > 1:
         raise RequestError("several processes measure one model at a time", found=len(models))
+    allowed = dispatch.allowed_backends(options.backend, allow_slow=options.allow_slow)
+    for checkpoint in (model.checkpoint() for model in models):
+        require_kernels(checkpoint, group.device or usable_device(options.device), own_dtype(checkpoint), allowed)
     measure = partial(_measure, group=group) if group.size > 1 else _measure_in_new_process
     found = BenchResult(measure(model, options, progress) for model in models)
     if options.contexts and not any(one.at_contexts for one in found):
@@ -228,6 +234,7 @@ def _measure_in_new_process(model: BenchModel, options: BenchArguments, progress
 
 def serve(connection: int) -> None:
     """Run in the new process: receive what to measure, send progress as tuples, then the result or the error."""
+    logging.getLogger(dispatch.__name__).setLevel(logging.ERROR)  # of what it warns, the caller has warned
     with Connection(connection) as there:
         try:
             model, options = there.recv()
@@ -259,7 +266,9 @@ def _measure_model(source: BenchModel, options: BenchArguments, progress: Progre
     step()
     started = time.perf_counter()
     device = group.device or usable_device(options.device)
-    model = load_model(checkpoint, device=device, backend=options.backend, group=group)
+    model = load_model(
+        checkpoint, device=device, backend=options.backend, allow_slow=options.allow_slow, group=group
+    )  # fmt: skip
     load_seconds = time.perf_counter() - started
     step()
     others, compiled, runs = timing.OtherProcesses(), options.compiled, options.runs

@@ -37,8 +37,10 @@ from quantkit.evals.tasks import TaskScore, open_tasks, require_tasks, run_tasks
 from quantkit.evals.texts import Text, prefix_token, read_text, score_documents, token_ids
 from quantkit.evals.timing import Speed, decoding_speed
 from quantkit.jobs.inspect import inspect
+from quantkit.kernels.dispatch import allowed_backends
 from quantkit.model.device import usable_device
 from quantkit.model.layerwise import layerwise_hidden
+from quantkit.model.load import own_dtype, require_kernels
 from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.figures import Estimate, layer_errors, method_of
 from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
@@ -52,7 +54,8 @@ def evaluate(
     tasks: str | Sequence[str] = (), task_data: str | Path | None = None, against: str | Path | None = None,
     window: int | None = None, positions: int | None = None, position_windows: int | None = None,
     cache_logits: str | Path | None = None, speed: bool = False, details: bool = False,
-    device: str | torch.device | None = None, group: ProcessGroup = SINGLE, progress: Progress | None = None,
+    device: str | torch.device | None = None, allow_slow: bool = False, group: ProcessGroup = SINGLE,
+    progress: Progress | None = None,
 ) -> Evaluation:  # fmt: skip
     """Measure checkpoints, each by itself and, if there is a reference, by the divergence from it.
 
@@ -81,6 +84,7 @@ def evaluate(
             a reference.
         device: where tasks are answered and speed is measured, as torch spells it; None is a GPU if there is one,
             or the CPU for a group.
+        allow_slow: for tasks and speed, as for `quantkit.load`.
         group: the processes that share the models; all make the same call and get the same result.
         progress: called for every layer and question; None reports nothing.
 
@@ -105,7 +109,7 @@ def evaluate(
         as_string("text_column", text_column)
         if not files:
             raise RequestError("`text_column` goes with `texts`")
-    require_flags(speed=speed, details=details)
+    require_flags(speed=speed, details=details, allow_slow=allow_slow)
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress = deduplicated(progress)
     by_positions = _checked_positions(positions, position_windows, against=against is not None)
@@ -119,6 +123,10 @@ def evaluate(
     if tasks:
         require_tasks(tasks)
     models = open_models(folders, against, window, group)
+    for checkpoint in (model.checkpoint for model in models):
+        dtypes = [*([torch.float32] if tasks else []), *([own_dtype(checkpoint)] if speed else [])]
+        for dtype in dtypes:
+            require_kernels(checkpoint, where, dtype, allowed_backends(allow_slow=allow_slow))
     chat = partial(model_chat, models[0].checkpoint.path, models[0].tokenizer)
     chosen = _texts(files, text_column, chat, use_excerpt=not tasks)
     notes = [note for text in chosen for note in text.notes]
@@ -148,11 +156,12 @@ def evaluate(
                 measured[text.name] = TextMeasures(
                     tokens, documents, perplexity.value, divergence, perplexity.error, ratio_error, own
                 )
-        answers = [_answers(model, questions, where, group, progress) if tasks else ({}, []) for model in models]
+        placed = where, allow_slow, group
+        answers = [_answers(model, questions, *placed, progress) if tasks else ({}, []) for model in models]
     paces: list[Speed | None] = [None for _ in models]
     for index, model in enumerate(models if speed else []):
         progress("speed", index, len(models), "models")
-        paces[index] = decoding_speed(model.checkpoint, where, group)
+        paces[index] = decoding_speed(model.checkpoint, *placed)
     errors, kind = layer_errors([model.checkpoint.path for model in models])
     packages = ("quantkit", "torch", *(["lm_eval"] if tasks else []))
     return Evaluation(
@@ -236,12 +245,13 @@ _Answers = tuple[dict[str, TaskScore], list[str]]
 
 
 def _answers(
-    model: Model, questions: Sequence[Any], device: torch.device, group: ProcessGroup, progress: Progress
-) -> _Answers:
+    model: Model, questions: Sequence[Any], device: torch.device, allow_slow: bool, group: ProcessGroup,
+    progress: Progress,
+) -> _Answers:  # fmt: skip
     """A model's scores in the tasks, and the backends of its quantized layers there; frees the model."""
     report = in_phase(progress, f"{model.name}: tasks")
     report("tasks", 0, len(questions), "tasks")
-    lm = as_lm(model, device=device, group=group, progress=report)
+    lm = as_lm(model, device=device, allow_slow=allow_slow, group=group, progress=report)
     return run_tasks(questions, lm), lm.backends
 
 

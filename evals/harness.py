@@ -27,13 +27,14 @@ _NEW_TOKENS = 256
 
 
 def as_lm(
-    model: Model, *, device: str | torch.device = "cpu", group: ProcessGroup = SINGLE, progress: Progress = silent
-) -> Any:
+    model: Model, *, device: str | torch.device = "cpu", allow_slow: bool = False, group: ProcessGroup = SINGLE,
+    progress: Progress = silent,
+) -> Any:  # fmt: skip
     """An ``lm_eval.api.model.LM`` that answers with this model, in float32, and sees a rolling window at once. Raises
-    `RequestError` if lm-evaluation-harness is not installed."""
+    `RequestError` if lm-evaluation-harness is not installed, and as `load_model` does."""
     base = optional("lm_eval.api.model").TemplateLM
     quiet = {"loglikelihood": partialmethod(base.loglikelihood, disable_tqdm=True)}
-    return type("QuantkitLM", (Scorer, base), quiet)(model, device, group, progress)
+    return type("QuantkitLM", (Scorer, base), quiet)(model, device, allow_slow, group, progress)
 
 
 class Scorer:
@@ -41,11 +42,15 @@ class Scorer:
 
     eot_token_id = -1  # a model has its own
 
-    def __init__(self, model: Model, device: str | torch.device, group: ProcessGroup, progress: Progress) -> None:
+    def __init__(
+        self, model: Model, device: str | torch.device, allow_slow: bool, group: ProcessGroup, progress: Progress
+    ) -> None:
         super().__init__()
         self.max_length, self._tokenizer, self._path = model.rolling_window, model.tokenizer, model.checkpoint.path
         self.eot_token_id = prefix_token(model.tokenizer, model.checkpoint)  # the harness's prefix, too
-        self._model = load_model(model.checkpoint, device=device, dtype=torch.float32, group=group)
+        self._model = load_model(
+            model.checkpoint, device=device, dtype=torch.float32, allow_slow=allow_slow, group=group
+        )
         self.backends = backend_names(self._model)
         self._progress = progress
 

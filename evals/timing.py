@@ -233,10 +233,10 @@ class Speed:
     threads: int
 
 
-def decoding_speed(checkpoint: Checkpoint, device: torch.device, group: ProcessGroup) -> Speed:
-    """Measure a model as `bench` does, with one sequence. Raises `RequestError` if the model's context is too short,
-    and `NonFiniteError` if its logits are NaN or Inf."""
-    model = load_model(checkpoint, device=device, group=group)
+def decoding_speed(checkpoint: Checkpoint, device: torch.device, allow_slow: bool, group: ProcessGroup) -> Speed:
+    """Measure a model as `bench` does, with one sequence. Raises `RequestError` if the model's context is too short or
+    there are no kernels, and `NonFiniteError` if its logits are NaN or Inf."""
+    model = load_model(checkpoint, device=device, allow_slow=allow_slow, group=group)
     with torch.inference_mode():
         found = rate(NEW_TOKENS, Decoding(model, 1, NEW_TOKENS, None, group=group).run, RUNS, group)
     backends, threads = backend_names(model), torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Selects a backend: the first of `quantkit.kernels.BACKENDS` that supports a case and passes a self-test.
+"""Selects a backend: the first of those allowed that supports a case and passes a self-test.
 
 Kernels are compiled where they run, by compilers that no test has used. So a backend first multiplies a small weight: a
 miscompiled kernel must be found before it changes a model's output.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import NamedTuple
 
@@ -17,16 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit import kernels
-from quantkit.errors import RequestError, UnsupportedError
-from quantkit.kernels.backend import EVEN, EVEN_COLUMNS, Backend, Operations
+from quantkit.errors import RequestError
+from quantkit.kernels.backend import EVEN, EVEN_COLUMNS, REFERENCE, Backend, Operations
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
 BACKENDS: tuple[Backend, ...] = tuple(map(resolve_name, kernels.BACKENDS.values()))
 """Fastest first."""
 
-LAST_RESORT = "reference"
 _log = logging.getLogger(__name__)
+_warned: set[str] = set()
 _SUMS = torch.finfo(torch.float32).eps  # what a term adds to the rounding of a sum in float32, at most
 _SPAN = 64  # columns that some tokens are confined to where rows have no groups
 
@@ -37,28 +38,45 @@ def require_backend(name: str | None) -> None:
         raise RequestError("unknown backend", found=name, expected=", ".join(b.name for b in BACKENDS))
 
 
+def allowed_backends(name: str | None = None, *, allow_slow: bool = False) -> tuple[Backend, ...]:
+    """The backends that may run a model, fastest first: the named one, or all with kernels if `name` is None; with
+    `allow_slow` also the reference, for layers that these do not support. Raises `RequestError` for an unknown name."""
+    require_backend(name)
+    return tuple(one for one in BACKENDS if one.name == name or (allow_slow if one is REFERENCE else name is None))
+
+
 def select_backend(
-    scheme: QuantScheme, device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype, prefer: str | None = None
+    scheme: QuantScheme, device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype, allowed: Sequence[Backend]
 ) -> Backend:
-    """The backend for activations of `dtype` on `device` and weights of `scheme` with scales of `scale_dtype`; `prefer`
-    is the name of the only backend to consider.
+    """The first of the allowed backends for activations of `dtype` on `device` and weights of `scheme` with scales of
+    `scale_dtype`. If it is the reference, for lack of kernels, a warning says so.
 
     Raises:
-        RequestError: if no backend has the preferred name.
-        UnsupportedError: if none supports the case, with every backend's reason.
+        RequestError: if none supports the case, with every backend's reason.
     """
-    require_backend(prefer)
-    reasons: list[str] = []
-    for backend in (one for one in BACKENDS if prefer is None or one.name == prefer):
+    reasons: dict[str, list[str]] = {}  # the backends that have each
+    for backend in allowed:
         reason = backend.unsupported_reason(scheme, device, dtype)
-        if reason is None and backend.name != LAST_RESORT:
+        if reason is None and backend is not REFERENCE:
             reason = self_test(backend, scheme, device, dtype, scale_dtype)
         if reason is None:
-            if backend.name == LAST_RESORT and reasons:
-                _warn_once(f"{scheme} runs on the slow {LAST_RESORT} backend; {'; '.join(reasons)}")
+            if backend is REFERENCE and reasons:
+                _warn_once(_listed(reasons), f"{scheme} runs without kernels ({_slower(device)})")
             return backend
-        reasons.append(f"{backend.name}: {reason}")
-    raise UnsupportedError(f"no backend supports {scheme} on {device} in {dtype}; {'; '.join(reasons)}")
+        reasons.setdefault(reason, []).append(backend.name)
+    raise RequestError(
+        f"no kernels for {scheme} on {device} in {DType.of(dtype)}; {_listed(reasons)}",
+        hint=None if REFERENCE in allowed else f"`allow_slow=True` runs it without kernels ({_slower(device)})",
+    )
+
+
+def _slower(device: torch.device) -> str:
+    """How the reference compares with kernels; docs/kernels.md has the measurements, which are of CPUs."""
+    return "new tokens 20 to 200 times slower, prompts 5 times slower" if device.type == "cpu" else "much slower"
+
+
+def _listed(reasons: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
 
 
 def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operations | None:
@@ -72,10 +90,11 @@ def operations_for_floats(device: torch.device, dtype: torch.dtype) -> Operation
     return None
 
 
-@functools.cache
-def _warn_once(line: str) -> None:
-    """Warn once, not for every layer."""
-    _log.warning("%s", line)
+def _warn_once(reasons: str, problem: str) -> None:
+    """Warn once for the same reasons, not for every layer and scheme."""
+    if reasons not in _warned:
+        _warned.add(reasons)
+        _log.warning("%s; %s", problem, reasons)
 
 
 class _Size(NamedTuple):

@@ -86,13 +86,15 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def without_kernels(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine that has no kernels and cannot compile them; processes that the test starts inherit it."""
-    from quantkit.kernels import library
+    from quantkit.kernels import dispatch, library
     from quantkit.model.column_kernels import column_kernels
 
     empty = str(tmp_path_factory.mktemp("empty"))
     monkeypatch.setenv("QUANTKIT_CACHE", empty)
     monkeypatch.setenv("PATH", empty)
+    monkeypatch.setenv("QUANTKIT_CPU", "native")
     monkeypatch.delenv("CXX", raising=False)
+    dispatch._warned.clear()
     for found in (library._load_once, column_kernels):
         found.cache_clear()
     yield

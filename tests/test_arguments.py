@@ -88,7 +88,8 @@ WRONG: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     ("plan.convert", ("resume", "allow_nonfinite", "source_check"), FLAGS),
     *((name, ("thorough", "strict", "accept_quality_loss", "resume", "allow_nonfinite", "source_check"), FLAGS)
       for name in ("quantize", "plan.quantize", "gptq")),
-    ("evaluate", ("speed",), FLAGS),
+    ("evaluate", ("speed", "allow_slow"), FLAGS),
+    ("load", ("allow_slow",), FLAGS),
     ("load_xla", ("multi_host",), FLAGS),
     ("stream", ("specials",), FLAGS),
     ("encode", ("specials",), FLAGS),

@@ -211,7 +211,7 @@ class _Passes:
     def _block(self, layer: int) -> Block:
         with meta_init():
             block = Block(self._source.config, layer)
-        fill(block, self._source, BLOCK_PREFIX.format(layer), self._device, torch.float32, None)
+        fill(block, self._source, BLOCK_PREFIX.format(layer), self._device, torch.float32, ())
         return block.eval()
 
 

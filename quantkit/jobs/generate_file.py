@@ -111,7 +111,7 @@ def generate_file(
     stop: str | Sequence[str] = (), n: int = 1, logprobs: int | None = None, echo: bool = False,
     template: str | None = None, truncate: bool = False, batch_size: int = BATCH_SIZE, resume: bool = False,
     device: str | torch.device | None = None, dtype: FloatName | torch.dtype | None = None,
-    backend: BackendName | Literal["xla"] | None = None, weights: WeightKind | None = None,
+    backend: BackendName | Literal["xla"] | None = None, allow_slow: bool = False, weights: WeightKind | None = None,
     progress: Progress | None = None, **sampling: Unpack[SamplingOptions],
 ) -> GeneratedFile:  # fmt: skip
     """Continue the prompts in a file, several at a time; the module describes the lines of the result.
@@ -126,7 +126,7 @@ def generate_file(
         truncate: cut off the beginning of a prompt that is too long, instead of failing.
         batch_size: maximum number of sequences that run together.
         resume: continue an interrupted run, if there is one.
-        device, dtype, backend, weights: as for `quantkit.load`; the backend may be ``xla``.
+        device, dtype, backend, allow_slow, weights: as for `quantkit.load`; the backend may be ``xla``.
         progress: called for every prompt that ends.
 
     Raises:
@@ -144,7 +144,7 @@ def generate_file(
     job = FileJob(
         as_path("path", path), as_path("prompts", prompts), as_path("output", output), continuation, template=template,
         truncate=truncate, batch_size=batch_size, resume=resume, device=device, dtype=dtype, backend=backend,
-        weights=weights,
+        allow_slow=allow_slow, weights=weights,
     )  # fmt: skip
     job.prepare()
     return job.run(progress=deduplicated(progress))
@@ -158,7 +158,8 @@ class FileJob:
         prompts: a file, or ``-`` for stdin.
         output: a file, or a function that gets every line as soon as its prompt is done; such a run cannot be resumed.
         continuation: how prompts are continued, with keys of `prompts_file.OPTIONS`.
-        device, dtype, backend, weights: see `quantkit.load`; ``xla`` takes neither a device nor the last three.
+        device, dtype, backend, allow_slow, weights: see `quantkit.load`; ``xla`` takes neither a device nor the last
+            three.
         devices: for ``xla``, number of devices that share the model; None is all.
         int8_cache, compiled: see `quantkit.runtime.engine.Engine`.
         warm_up: compile all steps before the first prompt.
@@ -176,6 +177,7 @@ class FileJob:
     device: str | torch.device | None = None
     dtype: FloatName | torch.dtype | None = None
     backend: BackendName | Literal["xla"] | None = None
+    allow_slow: bool = False
     devices: int | None = None
     weights: WeightKind | None = None
     int8_cache: bool = False
@@ -186,7 +188,7 @@ class FileJob:
 
     def __post_init__(self) -> None:
         """Raise a `RequestError` for invalid options."""
-        require_flags(truncate=self.truncate, resume=self.resume)
+        require_flags(truncate=self.truncate, resume=self.resume, allow_slow=self.allow_slow)
         if checked(self.continuation)[0].scores_prompt and self.backend == "xla":
             raise no_prompt_logprobs("echo")
         if as_integer("batch_size", self.batch_size) < 1:
@@ -290,7 +292,7 @@ class FileJob:
         else:
             model, tokenizer = load(
                 self.path, device=group.device or self.device, dtype=self.dtype, backend=self.backend,
-                weights=self.weights, tp=group, progress=progress,
+                allow_slow=self.allow_slow, weights=self.weights, tp=group, progress=progress,
             )  # fmt: skip
         engine = engine_for(
             model, requests, self.batch_size, cache_dtype=torch.int8 if self.int8_cache else None,

@@ -79,6 +79,7 @@ class Llama:
         ckpt_dir: str | Path, tokenizer_path: str | Path, max_seq_len: int, max_batch_size: int,
         model_parallel_size: int | None = None, seed: int = 1, *, device: str | torch.device | None = None,
         dtype: FloatName | torch.dtype | None = None, backend: BackendName | None = None,
+        allow_slow: bool = False,
     ) -> Llama:  # fmt: skip
         """Load a model.
 
@@ -89,19 +90,20 @@ class Llama:
             max_batch_size: prompts at a time, at most.
             model_parallel_size: the number of processes, which share the model; None is as many as there are.
             seed: of all draws, one after the other; the same in all processes.
-            device, dtype, backend: see `quantkit.load`.
+            device, dtype, backend, allow_slow: see `quantkit.load`.
 
         Returns:
             The model, ready to generate.
 
         Raises:
             CheckpointError: if the folder is damaged, or the tokenizer is another model's.
-            RequestError: for numbers out of range, or another number of processes.
+            RequestError: for numbers out of range, or another number of processes, or without kernels.
             GroupError: if the processes differ in their arguments.
         """
         path, tokenizer_path = as_path("ckpt_dir", ckpt_dir), as_path("tokenizer_path", tokenizer_path)
         length, slots = as_integer("max_seq_len", max_seq_len), as_integer("max_batch_size", max_batch_size)
         seed, float_dtype = as_seed("seed", seed), float_type(dtype)
+        require_flags(allow_slow=allow_slow)
         if backend is not None:
             require_backend(as_string("backend", backend))
         if slots < 1:
@@ -120,7 +122,10 @@ class Llama:
             )  # fmt: skip
         group = joined_for_good(device)
         group.require_same({"max_seq_len": length, "max_batch_size": slots, "seed": seed})
-        model = load_model(checkpoint, device=group.device or device, dtype=float_dtype, backend=backend, group=group)
+        model = load_model(
+            checkpoint, device=group.device or device, dtype=float_dtype, backend=backend, allow_slow=allow_slow,
+            group=group,
+        )  # fmt: skip
         ends = dict.fromkeys((*model.config.eos_token_ids, *tokenizer.eos_ids))
         model.config = replace(
             model.config, eos_token_ids=tuple(ends)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 def load(
     path: str | Path, *, device: str | torch.device | None = None, dtype: FloatName | torch.dtype | None = None,
-    backend: BackendName | None = None, weights: WeightKind | None = None, tp: ProcessGroup = SINGLE,
-    progress: Progress | None = None,
+    backend: BackendName | None = None, allow_slow: bool = False, weights: WeightKind | None = None,
+    tp: ProcessGroup = SINGLE, progress: Progress | None = None,
 ) -> tuple[Decoder, Tokenizer]:  # fmt: skip
     """Open a checkpoint, quantized or not, with its tokenizer.
 
@@ -42,7 +42,8 @@ def load(
         dtype: of activations and float weights: ``bf16``, ``fp16``, ``fp32``, or torch's; None is the checkpoint's
             own.
         backend: the kernels of quantized layers: ``cpu-exact``, ``cpu-fast``, ``triton`` or ``reference``; None
-            chooses the fastest that serves them.
+            chooses the fastest that serves them, except ``reference``, which is slow.
+        allow_slow: run layers that no kernels serve on ``reference``, with a warning, instead of failing.
         weights: picks one of several sets of weights in the folder: ``meta``, ``safetensors``, ``bin``, ``gpt-fast`` or
             ``gpt-fast-int8``.
         tp: the processes that share the model, from `quantkit.distributed.group.joined`; each calls this, and then
@@ -56,20 +57,24 @@ def load(
 
     Raises:
         CheckpointError: if the folder is damaged, or has no tokenizer.
-        UnsupportedError: if it is of a kind that is not read, or no kernels serve it there.
-        RequestError: for a device, float type or backend that there is not.
+        UnsupportedError: if it is of a kind that is not read.
+        RequestError: for a device, float type or backend that there is not, or if no kernels serve it there.
 
     Example:
         >>> model, tokenizer = quantkit.load("model-int4", dtype="bf16")
         >>> model(tokenizer("My fellow citizens")).argmax(-1)
     """
+    require_flags(allow_slow=allow_slow)
     if backend is not None:
         require_backend(as_string("backend", backend))
     path, progress, float_dtype = as_path("path", path), deduplicated(progress), float_type(dtype)
     require_instance("tp", tp, ProcessGroup, "a ProcessGroup")
     checkpoint = opened(path, weights, float_name(dtype))
     tokenizer, _ = checked_tokenizer(checkpoint)
-    model = load_model(checkpoint, device=device, dtype=float_dtype, backend=backend, group=tp, progress=progress)
+    model = load_model(
+        checkpoint, device=device, dtype=float_dtype, backend=backend, allow_slow=allow_slow, group=tp,
+        progress=progress,
+    )  # fmt: skip
     return model, tokenizer or load_tokenizer(path)
 
 

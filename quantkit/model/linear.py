@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quantkit.kernels.backend import Backend
 from quantkit.kernels.dispatch import select_backend
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor, float_rows, row_chunks
@@ -49,16 +50,16 @@ class QuantLinear(nn.Module):
 
     def __init__(
         self, weight: QuantTensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype,
-        backend: str | None = None,
+        allowed: Sequence[Backend],
     ) -> None:  # fmt: skip
         """
         Raises:
-            RequestError, UnsupportedError: see `select_backend`.
+            RequestError: if none of the allowed backends supports the weight, see `select_backend`.
         """
         super().__init__()
         self.scheme, self.scale_dtype = weight.scheme, weight.scale.dtype
         self.out_features, self.in_features = weight.shape
-        self.backend = select_backend(weight.scheme, device, dtype, weight.scale.dtype, backend)
+        self.backend = select_backend(weight.scheme, device, dtype, weight.scale.dtype, allowed)
         prepared = self.backend.prepare(weight.to(device))
         self._prepared_names = tuple(prepared)
         for name, tensor in prepared.items():

@@ -17,9 +17,11 @@ from torch.overrides import TorchFunctionMode
 from quantkit.architectures.topology import fused_modules
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.shard import require_shareable
+from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.kernels.dispatch import require_backend
+from quantkit.kernels.backend import Backend
+from quantkit.kernels.dispatch import allowed_backends, select_backend
 from quantkit.memory import malloc_trim
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import usable_device
@@ -38,7 +40,7 @@ BLOCK_PREFIX = "model.layers.{}."
 
 def load_model(
     source: str | Path | Checkpoint, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
-    backend: str | None = None, group: ProcessGroup = SINGLE, progress: Progress = silent,
+    backend: str | None = None, allow_slow: bool = False, group: ProcessGroup = SINGLE, progress: Progress = silent,
 ) -> Decoder:  # fmt: skip
     """A decoder ready to run, in eval mode.
 
@@ -46,32 +48,53 @@ def load_model(
         source: a checkpoint or its folder.
         device: where it runs; None is the group's or, alone, a GPU if there is one.
         dtype: of activations and float weights; None is the checkpoint's own.
-        backend: the kernel backend by name; None chooses.
+        backend, allow_slow: the kernel backends that may be used, see `allowed_backends`.
         group: the processes that share the model; each makes the same call, here and of the model.
         progress: called for each tensor.
 
     Raises:
-        CheckpointError, UnsupportedError, RequestError: as opening, `usable_device` and dispatch do.
+        CheckpointError, UnsupportedError, RequestError: as opening, `usable_device` and `require_kernels` do.
         GroupError, RequestError: as `require_shareable` does.
     """
-    require_backend(backend)
+    allowed = allowed_backends(backend, allow_slow=allow_slow)
     floats_as = None if dtype is None else DType.of(dtype)
     checkpoint = open_checkpoint(source, floats_as=floats_as) if isinstance(source, (str, Path)) else source
     device = usable_device(group.device if device is None else device)
-    dtype = dtype or DType(checkpoint.config.dtype).torch
+    dtype = dtype or own_dtype(checkpoint)
     require_shareable(checkpoint, group)
     tp = TensorParallel(checkpoint, group)
+    require_kernels(tp.checkpoint, device, dtype, allowed)
     with meta_init():
         model = Decoder(tp.checkpoint.config)
     model.group = group
     fuse_floats = device.type != "cpu" or dtype != torch.float32  # there the larger product is a little slower
-    fill(model, tp.checkpoint, "", device, dtype, backend, progress, fuse_floats=fuse_floats)
+    fill(model, tp.checkpoint, "", device, dtype, allowed, progress, fuse_floats=fuse_floats)
     model.rotary.to(device)
     tp.connect(model, "")
     stack_experts(model, model.config)
     install_kernels(model)  # they are tried on the process's own embedding and head
     tp.connect_vocabulary(model)
     return model.eval()
+
+
+def own_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype that a model is run in by default."""
+    return DType(checkpoint.config.dtype).torch
+
+
+def require_kernels(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, allowed: Sequence[Backend]
+) -> None:
+    """Raise a `RequestError` with the checkpoint's path if none of the allowed backends supports one of its quantized
+    linears; before any weight is read."""
+    looked_up = None if checkpoint.config.tied_embeddings else "model.embed_tokens.weight"
+    specs = (checkpoint.info(name) for name in checkpoint.names() if name != looked_up)
+    cases = dict.fromkeys((one.scheme, one.dtype.torch) for one in specs if one.scheme is not None)
+    try:
+        for scheme, scale_dtype in cases:
+            select_backend(scheme, device, dtype, scale_dtype, allowed)
+    except RequestError as error:
+        raise RequestError(error.problem, path=checkpoint.path, hint=error.hint) from error
 
 
 @contextmanager
@@ -83,7 +106,7 @@ def meta_init() -> Iterator[None]:
 
 def fill(
     module: nn.Module, checkpoint: Checkpoint, prefix: str, device: torch.device, dtype: torch.dtype,
-    backend: str | None, progress: Progress = silent, *, fuse_floats: bool = False,
+    allowed: Sequence[Backend], progress: Progress = silent, *, fuse_floats: bool = False,
 ) -> None:  # fmt: skip
     """Give every parameter of `module` the checkpoint's tensor of its name behind `prefix`. Quantized linears that
     share an input become one, and with `fuse_floats` those of floats as well."""
@@ -109,13 +132,13 @@ def fill(
             value = checkpoint.load(name)
             assert isinstance(value, QuantTensor)
             if isinstance(module.get_submodule(parent), nn.Embedding):
-                _embed(module, parent, value, device, dtype, backend)
+                _embed(module, parent, value, device, dtype, allowed)
             else:
                 weight = _quantized_rows(checkpoint, value, sources)
                 if weight is None:
                     fused, sources, weight = owner, [owner], value
                 biases = [floats_of(checkpoint.load(bias)) for one in sources if (bias := f"{one}.bias") in parameters]
-                linear = QuantLinear(weight, torch.cat(biases) if biases else None, device, dtype, backend)
+                linear = QuantLinear(weight, torch.cat(biases) if biases else None, device, dtype, allowed)
                 _replace(module, prefix, sources, fused, linear)
                 done.update(sources)
                 del weight
@@ -134,12 +157,13 @@ def fill(
 
 
 def _embed(
-    model: nn.Module, name: str, weight: QuantTensor, device: torch.device, dtype: torch.dtype, backend: str | None
+    model: nn.Module, name: str, weight: QuantTensor, device: torch.device, dtype: torch.dtype,
+    allowed: Sequence[Backend],
 ) -> None:  # fmt: skip
     """Put a quantized embedding in its place; and in the head's, where that is tied to it."""
     head = None
     if isinstance(model, Decoder) and model.lm_head is None:
-        head = model.lm_head = QuantLinear(weight, None, device, dtype, backend)
+        head = model.lm_head = QuantLinear(weight, None, device, dtype, allowed)
     model.set_submodule(name, QuantEmbedding(weight, device, dtype, head))
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import sys
 import types
 from dataclasses import replace
@@ -252,12 +253,11 @@ def test_warnings_and_notes_are_on_stderr(demo_model: Path, monkeypatch: pytest.
 
 
 def test_folders_of_one_name_get_distinct_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     requested: list[BenchModel] = []
     for name in ("a", "b"):
-        (tmp_path / name / "int4").mkdir(parents=True)
-    monkeypatch.setattr("quantkit.evals.bench.require_room", lambda *_: None)
+        shutil.copytree(demo_model, tmp_path / name / "int4")
     monkeypatch.setattr("quantkit.evals.bench._measure_in_new_process", lambda one, *_: requested.append(one) or FOUND)
     assert command.run(capfd, "bench", tmp_path / "a" / "int4", f"x={tmp_path / 'b' / 'int4'}")[0] == 0
     assert [(model.name, model.path) for model in requested] == [

@@ -20,7 +20,8 @@ from torch import Tensor
 from quantkit.architectures.families import config_from_hf
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.kernels import build, library
-from quantkit.kernels.dispatch import select_backend
+from quantkit.kernels.backend import REFERENCE
+from quantkit.kernels.dispatch import allowed_backends, select_backend
 from quantkit.kernels.library import load_kernels
 from quantkit.kernels.variants import VARIANTS, runs_here
 from quantkit.model.cache import KVCache
@@ -368,30 +369,25 @@ def test_a_forked_process_multiplies_without_the_threads_of_its_parent() -> None
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=600, cwd="/")
 
 
-def test_a_group_size_the_kernels_have_not_is_left_to_the_reference() -> None:
-    chosen = select_backend(QuantScheme(4, 40), torch.device("cpu"), torch.float32, torch.bfloat16)
-    assert chosen.name == "reference"
+def test_a_group_size_that_the_kernels_do_not_support_is_refused_with_the_reason() -> None:
+    case = QuantScheme(4, 40), torch.device("cpu"), torch.float32, torch.bfloat16
+    reason = "cpu-exact, cpu-fast: group size is not a multiple of 32"
+    with pytest.raises(RequestError, match=f"^no kernels for int4-g40 on cpu in float32; {reason}; "):
+        select_backend(*case, allowed_backends())
+    assert select_backend(*case, allowed_backends(allow_slow=True)) is REFERENCE
 
 
-def test_without_a_compiler_the_reference_serves_and_the_reason_is_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_without_a_compiler_the_reason_is_reported_and_looked_for_once(
+    without_kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
     requested: list[str] = []
     monkeypatch.setattr(build.shutil, "which", requested.append)
-    library._load_once.cache_clear()
-    try:
-        scheme = QuantScheme.parse("int8")
-        assert select_backend(scheme, torch.device("cpu"), torch.float32, torch.bfloat16).name == "reference"
-        assert "no C++ compiler" in caplog.text
-        before = len(requested)
-        select_backend(scheme, torch.device("cpu"), torch.float32, torch.bfloat16)
-        assert len(requested) == before  # once, not once a layer
-        with pytest.raises(UnsupportedError, match="cpu-exact: there is no C"):
-            select_backend(scheme, torch.device("cpu"), torch.float32, torch.bfloat16, "cpu-exact")
-    finally:
-        library._load_once.cache_clear()
+    case = QuantScheme.parse("int8"), torch.device("cpu"), torch.float32, torch.bfloat16
+    with pytest.raises(RequestError, match=r"cpu-exact, cpu-fast: there is no C\+\+ compiler; install g\+\+ "):
+        select_backend(*case, allowed_backends())
+    before = len(requested)
+    assert select_backend(*case, allowed_backends(allow_slow=True)) is REFERENCE
+    assert len(requested) == before  # once, not once a layer
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import torch
 from schemes import any_scheme
 from torch import Tensor
 
-from quantkit.errors import RequestError, UnsupportedError
+from quantkit.errors import RequestError
 from quantkit.kernels import dispatch
-from quantkit.kernels.backend import Backend, Operations
-from quantkit.kernels.dispatch import BACKENDS, select_backend
+from quantkit.kernels.backend import REFERENCE, Backend, Operations
+from quantkit.kernels.dispatch import BACKENDS, allowed_backends, select_backend
 from quantkit.model.linear import QuantLinear
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
@@ -54,7 +54,7 @@ def test_the_product_equals_dequantize_times_x(text: str, dtype: torch.dtype, wi
         weight = _quantized(text, rows, columns)
         bias = torch.randn(rows).to(dtype) if with_bias else None
         x = torch.randn(size, columns).to(dtype)
-        layer = QuantLinear(weight, bias, CPU, dtype, backend)
+        layer = QuantLinear(weight, bias, CPU, dtype, allowed_backends(backend))
         _require_product(layer(x), x, weight, bias, DTYPES[dtype] + MODES[backend])
 
 
@@ -63,7 +63,7 @@ def test_the_product_equals_dequantize_times_x(text: str, dtype: torch.dtype, wi
 def test_any_width_that_the_scheme_allows_is_served(text: str, columns: int, backend: str) -> None:
     weight = _quantized(text, 3, columns, torch.float32)
     x = torch.randn(2, columns)
-    layer = QuantLinear(weight, None, CPU, torch.float32, backend)
+    layer = QuantLinear(weight, None, CPU, torch.float32, allowed_backends(backend))
     _require_product(layer(x), x, weight, None, 1e-6 + MODES[backend])
 
 
@@ -72,7 +72,7 @@ def test_any_width_that_the_scheme_allows_is_served(text: str, columns: int, bac
 def test_leading_axes_are_kept(lead: tuple[int, ...], backend: str) -> None:
     weight = _quantized("int4-g32", 5, 64)
     x = torch.randn(*lead, 64)
-    found = QuantLinear(weight, None, CPU, torch.float32, backend)(x)
+    found = QuantLinear(weight, None, CPU, torch.float32, allowed_backends(backend))(x)
     assert found.shape == (*lead, 5)
     _require_product(found, x, weight, None, 1e-6 + MODES[backend])
 
@@ -80,7 +80,7 @@ def test_leading_axes_are_kept(lead: tuple[int, ...], backend: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", MODES)
 def test_views_multiply_as_their_copies_and_stay_as_they_are(dtype: torch.dtype, backend: str) -> None:
-    layer = QuantLinear(_quantized("int4-g32", 7, 64), None, CPU, dtype, backend)
+    layer = QuantLinear(_quantized("int4-g32", 7, 64), None, CPU, dtype, allowed_backends(backend))
     base = torch.randn(64, 128).to(dtype)
     before = base.clone()
     for x in (base[:, :64].t(), base[::2, 1:65], base[:, ::2], base[:1, 64:].expand(3, -1)):
@@ -96,14 +96,14 @@ def test_large_values_accumulate_in_float32() -> None:
     x[0, ::2] = -0.125
     x[0, 0] = 0.25
     assert (
-        QuantLinear(weight, None, CPU, torch.bfloat16, "reference")(x).item()
+        QuantLinear(weight, None, CPU, torch.bfloat16, allowed_backends("reference"))(x).item()
         == torch.tensor(0.375 * 127).bfloat16().item()
     )
 
 
 def test_a_layer_holds_its_backends_tensors_as_buffers_and_trains_nothing() -> None:
     weight = _quantized("int4-g32-asym", 6, 64)
-    layer = QuantLinear(weight, torch.randn(6), CPU, torch.float16, "reference")
+    layer = QuantLinear(weight, torch.randn(6), CPU, torch.float16, allowed_backends("reference"))
     assert weight.zero is not None
     buffers = dict(layer.named_buffers())
     assert set(buffers) == {"codes", "scale", "zero"}
@@ -116,8 +116,8 @@ def test_a_layer_holds_its_backends_tensors_as_buffers_and_trains_nothing() -> N
 
 
 def test_a_layers_state_can_be_handed_to_another() -> None:
-    first = QuantLinear(_quantized("int8", 6, 64), torch.randn(6), CPU, torch.float32)
-    second = QuantLinear(_quantized("int8", 6, 64), torch.randn(6), CPU, torch.float32)
+    first = QuantLinear(_quantized("int8", 6, 64), torch.randn(6), CPU, torch.float32, allowed_backends())
+    second = QuantLinear(_quantized("int8", 6, 64), torch.randn(6), CPU, torch.float32, allowed_backends())
     x = torch.randn(2, 64)
     assert not torch.equal(first(x), second(x))
     second.load_state_dict(first.state_dict())
@@ -125,15 +125,16 @@ def test_a_layers_state_can_be_handed_to_another() -> None:
 
 
 def test_the_reference_backend_serves_every_scheme_and_is_the_last_resort() -> None:
-    assert BACKENDS[-1].name == "reference"
+    assert BACKENDS[-1] is REFERENCE
     for text, dtype in itertools.product(SCHEMES, DTYPES):
-        assert select_backend(any_scheme(text), CPU, dtype, torch.bfloat16, "reference").name == "reference"
+        allowed = allowed_backends("reference")
+        assert select_backend(any_scheme(text), CPU, dtype, torch.bfloat16, allowed) is REFERENCE
     assert len({backend.name for backend in BACKENDS}) == len(BACKENDS)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     with pytest.raises(RequestError, match=r"unknown backend \(found cuda-magic, expected .*reference\)"):
-        select_backend(QuantScheme.parse("int8"), CPU, torch.float32, torch.bfloat16, "cuda-magic")
+        allowed_backends("cuda-magic")
 
 
 class _Refusing(Backend):
@@ -147,25 +148,39 @@ class _Refusing(Backend):
         return self._reason
 
 
-def test_a_refusal_reports_every_backends_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "BACKENDS", (_Refusing("one", "needs a GPU"), _Refusing("two", "needs groups")))
-    with pytest.raises(UnsupportedError, match=r"int8 on cpu in torch.bfloat16; one: needs a GPU; two: needs groups"):
-        select_backend(QuantScheme.parse("int8"), CPU, torch.bfloat16, torch.bfloat16)
+def test_without_kernels_each_reason_is_stated_once_and_the_reference_needs_permission(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listed = (_Refusing("one", "needs a GPU"), _Refusing("two", "needs groups"), _Refusing("three", "needs a GPU"))
+    monkeypatch.setattr(dispatch, "BACKENDS", (*listed, REFERENCE))
+    case = QuantScheme.parse("int8"), CPU, torch.bfloat16, torch.bfloat16
+    reasons = "one, three: needs a GPU; two: needs groups"
+    with pytest.raises(RequestError, match=f"^no kernels for int8 on cpu in bfloat16; {reasons}; `allow_slow=True` "):
+        select_backend(*case, allowed_backends())
+    with pytest.raises(RequestError, match="bfloat16; two: needs groups; `allow_slow=True` "):
+        select_backend(*case, allowed_backends("two"))
+    assert not caplog.records
+    for _ in range(2):
+        assert select_backend(*case, allowed_backends(allow_slow=True)) is REFERENCE
+    assert select_backend(*case, allowed_backends("reference")) is REFERENCE
+    (record,) = caplog.records
+    assert record.message.startswith("int8 runs without kernels (new tokens 20 to 200 times slower")
+    assert record.message.endswith(reasons)
 
 
-def test_the_first_backend_that_can_serve_is_chosen_unless_one_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = (_Refusing("one", "needs a GPU"), _Refusing("two", None), _Refusing("three", None))
+def test_the_first_backend_that_can_serve_is_chosen_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = (_Refusing("one", "needs a GPU"), _Refusing("two", None), _Refusing("three", None), REFERENCE)
     monkeypatch.setattr(dispatch, "BACKENDS", listed)
-    scheme = QuantScheme.parse("int8")
-    assert select_backend(scheme, CPU, torch.float32, torch.bfloat16) is listed[1]
-    assert select_backend(scheme, CPU, torch.float32, torch.bfloat16, "three") is listed[2]
-    with pytest.raises(UnsupportedError, match=r"one: needs a GPU$"):
-        select_backend(scheme, CPU, torch.float32, torch.bfloat16, "one")
+    case = QuantScheme.parse("int8"), CPU, torch.float32, torch.bfloat16
+    for allow_slow in (False, True):
+        assert select_backend(*case, allowed_backends(allow_slow=allow_slow)) is listed[1]
+        assert select_backend(*case, allowed_backends("three", allow_slow=allow_slow)) is listed[2]
+    assert select_backend(*case, allowed_backends("one", allow_slow=True)) is REFERENCE
 
 
 def test_integer_activations_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"reference: activations are torch.int8"):
-        select_backend(QuantScheme.parse("int8"), CPU, torch.int8, torch.bfloat16)
+    with pytest.raises(RequestError, match=r"reference: activations are torch.int8; triton: runs on GPUs$"):
+        select_backend(QuantScheme.parse("int8"), CPU, torch.int8, torch.bfloat16, allowed_backends(allow_slow=True))
 
 
 class _Mistaken(Backend):
@@ -201,11 +216,11 @@ def _failing(product: Tensor) -> Tensor:
 def test_a_backend_that_gets_a_small_product_wrong_is_not_used(
     text: str, mistake: Callable[[Tensor], Tensor], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "BACKENDS", (_Mistaken(mistake), Backend()))
-    scheme = any_scheme(text)
-    assert select_backend(scheme, CPU, torch.bfloat16, torch.bfloat16).name == "reference"
-    with pytest.raises(UnsupportedError, match=f"mistaken: its? {reason}"):
-        select_backend(scheme, CPU, torch.bfloat16, torch.bfloat16, "mistaken")
+    monkeypatch.setattr(dispatch, "BACKENDS", (_Mistaken(mistake), REFERENCE))
+    case = any_scheme(text), CPU, torch.bfloat16, torch.bfloat16
+    assert select_backend(*case, allowed_backends(allow_slow=True)) is REFERENCE
+    with pytest.raises(RequestError, match=f"mistaken: its? {reason}"):
+        select_backend(*case, allowed_backends())
 
 
 def test_a_model_of_floats_takes_a_gpus_operations_and_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from quantkit.architectures.config import LayerConfig
 from quantkit.architectures.topology import linear_columns
 from quantkit.evals.synthetic import SyntheticCheckpoint, synthetic
 from quantkit.kernels import dispatch, triton_attention, triton_block, triton_projections, triton_qkv
+from quantkit.kernels.dispatch import allowed_backends
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_words import INTERPRETED
 from quantkit.model import install_kernels
@@ -84,7 +85,7 @@ def _model(text: str, dtype: torch.dtype, **features: Any) -> Decoder:
     schemes = Recipe(QuantScheme.parse(text)).assign(linear_columns(config))
     with meta_init():
         model = Decoder(config)
-    fill(model, RandomWeights(Path("random"), config, schemes), "", DEVICE, dtype, "triton")
+    fill(model, RandomWeights(Path("random"), config, schemes), "", DEVICE, dtype, allowed_backends("triton"))
     model.rotary.to(DEVICE)
     return model.eval()
 

@@ -20,9 +20,9 @@ from triton_quick import quicken
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL
-from quantkit.errors import UnsupportedError
+from quantkit.errors import RequestError
 from quantkit.kernels import triton_gemm, triton_linear, triton_skinny, triton_tune
-from quantkit.kernels.dispatch import select_backend, self_test
+from quantkit.kernels.dispatch import allowed_backends, select_backend, self_test
 from quantkit.kernels.triton_backend import TritonBackend
 from quantkit.kernels.triton_linear import linear_product
 from quantkit.kernels.triton_tiles import TileConfig
@@ -224,7 +224,7 @@ def test_sums_are_kept_in_float32(path: str) -> None:
 @pytest.mark.parametrize("text", ["int8", "int4-g64"])
 def test_a_layer_takes_views_leading_axes_and_nothing(text: str) -> None:
     weight = _random(text, 7, 64)
-    layer = QuantLinear(weight, torch.randn(7), DEVICE, torch.float32, "triton")
+    layer = QuantLinear(weight, torch.randn(7), DEVICE, torch.float32, allowed_backends("triton"))
     base = torch.randn(64, 128, device=DEVICE)
     for x in (base[:, :64].t()[:3], base[:6:2, 1:65].unflatten(0, (3, 1)), base[0, ::2]):
         found = layer(x)
@@ -247,7 +247,7 @@ def test_the_operators_pass_torchs_own_checks() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_layer_compiles_into_one_graph(backend: str) -> None:
-    layer = QuantLinear(_random("int4-g32", 20, 96), None, DEVICE, torch.bfloat16, "triton")
+    layer = QuantLinear(_random("int4-g32", 20, 96), None, DEVICE, torch.bfloat16, allowed_backends("triton"))
     compiled = torch.compile(lambda x: torch.relu(layer(x)) + 1, backend=backend, fullgraph=True)
     x = torch.randn(2, 96, device=DEVICE).bfloat16()
     with torch.inference_mode():
@@ -290,8 +290,8 @@ def test_a_kernel_that_multiplies_wrongly_is_found_out_at_load(
 
     monkeypatch.setattr(module, "wrap_triton", lambda kernel: Misled() if kernel is wrong else wrap(kernel))
     self_test.cache_clear()
-    with pytest.raises(UnsupportedError, match=r"triton: its products of \d+ tokens are wrong on this machine$"):
-        select_backend(any_scheme(text), DEVICE, dtype, torch.bfloat16, "triton")
+    with pytest.raises(RequestError, match=r"triton: its products of \d+ tokens are wrong on this machine; "):
+        select_backend(any_scheme(text), DEVICE, dtype, torch.bfloat16, allowed_backends("triton"))
     self_test.cache_clear()
 
 
@@ -319,13 +319,13 @@ def test_every_dtype_of_scales_is_tried_at_load(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("text", ["int8-asym", "int4", "int4-g96", "int4-g256", "int8-g32"])
 def test_other_schemes_are_refused(text: str) -> None:
-    with pytest.raises(UnsupportedError, match="serves int8 per row, and int4 in groups of 32, 64 or 128"):
-        select_backend(any_scheme(text), DEVICE, torch.bfloat16, torch.bfloat16, "triton")
+    with pytest.raises(RequestError, match="serves int8 per row, and int4 in groups of 32, 64 or 128"):
+        select_backend(any_scheme(text), DEVICE, torch.bfloat16, torch.bfloat16, allowed_backends("triton"))
 
 
 def test_other_activations_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"activations are torch\.float64"):
-        select_backend(QuantScheme(8, None), DEVICE, torch.float64, torch.bfloat16, "triton")
+    with pytest.raises(RequestError, match=r"activations are torch\.float64"):
+        select_backend(QuantScheme(8, None), DEVICE, torch.float64, torch.bfloat16, allowed_backends("triton"))
 
 
 def test_tuning_takes_the_fastest_candidate_that_multiplies_rightly(monkeypatch: pytest.MonkeyPatch) -> None:

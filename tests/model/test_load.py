@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch import nn
 
 import quantkit
 from quantkit.errors import RequestError
+from quantkit.evals.synthetic import synthetic
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model import load
 from quantkit.model.decoder import Decoder
+from quantkit.model.linear import QuantLinear
 from quantkit.model.load import load_model, meta_init
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
@@ -107,3 +109,16 @@ def test_an_unknown_backend_is_refused_for_a_model_without_quantized_layers_too(
 ) -> None:
     with pytest.raises(RequestError, match=r"unknown backend \(found foo, expected cpu-exact, .*reference\)"):
         quantkit.load(demo_model if path == "demo" else tmp_path / path, backend="foo")  # type: ignore[arg-type]
+
+
+def test_one_layer_without_kernels_is_enough_to_refuse_a_model() -> None:
+    made: Any = synthetic("llama-160m", "int8", None)
+    odd = next(name for name in made.schemes if name.endswith("down_proj"))
+    made = replace(made, schemes={**made.schemes, odd: QuantScheme(4, 16)})
+    with pytest.raises(RequestError, match=r"no kernels for int4-g16 on cpu .*group size is not a multiple of 32"):
+        load_model(made, device="cpu", dtype=torch.bfloat16)
+    model = load_model(made, device="cpu", dtype=torch.bfloat16, allow_slow=True)
+    slow = [
+        name for name, one in model.named_modules() if isinstance(one, QuantLinear) and one.backend.name == "reference"
+    ]
+    assert slow == [odd]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
+from quantkit.kernels.dispatch import allowed_backends
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import fill, meta_init
 
@@ -77,7 +78,7 @@ def ours(source: Path | Checkpoint) -> Decoder:
     checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
     with meta_init():
         model = Decoder(checkpoint.config)
-    fill(model, checkpoint, "", torch.device("cpu"), torch.float32, None)
+    fill(model, checkpoint, "", torch.device("cpu"), torch.float32, allowed_backends(allow_slow=True))
     return model.eval()
 
 
