@@ -38,6 +38,9 @@ def demo(output: Path | None, quick: bool, data: str | None, threads: int | None
     Converts and quantizes it, verifies and measures the results, and generates text with them. One thread computes,
     unless --threads is given: more are slower with so small a model.
     """
+    from quantkit.kernels.library import compile_ahead
+
+    compile_ahead()
     from quantkit.evals.demo import run_demo
 
     outputs = Outputs(data, makes=output)

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 
@@ -84,17 +83,21 @@ def compile_library(command: Sequence[str], target: Path) -> None:
     """Compile the kernels with a compiler and its flags for an instruction set. Raises `UnsupportedError` if it
     fails."""
     objects = {str(source): f"{target}.{source.stem}.o" for source in _SOURCES.glob("*.cpp")}
-    with ThreadPoolExecutor() as several:
-        list(several.map(lambda source: _run([*command, *_FLAGS, "-c", source, "-o", objects[source]]), objects))
+    _run(*([*command, *_FLAGS, "-c", source, "-o", made] for source, made in objects.items()))
     _run([*command, "-shared", "-pthread", *objects.values(), "-o", str(target)])
 
 
-def _run(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        raise UnsupportedError(f"the C++ compiler does not start: {error.strerror}", path=command[0]) from error
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no reason given"]
-        raise UnsupportedError(f"the C++ compiler failed: {lines[0]}", path=command[0])
-    return done.stdout
+def _run(*commands: list[str]) -> str:
+    """Run commands at the same time; what the last prints."""
+    running = []
+    for command in commands:
+        try:
+            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        except OSError as error:
+            raise UnsupportedError(f"the C++ compiler does not start: {error.strerror}", path=command[0]) from error
+    printed = [process.communicate() for process in running]
+    for process, (_, errors) in zip(running, printed, strict=True):
+        if process.returncode:
+            lines = [line for line in errors.splitlines() if "error" in line] or ["no reason given"]
+            raise UnsupportedError(f"the C++ compiler failed: {lines[0]}", path=str(process.args[0]))
+    return printed[-1][0]

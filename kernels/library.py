@@ -1,17 +1,25 @@
-"""Loads the C++ kernels: those that a wheel has for this machine, or else those that its compiler makes."""
+"""Loads the C++ kernels: those that a wheel has for this machine, or else those that its compiler makes.
+
+Choosing and compiling them does not import torch.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import os
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
 
 from quantkit.errors import QuantkitError, RequestError, UnsupportedError
 from quantkit.kernels.build import NATIVE, compiled, is_compiled
-from quantkit.kernels.cpu_operators import Operators
 from quantkit.kernels.variants import VARIANTS, runs_here
+
+if TYPE_CHECKING:
+    from quantkit.kernels.cpu_operators import Operators
 
 SETTING = "QUANTKIT_CPU"
 """Environment variable that chooses the kernels: ``native``, which are compiled for this machine, or those for one of
@@ -48,6 +56,18 @@ def _chosen(name: str | None) -> str:
     return name
 
 
+def compile_ahead() -> None:
+    """Compile the kernels that `load_kernels` will choose, if need be, while the process does something else. What is
+    wrong is for `load_kernels` to say."""
+
+    def work() -> None:
+        with suppress(QuantkitError):
+            if not _shipped(name := _chosen(None)):
+                compiled(name)
+
+    Thread(target=work).start()
+
+
 @functools.cache
 def _load_once(name: str) -> Operators | UnsupportedError:
     """The kernels or the error: a compiler that fails is not called again for every layer."""
@@ -62,6 +82,8 @@ def _load_once(name: str) -> Operators | UnsupportedError:
 
 @functools.cache
 def _open(path: Path, name: str, shipped: bool) -> Operators:
+    from quantkit.kernels.cpu_operators import Operators
+
     return Operators(ctypes.CDLL(str(path)), name, shipped=shipped)
 
 

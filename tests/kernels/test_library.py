@@ -87,6 +87,23 @@ def test_kernels_that_did_not_come_with_quantkit_are_compiled(installed: Path, t
     assert "there is no C++ compiler" in _loaded(installed, QUANTKIT_CPU="native")
 
 
+@pytest.mark.compiles
+def test_the_demo_compiles_them_while_it_does_other_things(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from quantkit.kernels.library import compile_ahead, describe_kernels\n"
+        "compile_ahead(); print('torch' in sys.modules, describe_kernels(), flush=True)\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(installed),
+        "QUANTKIT_CPU": "native",
+        "QUANTKIT_CACHE": str(tmp_path),
+    }
+    found = subprocess.check_output([sys.executable, "-c", code], env=environment, cwd="/", text=True, timeout=600)
+    assert found == "False native, not compiled yet\n"
+    assert len(list(tmp_path.glob("*.so"))) == 1
+
+
 def test_the_reason_why_there_are_no_kernels_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/nowhere/c++")
