@@ -38,7 +38,7 @@ _MIN_LAYERS = 8  # to compare one with the others
 _ENDS = 2  # layers at each end vary: by a factor of 2.5 in sound models
 _FACTOR = math.log2(1.7)
 _VARIED = 12  # a role varies if more than 1/12 of its layers are halfway out of line
-_OPAQUE = {one for one in DType if one.startswith(("bits", "q", "float4")) or one == DType.COMPLEX32}
+_OPAQUE = {one for one in DType if one.startswith(("bits", "q", "float4")) or one.endswith("complex32")}
 _PIECE = 1 << 22  # bytes
 _SCALES = {"weight_global_scale", *(suffix for layout in LAYOUTS for suffix in layout.scales)}
 _CODES = {layout.codes for layout in LAYOUTS}

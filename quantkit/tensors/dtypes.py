@@ -38,7 +38,8 @@ class DType(StrEnum):
     BITS8, BITS4X2, BITS2X4, BITS1X8 = "bits8", "bits4x2", "bits2x4", "bits1x8"
     QINT32 = "qint32", 4
     QINT8, QUINT8, QUINT4X2, QUINT2X4 = "qint8", "quint8", "quint4x2", "quint2x4"
-    COMPLEX128, COMPLEX64, COMPLEX32 = ("complex128", 16), ("complex64", 8), ("complex32", 4)
+    COMPLEX128, COMPLEX64 = ("complex128", 16), ("complex64", 8)
+    COMPLEX32, BCOMPLEX32 = ("complex32", 4), ("bcomplex32", 4)
 
     def __new__(cls, name: str, itemsize: int = 1) -> DType:
         member = str.__new__(cls, name)
