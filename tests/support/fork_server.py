@@ -113,8 +113,9 @@ def run(arguments: list[str]) -> int:
         print(code, file=sys.stderr)
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
+    gc.collect()  # what this may print; within a namedtuple of an exit function, warnings cannot be filtered
     atexit._run_exitfuncs()
-    gc.collect()  # what this may print
+    gc.collect()
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
