@@ -3,6 +3,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements-test.lock
 
 # The instruction sets of the CPU kernels that the machine can run besides its own, which is AVX2 if it has no AVX-512.
 VARIANTS := $(shell grep -qs avx512_vnni /proc/cpuinfo && echo avx2) portable
@@ -13,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Test processes: one more than there are processors, as some tests wait.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: demo test test-kernels lint wheels clean
+.PHONY: demo test test-kernels lint lock wheels clean
 
 demo: .venv/installed
 	$(BIN)/quantkit demo
@@ -38,19 +39,27 @@ lint: .venv/installed-test
 # All packages for users, in dist/: the source archive and the wheels.
 wheels: .venv/installed-wheels
 	$(BIN)/python scripts/build_wheels.py
+# Pins the newest packages of the tests, for all Pythons and platforms, except those whose version the build of torch
+# selects, and so TORCH.
+lock:
+	$(PYTHON) -m venv .venv/lock
+	.venv/lock/bin/pip install --quiet --disable-pip-version-check uv
+	.venv/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --extra test --extra wheels pyproject.toml \
+	    --no-emit-index-url --no-annotate --no-header | \
+	    grep -vE '^(torch|triton|setuptools)==|^(cuda|nvidia)-' > requirements-test.lock
 
 clean:
 	rm -rf .venv build dist *.egg-info
 
-.venv/installed: pyproject.toml
+.venv/installed: pyproject.toml requirements-test.lock
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable .
+	$(INSTALL) "$(TORCH)" --editable .
 	touch $@
 
 .venv/installed-test: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[test]"
+	$(INSTALL) "$(TORCH)" --editable ".[test]"
 	touch $@
 
 .venv/installed-wheels: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[wheels]"
+	$(INSTALL) "$(TORCH)" --editable ".[wheels]"
 	touch $@
