@@ -79,6 +79,8 @@ class Engine:
             hint = "use a shorter prompt, or fewer new tokens"
             raise RequestError(problem, found=length, expected=f"at most {context}", hint=hint)
         on_gpu = model.device.type == "cuda"
+        if compiled and model.device.type == "cpu":
+            _require_compiler()
         self.model = model
         self.slots = slots
         self._follows_length = model.config.follows_length
@@ -316,6 +318,17 @@ def _few(
 def _many(*operands: Any) -> Tensor:
     """`_few` for several tokens of a sequence; a separate function, compiled with other options."""
     return _few(*operands)
+
+
+def _require_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        hint = "install g++, name another compiler in CXX, or do not compile: that is as fast on a CPU"
+        raise RequestError("torch.compile finds no C++ compiler", hint=hint) from None
 
 
 def cpu_compile_options() -> CompileOptions:
