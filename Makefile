@@ -39,6 +39,7 @@ lint: .venv/installed-test
 # All packages for users, in dist/: the source archive and the wheels.
 wheels: .venv/installed-wheels
 	$(BIN)/python scripts/build_wheels.py
+
 # Pins the newest packages of the tests, for all Pythons and platforms, except those whose version the build of torch
 # selects, and so TORCH.
 lock:

@@ -31,12 +31,12 @@ class Platform:
     """What a wheel is for.
 
     Attributes:
-        tags: of the wheel.
+        tag: of the wheel.
         target: as Zig names it.
         processors: those of each of `VARIANTS`, as Zig names them.
     """
 
-    tags: tuple[str, ...]
+    tag: str
     target: str
     processors: dict[str, str]
 
@@ -53,11 +53,11 @@ class Platform:
 ARM = {"neon-dotprod": "generic+v8_2a+dotprod", "neon": "generic", "portable": "generic"}
 PLATFORMS = {
     "linux-x86_64": Platform(
-        ("manylinux2014_x86_64", "manylinux_2_17_x86_64"), "x86_64-linux-gnu.2.17",
+        "manylinux_2_17_x86_64", "x86_64-linux-gnu.2.17",
         {"avx512-vnni": "x86_64_v4+avx512vnni", "avx2": "x86_64_v3", "portable": "x86_64"},
     ),
-    "linux-aarch64": Platform(("manylinux2014_aarch64", "manylinux_2_17_aarch64"), "aarch64-linux-gnu.2.17", ARM),
-    "macos-arm64": Platform(("macosx_11_0_arm64",), "aarch64-macos.11.0", ARM),
+    "linux-aarch64": Platform("manylinux_2_17_aarch64", "aarch64-linux-gnu.2.17", ARM),
+    "macos-arm64": Platform("macosx_11_0_arm64", "aarch64-macos.11.0", ARM),
 }  # fmt: skip
 
 
@@ -81,8 +81,7 @@ def add_kernels(pure: Path, platform: Platform, output: Path) -> Path:
         compile_kernels(platform.commands(exports), contents / "quantkit" / "kernels" / "compiled")
         (facts,) = contents.glob("*.dist-info/WHEEL")
         kept = [line for line in facts.read_text().splitlines() if line and not line.startswith(("Tag:", "Root-Is"))]
-        tags = [f"Tag: py3-none-{tag}" for tag in platform.tags]
-        facts.write_text("\n".join([*kept, "Root-Is-Purelib: false", *tags, ""]))
+        facts.write_text("\n".join([*kept, "Root-Is-Purelib: false", f"Tag: py3-none-{platform.tag}", ""]))
         before = set(output.iterdir())
         _run(sys.executable, "-m", "wheel", "pack", str(contents), "--dest-dir", str(output))
     (made,) = set(output.iterdir()) - before
@@ -96,8 +95,7 @@ def check(wheel: Path) -> str:
     if "linux" not in wheel.name:
         return "not checked"
     found = _run(sys.executable, "-m", "auditwheel", "show", str(wheel))
-    tag = wheel.stem.split("-")[-1].split(".")[-1]
-    if f'"{tag}"' not in found:
+    if f'"{wheel.stem.split("-")[-1]}"' not in found:
         sys.exit(f"{wheel.name}: {' '.join(found.split())}")
     return "as auditwheel finds it"
 
