@@ -69,7 +69,9 @@ def quantkit() -> None:
     """Convert, quantize, verify and run Llama-family language models."""
 
 
-add_threads(demo, doctor, convert, quantize, verify, evaluate, generate, chat, bench)
+add_threads(
+    demo, inspect, doctor, plan.commands["generate"], convert, quantize, verify, evaluate, generate, chat, bench
+)
 for command in (demo, inspect, doctor, plan, convert, quantize, verify, evaluate, generate, chat, bench, completion):
     quantkit.add_command(command)
 
