@@ -17,6 +17,19 @@ enum class Form { bytes, whole, swapped, halves };
 
 constexpr int width_of(Form form) { return form == Form::bytes ? 1 : 2; }
 
+#if defined(__x86_64__)
+// Keeps a sum in its register. Left to itself, GCC takes all the products first and adds them up in a tree, for which
+// there are not registers enough; clang finishes one sum after the other, each product waiting for the one before it.
+template <typename Vector>
+[[gnu::always_inline]] inline void settle(Vector& sum) {
+#if defined(__clang__)
+  asm volatile("" : "+v"(sum));  // in the order of the program
+#else
+  asm("" : "+v"(sum));
+#endif
+}
+#endif
+
 // What a tile of some tokens takes of 32 columns.
 template <Form Of, int Tokens>
 struct Record {
@@ -40,11 +53,13 @@ constexpr float kExactMax = 127 * 256;
 constexpr float kFastMax = 127;
 constexpr float kMinAbs = 1e-30f;  // blocks whose values are all below it count as zeros
 
-// One block of 32 floats. A NaN or Inf makes the scale NaN, so that it reaches every output.
+// One block of 32 floats. A NaN or Inf makes the scale NaN, so that it reaches every output. Loops that clang would
+// unroll it would not vectorize.
 template <bool Exact>
 inline void quantize_block(const float* x, int32_t sum_factor, const Destination& to) {
   constexpr float kMax = Exact ? kExactMax : kFastMax;
   uint32_t largest = 0;
+#pragma GCC unroll 1
   for (int i = 0; i < kColumns; ++i) {
     uint32_t bits;
     std::memcpy(&bits, x + i, 4);
@@ -56,6 +71,7 @@ inline void quantize_block(const float* x, int32_t sum_factor, const Destination
   int32_t integers[kColumns] = {}, total = 0;
   if (!empty) {
     const float factor = kMax / max_abs;
+#pragma GCC unroll 1
     for (int i = 0; i < kColumns; ++i) {
       integers[i] = static_cast<int32_t>(__builtin_rintf(x[i] * factor));  // ties to even
       total += integers[i];
@@ -64,18 +80,22 @@ inline void quantize_block(const float* x, int32_t sum_factor, const Destination
   int16_t* whole = reinterpret_cast<int16_t*>(to.values);
   switch (to.form) {
     case Form::bytes:
+#pragma GCC unroll 1
       for (int i = 0; i < kColumns; ++i) to.values[i] = static_cast<int8_t>(integers[i]);
       break;
     case Form::whole:
+#pragma GCC unroll 1
       for (int i = 0; i < kColumns; ++i) whole[i] = static_cast<int16_t>(integers[i]);
       break;
     case Form::swapped:
+#pragma GCC unroll 1
       for (int i = 0; i < kColumns; i += 4) {
         const int order[] = {0, 2, 1, 3};
         for (int j = 0; j < 4; ++j) whole[i + j] = static_cast<int16_t>(integers[i + order[j]]);
       }
       break;
     case Form::halves:
+#pragma GCC unroll 1
       for (int i = 0; i < kColumns; ++i) {
         const int32_t high = (integers[i] + 128) >> 8;
         to.values[i] = static_cast<int8_t>(high);

@@ -36,10 +36,6 @@ inline __m256i spread(const void* from) {
   return _mm256_set1_epi32(word);
 }
 
-// Keeps a sum in its register at this point: left to itself the compiler takes all the products
-// first and adds them up in a tree, for which there are not registers enough.
-inline void settle(__m256i& sum) { asm("" : "+x"(sum)); }
-
 // sum += codes x activations, 8 bits each, in 16 bits.
 inline void add_bytes(__m256i& sum, __m256i codes, __m256i x) {
   sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x));
@@ -64,7 +60,7 @@ inline void clear(Sums<Tokens>& sums) {
 // Of 4-bit codes with activations of 8 bits. Codes below 16 times 127 add up to at most 30720 over the eight
 // steps, so 16 bits hold them.
 template <int Tokens, class Records>
-inline void dot_bytes(const uint8_t* codes, const Records& x, Sums<Tokens>& sums) {
+[[gnu::always_inline]] inline void dot_bytes(const uint8_t* codes, const Records& x, Sums<Tokens>& sums) {
   const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
   clear<Tokens>(sums);
 #pragma GCC unroll 4
@@ -87,7 +83,7 @@ inline void dot_bytes(const uint8_t* codes, const Records& x, Sums<Tokens>& sums
 
 // Of 4-bit codes with high and low bytes of one token's activations.
 template <class Records>
-inline void dot_halves(const uint8_t* codes, const Records& x, Sums<1>& sums) {
+[[gnu::always_inline]] inline void dot_halves(const uint8_t* codes, const Records& x, Sums<1>& sums) {
   const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), shift = _mm256_set1_epi16(256);
   Sums<1> low;
   clear<1>(sums);
@@ -109,7 +105,7 @@ inline void dot_halves(const uint8_t* codes, const Records& x, Sums<1>& sums) {
 
 // Of codes of 4 or 8 bits with activations of 16: of each four columns those in the even places, then the others.
 template <int Bits, int Tokens, class Records>
-inline void dot_words(const uint8_t* codes, const Records& x, Sums<Tokens>& sums) {
+[[gnu::always_inline]] inline void dot_words(const uint8_t* codes, const Records& x, Sums<Tokens>& sums) {
   const __m256i mask = _mm256_set1_epi16(Bits == 8 ? 255 : 15);
   clear<Tokens>(sums);
   asm volatile("" ::: "memory");  // or the activations of all steps are spread out beforehand

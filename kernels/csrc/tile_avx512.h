@@ -32,14 +32,17 @@ inline __m512i four_columns(const int8_t* x) {
 // sums[t][n] += the sums over a block for the 16 rows of band n and token t, whose activations are `apart` bytes from
 // those of the token before. Each product waits for the one before it in the same sum, so all sums go in turn.
 template <int Tokens, int Bands>
-inline void add_dots(const __m512i (&w)[Bands][8], const int8_t* x, int64_t apart, __m512i (&sums)[Tokens][Bands]) {
+[[gnu::always_inline]] inline void add_dots(const __m512i (&w)[Bands][8], const int8_t* x, int64_t apart, __m512i (&sums)[Tokens][Bands]) {
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i)
 #pragma GCC unroll 4
     for (int t = 0; t < Tokens; ++t) {
       const __m512i four = four_columns(x + t * apart + i * 4);
 #pragma GCC unroll 2
-      for (int n = 0; n < Bands; ++n) sums[t][n] = _mm512_dpbusd_epi32(sums[t][n], w[n][i], four);
+      for (int n = 0; n < Bands; ++n) {
+        sums[t][n] = _mm512_dpbusd_epi32(sums[t][n], w[n][i], four);
+        settle(sums[t][n]);
+      }
     }
 }
 

@@ -401,7 +401,7 @@ def test_a_compiler_that_fails_is_reported(
     library._load_once.cache_clear()
     try:
         with pytest.raises(UnsupportedError, match=reason):
-            load_kernels("portable")
+            load_kernels("native")
     finally:
         library._load_once.cache_clear()
 
@@ -412,7 +412,7 @@ def test_a_cache_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPa
     library._load_once.cache_clear()
     try:
         with pytest.raises(UnsupportedError, match="QUANTKIT_CACHE"):
-            load_kernels("portable")
+            load_kernels("native")
     finally:
         library._load_once.cache_clear()
 
@@ -424,7 +424,7 @@ def test_an_unknown_variant_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.compiles
 def test_two_processes_at_once_compile_one_library_and_a_third_finds_it(tmp_path: Path) -> None:
-    code = "from quantkit.kernels.library import load_kernels; load_kernels('portable').library.quantkit_round_in_turn"
+    code = "from quantkit.kernels.library import load_kernels; load_kernels('native').library.quantkit_round_in_turn"
     environment = {**os.environ, "QUANTKIT_CACHE": str(tmp_path)}
     both = [subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/") for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
