@@ -20,10 +20,13 @@ class Terminated(KeyboardInterrupt):
 _RAISED: dict[int, type[KeyboardInterrupt]] = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
 _DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 _received: list[int] = []
+missing_streams: set[int] = set()
+"""Numbers of the standard streams that were closed when the process began."""
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    open_missing_streams()
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for torch, loaded later: fewer page faults
     if "OMP_WAIT_POLICY" not in os.environ:  # threads that wait for long take the processor from other programs
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -38,6 +41,20 @@ def main() -> None:
     finally:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left that needs a traceback
+
+
+def open_missing_streams() -> None:
+    """Connect standard streams that were closed when the process began to /dev/null: files opened later, by
+    imports too, would get their numbers, and the output meant for the terminal."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            missing_streams.add(number)
+            os.open(os.devnull, os.O_RDWR)  # it takes the lowest number that is free
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 @contextmanager

@@ -13,11 +13,11 @@ from click.shell_completion import shell_complete
 
 from quantkit.cli.chat import chat
 from quantkit.cli.commands import convert, demo, doctor, inspect, plan, quantize, verify
-from quantkit.cli.entry import interrupted_code, interruptible, report_interrupted, with_kept
+from quantkit.cli.entry import interrupted_code, interruptible, open_missing_streams, report_interrupted, with_kept
 from quantkit.cli.generate import generate
 from quantkit.cli.measure import bench, evaluate
 from quantkit.cli.options import COMPLETION, Context, add_threads, completion, exit_codes
-from quantkit.cli.output import as_options, drop_output, mention, open_missing_streams, say
+from quantkit.cli.output import as_options, drop_output, mention, say
 from quantkit.cli.processes import INTERNAL_ERROR
 from quantkit.errors import DestinationError, QuantkitError
 from quantkit.version import __version__

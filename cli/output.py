@@ -13,13 +13,13 @@ from typing import TextIO
 
 import click
 
+from quantkit.cli.entry import missing_streams
 from quantkit.errors import DestinationError
 
 DEFAULT_COLUMNS = 80
 """Width of a terminal that has none."""
 _MAX_COLUMNS = 100
 _STDOUT = 1
-_missing: set[int] = set()
 _LABEL = re.compile(r"(?P<before>quantkit: | *)(?P<label>(internal )?error|Error|note|warning):")
 
 _RENAMED = {"runtime": "for", "texts": "text"}  # a keyword of Python; a repeatable option
@@ -117,24 +117,10 @@ def _colored(line: str) -> str:
     return found["before"] + label + line[found.end() :]
 
 
-def open_missing_streams() -> None:
-    """Connect standard streams that were closed when the process began to /dev/null: files opened later would get their
-    numbers, and the output meant for the terminal."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            _missing.add(number)
-            os.open(os.devnull, os.O_RDWR)  # it takes the lowest number that is free
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, mode, closefd=False))
-
-
 def require_stdout() -> None:
     """Raise a `DestinationError` if standard output was closed when the process began, before text is generated that
     only goes there."""
-    if _STDOUT in _missing:
+    if _STDOUT in missing_streams:
         raise DestinationError(
             "standard output is closed, and the generated text goes there",
             hint=f"add > {os.devnull} if you do not need it",
