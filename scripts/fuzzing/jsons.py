@@ -55,13 +55,12 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
 
 
 def mutate_json(rng: Random, data: bytes) -> tuple[bytes, str] | None:
-    """One structured mutation, and what it was; None if the bytes are no JSON."""
+    """One structured mutation, and what it was; None if the bytes are no JSON, or too deep for Python code."""
     try:
-        value = json.loads(data, object_pairs_hook=Pairs)
+        changed, what = _mutated(rng, json.loads(data, object_pairs_hook=Pairs))
+        return dump(changed).encode("utf-8", "surrogatepass"), what
     except (ValueError, RecursionError):
         return None
-    changed, what = _mutated(rng, value)
-    return dump(changed).encode("utf-8", "surrogatepass"), what
 
 
 def dump(value: Any) -> str:

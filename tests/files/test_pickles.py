@@ -218,6 +218,7 @@ def test_a_pickle_longer_than_any_of_tensors_is_not_read(tmp_path: Path) -> None
         pth_io.open_file(path)
 
 
+@pytest.mark.filterwarnings("ignore:.* invalid escape sequence:DeprecationWarning")  # of pickletools, in Python 3.14
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_a_file_with_any_bytes_changed_is_refused_or_read_as_torch_reads_it(legacy: bool, tmp_path: Path) -> None:
     path = tmp_path / "a.pth"
@@ -239,6 +240,7 @@ def test_a_file_with_any_bytes_changed_is_refused_or_read_as_torch_reads_it(lega
             file.source.sha256()
         except (CheckpointError, UnsupportedError):
             continue
-        expected = torch.load(path, weights_only=True, mmap=False) if legacy else value  # a zip has checksums
+        # A zip has checksums. Devices are ignored: their names may be among the changed bytes.
+        expected = torch.load(path, "cpu", weights_only=True, mmap=False) if legacy else value
         assert found.keys() == expected.keys()
         assert all(torch.equal(t.nan_to_num(), expected[n].nan_to_num()) for n, t in found.items())
