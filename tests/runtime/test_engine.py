@@ -72,9 +72,9 @@ def test_compiled_steps_are_one_graph_a_bucket_and_give_the_eager_tokens(one_lay
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
 
 
-def test_compiling_without_a_compiler_is_refused(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
-    with pytest.raises(RequestError, match="finds no C"):
+def test_compiling_without_a_compiler_is_refused(one_layer: Path) -> None:
+    without = torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")})
+    with without, pytest.raises(RequestError, match="finds no C"):
         Engine(_without_end(one_layer), 100, compiled=True)
 
 
