@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.kernels.build import compile_library
+from quantkit.kernels.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_BYTES = 30_000_000
 EXPORTS = "{ global: quantkit_*; local: *; };\n"  # what a library shows others: nothing of its C++ library
+
+_PROCESSOR = ("-march", "-mavx")  # with which flags of other compilers for a processor begin
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Platform:
         zig = [sys.executable, "-m", "ziglang", "c++", "-target", self.target, "-s"]
         zig += [f"-Wl,--version-script={exports}"] if "linux" in self.target else []
         return {
-            name: [*zig, f"-mcpu={processor}", *(["-DQUANTKIT_PORTABLE"] if name == "portable" else [])]
+            name: [*zig, f"-mcpu={processor}", *(one for one in VARIANTS[name].flags if not one.startswith(_PROCESSOR))]
             for name, processor in self.processors.items()
         }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "floats.h"
@@ -72,19 +73,25 @@ inline void matmul(const Linear& linear, const void* x, FloatType type, int64_t 
     band_products(at, linear.bands + band * at.band_bytes(), bands, workspace, token, count, out[0], kPanel * kRows);
     for (int64_t n = 0; n < bands; ++n) {
       const int64_t row = (band + n) * kRows, rows = std::min(kRows, at.rows - row);
-      float scratch[kRows] = {};
-      const float* bias = linear.bias ? load_floats(linear.bias, type, row, rows, scratch) : scratch;
-      for (int64_t t = 0; t < count; ++t) {
-        float* of = out[n] + t * kRows;
-        for (int64_t r = 0; r < rows; ++r) of[r] += bias[r];
-        const int64_t offset = (token + t) * at.rows + row;
-        if (add) {
-          float* sums = static_cast<float*>(y) + offset;
-          for (int64_t r = 0; r < rows; ++r) sums[r] += of[r];
-        } else {
-          store_floats(of, rows, y, type, offset);
+      float scratch[kRows], bias[kRows] = {};
+      if (linear.bias) std::copy_n(load_floats(linear.bias, type, row, rows, scratch), rows, bias);
+      const auto add_bias_and_store = [&](auto rows) __attribute__((always_inline)) {  // a constant if it can be one
+        for (int64_t t = 0; t < count; ++t) {
+          float* of = out[n] + t * kRows;
+          for (int64_t r = 0; r < kRows; ++r) of[r] += bias[r];
+          const int64_t offset = (token + t) * at.rows + row;
+          if (add) {
+            float* sums = static_cast<float*>(y) + offset;
+            for (int64_t r = 0; r < rows; ++r) sums[r] += of[r];
+          } else {
+            store_floats(of, rows, y, type, offset);
+          }
         }
-      }
+      };
+      if (rows == kRows)
+        add_bias_and_store(std::integral_constant<int64_t, kRows>());
+      else
+        add_bias_and_store(rows);
     }
   });
 }
