@@ -135,6 +135,7 @@ inline void add_products_as_stored(const float* a, const void* const* rows, int6
   Vector kept[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) kept[i] = sums[i];
+#pragma GCC unroll 1
   for (int64_t i = 0; i < size; i += kLanes) {
     const Vector values = load(a + i);
 #pragma GCC unroll 16
@@ -205,6 +206,7 @@ inline void float_product(int64_t rows, int64_t columns, const void* weight, Flo
       const float* from[kRows];
       for (int64_t r = 0; r < kRows; ++r) {
         from[r] = converted + r * kStretch;
+        prefetch_floats(weight, weight_type, (row + kRows + r) * columns + start, width);  // for the next piece
         copy_floats(weight, weight_type, (row + std::min(r, some - 1)) * columns + start, width,
                     converted + r * kStretch, whole);
       }
