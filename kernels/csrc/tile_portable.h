@@ -8,8 +8,8 @@
 namespace quantkit {
 
 constexpr const char* kInstructions = "portable";
-constexpr int kTokens = 4;  // that a tile takes at once
-constexpr int kBands = 1;   // the same
+constexpr int kTokens = 16;  // that a tile takes at once
+constexpr int kBands = 1;    // the same
 constexpr bool kSigned8 = false;
 
 constexpr Form form_for(int64_t, bool exact, int64_t) { return exact ? Form::halves : Form::bytes; }
@@ -25,21 +25,20 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
     float scale[kRows];
     for (int r = 0; r < kRows; ++r) scale[r] = load_scale(head, at.scales, offset + r);
     for (int64_t b = 0; b < at.blocks_per_group(); ++b, ++x, codes += at.block_bytes()) {
+      int16_t w[kColumns][kRows];
+      for (int c = 0; c < kColumns; ++c)
+        for (int r = 0; r < kRows; ++r)
+          w[c][r] = Bits == 8 ? codes[c / 4 * 64 + r * 4 + c % 4]
+                              : codes[c / 8 * 64 + r * 4 + c % 4] >> (c % 8 < 4 ? 0 : 4) & 15;
       for (int t = 0; t < Tokens; ++t) {
         const int8_t *high = x->values[t], *low = x->low(t);
-        for (int r = 0; r < kRows; ++r) {
-          int32_t sum = at.zeros ? -head[kLine + offset + r] * x->sums[t] : x->sums[t];
-          for (int c = 0; c < kColumns; ++c) {
-            int32_t code;
-            if (Bits == 8) {
-              code = codes[c / 4 * 64 + r * 4 + c % 4];
-            } else {
-              code = codes[c / 8 * 64 + r * 4 + c % 4] >> (c % 8 < 4 ? 0 : 4) & 15;
-            }
-            sum += code * (Exact ? high[c] * 256 + low[c] : high[c]);
-          }
-          total[t][r] += static_cast<float>(sum) * (scale[r] * x->scales[t]);
+        int32_t sums[kRows];
+        for (int r = 0; r < kRows; ++r) sums[r] = at.zeros ? -head[kLine + offset + r] * x->sums[t] : x->sums[t];
+        for (int c = 0; c < kColumns; ++c) {
+          const int16_t factor = Exact ? high[c] * 256 + low[c] : high[c];
+          for (int r = 0; r < kRows; ++r) sums[r] += w[c][r] * factor;
         }
+        for (int r = 0; r < kRows; ++r) total[t][r] += static_cast<float>(sums[r]) * (scale[r] * x->scales[t]);
       }
     }
   }
