@@ -97,7 +97,7 @@ inline const float* load_floats(const void* from, FloatType type, int64_t at, in
   return scratch;
 }
 
-// Ask for floats that `load_floats` will read; they need not exist.
+// Prefetch floats that `load_floats` will read; they need not exist.
 inline void prefetch_floats(const void* from, FloatType type, int64_t at, int64_t count) {
   const char* first = static_cast<const char*>(from) + at * bytes_of(type);
   for (int64_t byte = 0; byte < count * bytes_of(type); byte += kLine) __builtin_prefetch(first + byte);
