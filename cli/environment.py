@@ -27,7 +27,7 @@ _LIBRARIES = (
     "transformers", "safetensors", "tokenizers", "numpy", "compressed-tensors", "datasets", "huggingface-hub",
     "sentencepiece", "tiktoken", "gguf", "lm-eval", "triton", "jax", "jaxlib", "torchax", "libtpu",
 )  # fmt: skip
-_SETTINGS = re.compile("QUANTKIT_|OMP_|MKL_")
+_SETTINGS = re.compile("OMP_|MKL_|CXX$|QUANTKIT_(BLOCKS|CACHE|CPU|DECODE|TUNE)$")  # others may be secrets
 _WIDTH = 100
 
 

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -29,31 +30,33 @@ _FLAGS = (
     "-fno-trapping-math", "-fno-math-errno",  # change no result; without them exp stays scalar
 )  # fmt: skip
 _NATIVE_FLAGS = ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)
+_HINT = "name one for C++20 in CXX"
 _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept: ``QUANTKIT_CACHE``, or ``quantkit`` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("QUANTKIT_CACHE") or Path(base) / "quantkit")
+    if named := os.environ.get("QUANTKIT_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "quantkit"
 
 
 def compiled(name: str) -> Path:
     """The library of the kernels for one of `VARIANTS`, or `NATIVE`; compiled unless it is in the cache. Raises
     `UnsupportedError` if there is no compiler, it fails, or the cache can't be written."""
     command, target = _library(name)
-    if target.exists():
+    if intact(target):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling
-            if not target.exists():
+            if not intact(target):
                 _log.info("compiling the CPU kernels, once for this machine")
                 with tempfile.TemporaryDirectory(dir=target.parent) as folder:
                     made = Path(folder, "made.so")
                     compile_library(command, made)
-                    os.replace(made, target)
+                    seal(made, target)
     except OSError as error:
         raise UnsupportedError(
             f"the cache of compiled kernels can't be written: {error.strerror}", path=target.parent,
@@ -64,15 +67,30 @@ def compiled(name: str) -> Path:
 
 def is_compiled(name: str) -> bool:
     """Whether `compiled` finds the library in the cache. Raises `UnsupportedError` if there is no compiler."""
-    return _library(name)[1].exists()
+    return intact(_library(name)[1])
+
+
+def seal(made: Path, target: Path) -> None:
+    """Move a library to where it is kept, with its SHA-256 in a file next to it."""
+    target.with_suffix(".sha256").write_text(hashlib.sha256(made.read_bytes()).hexdigest())
+    os.replace(made, target)
+
+
+def intact(library: Path) -> bool:
+    """Whether a library is there as `seal` left it: a truncated one would end the process when it is loaded."""
+    try:
+        return library.with_suffix(".sha256").read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
+    except (OSError, ValueError):
+        return False
 
 
 def _library(name: str) -> tuple[list[str], Path]:
     """The command that compiles the kernels, and where in the cache they are."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    found = filter(None, map(shutil.which, ("c++", "g++", "clang++")))
+    compiler = shlex.split(os.environ.get("CXX", "")) or list(found)[:1]
+    if not compiler:
         raise UnsupportedError("there is no C++ compiler", hint="install g++ or clang++, or name one in CXX")
-    command = [compiler, *(VARIANTS[name].flags if name in VARIANTS else _NATIVE_FLAGS)]
+    command = [*compiler, *(VARIANTS[name].flags if name in VARIANTS else _NATIVE_FLAGS)]
     known = _run([*command, "-E", "-dM", "-x", "c++", os.devnull])  # the compiler and the processor
     sources = [(path.name, path.read_bytes()) for path in sorted(_SOURCES.iterdir())]
     key = hashlib.sha256(repr((known, _FLAGS, command[1:], sources)).encode())
@@ -89,15 +107,17 @@ def compile_library(command: Sequence[str], target: Path) -> None:
 
 def _run(*commands: list[str]) -> str:
     """Run commands at the same time; what the last prints."""
-    running = []
+    running = list[tuple[str, subprocess.Popen[str]]]()
     for command in commands:
         try:
-            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            running.append((command[0], process))
         except OSError as error:
-            raise UnsupportedError(f"the C++ compiler does not start: {error.strerror}", path=command[0]) from error
-    printed = [process.communicate() for process in running]
-    for process, (_, errors) in zip(running, printed, strict=True):
+            problem = f"the C++ compiler does not start: {error.strerror}"
+            raise UnsupportedError(problem, path=command[0], hint=_HINT) from error
+    printed = [process.communicate() for _, process in running]
+    for (compiler, process), (_, errors) in zip(running, printed, strict=True):
         if process.returncode:
             lines = [line for line in errors.splitlines() if "error" in line] or ["no reason given"]
-            raise UnsupportedError(f"the C++ compiler failed: {lines[0]}", path=str(process.args[0]))
+            raise UnsupportedError(f"the C++ compiler failed: {lines[0]}", path=compiler, hint=_HINT)
     return printed[-1][0]

@@ -129,7 +129,7 @@ def prepare_blocks(
     turned = [settings.rotary for _, settings in layers]
 
     def run(x: Tensor, step: backend.BlockStep) -> Tensor:
-        angles = []
+        angles: list[Tensor] = []
         for rotary, (cosine, sine) in zip(turned, step.angles, strict=True):
             angles += (cosine, sine) if rotary else (torch.ones_like(cosine), torch.zeros_like(sine))
         cached = [] if step.cached is None else [

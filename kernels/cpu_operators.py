@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, register_fake
+from torch.library import register_fake
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.uint8: 4, torch.int64: 5}
 _OTHER = len(_TYPES)
+_LIBRARY: Any = torch.library.Library  # whose methods have no types
 _DIMS = 4
 _VIEWS = [struct.Struct(f"@{3 + dims}q{8 * (_DIMS - dims)}x") for dims in range(_DIMS + 1)]
 _MISSING = _VIEWS[0].pack(0, 0, -1)  # in a list
@@ -49,13 +50,18 @@ class Operators:
         library.quantkit_free_blocks.argtypes = [ctypes.c_void_p]
         self._blocks: dict[int, tuple[ctypes.c_void_p, int]] = {}
         self._numbers = itertools.count()
-        self._traced = Library(f"quantkit_{name.replace('-', '_')}", "FRAGMENT")
+        self._traced = _LIBRARY(f"quantkit_{name.replace('-', '_')}", "FRAGMENT")
         for one, (schema, returned) in _TRACED.items():
             run = getattr(self, one)
             self._traced.define(one + schema)
             self._traced.impl(one, run, "CPU")
             register_fake(f"{self._traced.ns}::{one}", returned, lib=self._traced)
             setattr(self, one, _traceable(run, getattr(self.namespace, one)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from quantkit.kernels.library import load_kernels
+
+        return load_kernels, (self.name,)  # copies of a model share them
 
     @property
     def namespace(self) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 from contextlib import suppress
 from importlib.resources import files
@@ -15,11 +16,13 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from quantkit.errors import QuantkitError, RequestError, UnsupportedError
-from quantkit.kernels.build import NATIVE, compiled, is_compiled
+from quantkit.kernels.build import NATIVE, compiled, intact, is_compiled
 from quantkit.kernels.variants import VARIANTS, runs_here
 
 if TYPE_CHECKING:
     from quantkit.kernels.cpu_operators import Operators
+
+_log = logging.getLogger(__name__)
 
 SETTING = "QUANTKIT_CPU"
 """Environment variable that chooses the kernels: ``native``, which are compiled for this machine, or those for one of
@@ -76,18 +79,27 @@ def _load_once(name: str) -> Operators | UnsupportedError:
         return _open(shipped or compiled(name), name, shipped is not None)
     except UnsupportedError as error:
         return error
-    except OSError as error:
-        return UnsupportedError(f"the compiled kernels do not load: {error}")
+    except (OSError, AttributeError) as error:  # of a library without the functions
+        hint = "reinstall quantkit" if _shipped(name) else "name another folder in QUANTKIT_CACHE"
+        return UnsupportedError(f"the compiled kernels do not load: {error}", hint=hint)
 
 
 @functools.cache
 def _open(path: Path, name: str, shipped: bool) -> Operators:
     from quantkit.kernels.cpu_operators import Operators
 
-    return Operators(ctypes.CDLL(str(path)), name, shipped=shipped)
+    operators = Operators(ctypes.CDLL(str(path)), name, shipped=shipped)
+    if name != NATIVE and operators.instructions() != name:
+        raise UnsupportedError("these are other kernels", path=path, found=operators.instructions(), expected=name)
+    return operators
 
 
+@functools.cache
 def _shipped(name: str) -> Path | None:
-    """The library that this installation of quantkit has; None if it has none."""
+    """The library that this installation of quantkit has; None if it has none, or, with a warning, a damaged one."""
     path = Path(str(files("quantkit.kernels"))) / "compiled" / f"{name}.so"
-    return path if path.exists() else None
+    if intact(path):
+        return path
+    if os.path.lexists(path):
+        _log.warning("%s is damaged, and not used; reinstall quantkit", path)
+    return None

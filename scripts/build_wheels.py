@@ -19,7 +19,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.kernels.build import compile_library
+from quantkit.kernels.build import compile_library, seal
 from quantkit.kernels.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,11 +67,11 @@ PLATFORMS = {
 def compile_kernels(commands: dict[str, list[str]], folder: Path) -> None:
     """Compile kernels into a folder, each with a compiler and its flags."""
     folder.mkdir()
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         for name, command in commands.items():
             made = Path(scratch, f"{name}.so")
             compile_library(command, made)
-            shutil.copy(made, folder)
+            seal(made, folder / made.name)
 
 
 def add_kernels(pure: Path, platform: Platform, output: Path) -> Path:

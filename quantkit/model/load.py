@@ -94,7 +94,9 @@ def require_kernels(
         for scheme, scale_dtype in cases:
             select_backend(scheme, device, dtype, scale_dtype, allowed)
     except RequestError as error:
-        raise RequestError(error.problem, path=checkpoint.path, hint=error.hint) from error
+        raise RequestError(
+            error.problem, path=checkpoint.path, found=error.found, expected=error.expected, hint=error.hint
+        ) from error
 
 
 @contextmanager

@@ -57,13 +57,20 @@ def test_the_version_alone_is_one_line_and_verbose_alone_an_error(capfd: Capture
 def test_it_names_no_user_and_compiles_nothing(tmp_path: Path) -> None:
     home, cache = tmp_path / "alice", tmp_path / "alice" / "my" / "cache"
     cache.mkdir(parents=True)
-    settings = {"HOME": str(home), "QUANTKIT_CACHE": str(cache), "QUANTKIT_X": "/data/alice/x:/data/malice"}
+    settings = {
+        "HOME": str(home),
+        "QUANTKIT_CACHE": str(cache),
+        "CXX": "/data/alice/x:/data/malice",
+        "QUANTKIT_TOKEN": "secret",
+    }
     command = [sys.executable, "-m", "quantkit.cli", "--version", "--verbose"]
     rows = _rows(subprocess.check_output(command, env={**os.environ, **settings}, text=True, cwd="/"))
     assert list(cache.iterdir()) == []
-    assert rows["kernels"] == "native, not compiled yet"
+    assert rows["kernels"].startswith("none: /data/USER/x:/data/malice: the C++ compiler does not start")
     assert rows["caches"].startswith("~/my/cache (0 kB, writable); ~/.cache/huggingface/hub (0 kB, ")
-    assert "QUANTKIT_CACHE=~/my/cache, QUANTKIT_X=/data/USER/x:/data/malice" in rows["settings"]
+    assert rows["settings"].startswith("CXX=/data/USER/x:/data/malice, ")
+    assert "QUANTKIT_CACHE=~/my/cache" in rows["settings"]
+    assert "secret" not in str(rows)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import platform
 import shutil
 import subprocess
@@ -78,6 +80,34 @@ def _loaded(installed: Path, **environment: str) -> str:
 def test_kernels_that_come_with_quantkit_need_no_compiler_and_no_cache(installed: Path) -> None:
     assert _loaded(installed) == f"{HERE[0]}, included; {HERE[0]}, included; right"
     assert _loaded(installed, QUANTKIT_CPU="portable") == "portable, included; portable, included; right"
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(HERE == ["portable"], reason="there is no other library")
+def test_a_library_that_is_damaged_or_another_is_not_loaded(installed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(installed, folder)
+    best, other = (folder / "quantkit" / "kernels" / "compiled" / name for name in (HERE[0], "portable"))
+    whole = best.with_suffix(".so").read_bytes()
+    best.with_suffix(".so").write_bytes(whole[: len(whole) // 2])
+    assert _loaded(folder) == "portable, included; portable, included; right"
+    for suffix in (".so", ".sha256"):
+        shutil.copy(other.with_suffix(suffix), best.with_suffix(suffix))
+    assert f"these are other kernels (found portable, expected {HERE[0]})" in _loaded(folder)
+
+
+@pytest.mark.compiles
+def test_a_damaged_library_in_the_cache_is_compiled_again(installed: Path, tmp_path: Path) -> None:
+    here = {"PATH": os.environ["PATH"], "QUANTKIT_CACHE": str(tmp_path), "QUANTKIT_CPU": "native"}
+    assert _loaded(installed, **here).endswith("native, compiled; right")
+    (library,) = tmp_path.glob("*.so")
+    library.write_bytes(library.read_bytes()[:5000])
+    assert _loaded(installed, **here) == "native, not compiled yet; native, compiled; right"
+
+
+def test_copies_of_kernels_are_the_same() -> None:
+    kernels = load_kernels()
+    assert copy.deepcopy(kernels) is pickle.loads(pickle.dumps(kernels)) is kernels
 
 
 @pytest.mark.compiles
