@@ -153,9 +153,8 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
       zero[h] = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_cvtepu8_epi32(bytes));
     }
     for (int64_t b = 0; b < per_group; ++b, ++x, codes += kRows * kColumns * Bits / 8) {
-      if (Tokens > 1)  // the work on a block is long, and the processor looks ahead too little
-        for (int i = 0; i < Bits; ++i)
-          _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead + i * 64), _MM_HINT_T0);
+      for (int i = 0; i < Bits; ++i)  // the processor looks ahead too little
+        _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead + i * 64), _MM_HINT_T0);
       constexpr Form kForm = form_for(Bits, Exact, Tokens);
       Sums<Tokens> sums;
       if constexpr (kForm == Form::bytes) dot_bytes<Tokens>(codes, *x, sums);

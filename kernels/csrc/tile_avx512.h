@@ -41,7 +41,7 @@ template <int Tokens, int Bands>
 #pragma GCC unroll 2
       for (int n = 0; n < Bands; ++n) {
         sums[t][n] = _mm512_dpbusd_epi32(sums[t][n], w[n][i], four);
-        settle(sums[t][n]);
+        if constexpr (Tokens * Bands > 1) settle(sums[t][n]);
       }
     }
 }
@@ -72,9 +72,8 @@ void tile(const Layout& at, const uint8_t* band, const Record<form_for(Bits, Exa
       __m512i w[Bands][8];
       for (int n = 0; n < Bands; ++n) {
         const uint8_t* from = codes + n * apart;
-        if (Tokens > 1)  // the work on a block is long, and the processor looks ahead too little
-          for (int i = 0; i < Bits; ++i)
-            _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + i * 64), _MM_HINT_T0);
+        for (int i = 0; i < Bits; ++i)  // the processor looks ahead too little
+          _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + i * 64), _MM_HINT_T0);
         if (Bits == 4) {
           for (int i = 0; i < 4; ++i) {
             const __m512i both = _mm512_load_si512(from + i * 64);
