@@ -39,11 +39,10 @@ class Operators:
     Attributes:
         library: the functions of C.
         name: of the kernels, see `load_kernels`.
-        shipped: whether the library came with quantkit, and was not compiled here.
     """
 
-    def __init__(self, library: ctypes.CDLL, name: str, *, shipped: bool) -> None:
-        self.library, self.name, self.shipped = library, name, shipped
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self.library, self.name = library, name
         self._functions = {one: _function(library, one, *types) for one, types in _FUNCTIONS.items()}
         library.quantkit_instructions.restype = ctypes.c_char_p
         library.quantkit_new_blocks.restype = ctypes.c_void_p

@@ -75,8 +75,7 @@ def compile_ahead() -> None:
 def _load_once(name: str) -> Operators | UnsupportedError:
     """The kernels or the error: a compiler that fails is not called again for every layer."""
     try:
-        shipped = _shipped(name)
-        return _open(shipped or compiled(name), name, shipped is not None)
+        return _open(_shipped(name) or compiled(name), name)
     except UnsupportedError as error:
         return error
     except (OSError, AttributeError) as error:  # of a library without the functions
@@ -85,10 +84,10 @@ def _load_once(name: str) -> Operators | UnsupportedError:
 
 
 @functools.cache
-def _open(path: Path, name: str, shipped: bool) -> Operators:
+def _open(path: Path, name: str) -> Operators:
     from quantkit.kernels.cpu_operators import Operators
 
-    operators = Operators(ctypes.CDLL(str(path)), name, shipped=shipped)
+    operators = Operators(ctypes.CDLL(str(path)), name)
     if name != NATIVE and operators.instructions() != name:
         raise UnsupportedError("these are other kernels", path=path, found=operators.instructions(), expected=name)
     return operators
