@@ -52,15 +52,18 @@ lock:
 clean:
 	rm -rf .venv build dist *.egg-info
 
+# The CPU kernels are compiled while packages are installed.
 .venv/installed: pyproject.toml requirements-test.lock
 	$(PYTHON) -m venv .venv
-	$(INSTALL) "$(TORCH)" --editable .
+	$(INSTALL) --no-deps --editable .
+	$(BIN)/python -c "from quantkit.kernels.library import compile_ahead; compile_ahead().join()" &
+	$(INSTALL) "$(TORCH)" quantkit
 	touch $@
 
 .venv/installed-test: .venv/installed
-	$(INSTALL) "$(TORCH)" --editable ".[test]"
+	$(INSTALL) "$(TORCH)" "quantkit[test]"
 	touch $@
 
 .venv/installed-wheels: .venv/installed
-	$(INSTALL) "$(TORCH)" --editable ".[wheels]"
+	$(INSTALL) "$(TORCH)" "quantkit[wheels]"
 	touch $@

@@ -5,6 +5,7 @@ They are functions of C that know nothing of torch or Python, so a library serve
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -53,7 +54,9 @@ def compiled(name: str) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling
             if not intact(target):
                 _log.info("compiling the CPU kernels, once for this machine")
-                with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                for left in target.parent.glob(f"{target.stem}.*/"):
+                    shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
+                with tempfile.TemporaryDirectory(prefix=f"{target.stem}.", dir=target.parent) as folder:
                     made = Path(folder, "made.so")
                     compile_library(command, made)
                     seal(made, target)
@@ -107,7 +110,7 @@ def compile_library(command: Sequence[str], target: Path) -> None:
 
 def _run(*commands: list[str]) -> str:
     """Run commands at the same time; what the last prints."""
-    running = list[tuple[str, subprocess.Popen[str]]]()
+    running: list[tuple[str, subprocess.Popen[str]]] = []
     for command in commands:
         try:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -118,6 +121,8 @@ def _run(*commands: list[str]) -> str:
     printed = [process.communicate() for _, process in running]
     for (compiler, process), (_, errors) in zip(running, printed, strict=True):
         if process.returncode:
+            full = os.strerror(errno.ENOSPC) in errors
+            hint = "free some space, or name other folders in QUANTKIT_CACHE and TMPDIR" if full else _HINT
             lines = [line for line in errors.splitlines() if "error" in line] or ["no reason given"]
-            raise UnsupportedError(f"the C++ compiler failed: {lines[0]}", path=compiler, hint=_HINT)
+            raise UnsupportedError(f"the C++ compiler failed: {lines[0]}", path=compiler, hint=hint)
     return printed[-1][0]

@@ -59,16 +59,18 @@ def _chosen(name: str | None) -> str:
     return name
 
 
-def compile_ahead() -> None:
-    """Compile the kernels that `load_kernels` will choose, if need be, while the process does something else. What is
-    wrong is for `load_kernels` to say."""
+def compile_ahead() -> Thread:
+    """Compile the kernels that `load_kernels` will choose, if need be, while the process does something else; the end
+    of the process does not wait for it. What is wrong is for `load_kernels` to say."""
 
     def work() -> None:
         with suppress(QuantkitError):
             if not _shipped(name := _chosen(None)):
                 compiled(name)
 
-    Thread(target=work).start()
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    return thread
 
 
 @functools.cache

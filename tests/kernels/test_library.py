@@ -17,6 +17,7 @@ from build_wheels import compile_kernels
 from test_cpu_kernels import HERE
 
 from quantkit.errors import UnsupportedError
+from quantkit.kernels.build import compiled
 from quantkit.kernels.library import describe_kernels, load_kernels
 from quantkit.kernels.variants import VARIANTS, runs_here
 
@@ -105,6 +106,34 @@ def test_a_damaged_library_in_the_cache_is_compiled_again(installed: Path, tmp_p
     assert _loaded(installed, **here) == "native, not compiled yet; native, compiled; right"
 
 
+def _own_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
+    compiler = folder / "c++"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("QUANTKIT_CACHE", str(folder / "cache"))
+
+
+def test_what_a_killed_process_left_in_the_cache_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _own_compiler(monkeypatch, tmp_path, 'while [ "$#" -gt 1 ]; do [ "$1" = -o ] && echo made > "$2"; shift; done')
+    library = compiled("portable")
+    library.unlink()
+    left, other = library.with_suffix(".killed"), library.parent / "quantkit-portable-other.running"
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / "made.so").touch()
+    assert compiled("portable") == library
+    assert library.is_file()
+    assert other.exists() > left.exists()
+
+
+def test_a_full_disk_is_not_blamed_on_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    full = '[ "$1" = -E ] || [ "$2" = -E ] || { echo "fatal error: No space left on device" >&2; exit 1; }'
+    _own_compiler(monkeypatch, tmp_path, full)
+    with pytest.raises(UnsupportedError, match="No space left on device; free some space"):
+        compiled("portable")
+
+
 def test_copies_of_kernels_are_the_same() -> None:
     kernels = load_kernels()
     assert copy.deepcopy(kernels) is pickle.loads(pickle.dumps(kernels)) is kernels
@@ -121,7 +150,7 @@ def test_kernels_that_did_not_come_with_quantkit_are_compiled(installed: Path, t
 def test_the_demo_compiles_them_while_it_does_other_things(installed: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from quantkit.kernels.library import compile_ahead, describe_kernels\n"
-        "compile_ahead(); print('torch' in sys.modules, describe_kernels(), flush=True)\n"
+        "thread = compile_ahead(); print('torch' in sys.modules, describe_kernels(), flush=True); thread.join()\n"
     )
     environment = {
         **os.environ,
