@@ -409,6 +409,7 @@ def test_a_compiler_that_fails_is_reported(
 def test_a_cache_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("CXX", "true")  # a compiler must be found
     library._load_once.cache_clear()
     try:
         with pytest.raises(UnsupportedError, match="QUANTKIT_CACHE"):
