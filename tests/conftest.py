@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,22 @@ def demo_model() -> Path:
     from quantkit.data.files import DEMO_MODEL
 
     return DEMO_MODEL
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a tiny random model of an architecture of transformers, by its ``model_type``; the same folder each time,
+    which no test changes."""
+    folder = tmp_path_factory.mktemp("tiny")
+
+    @functools.cache
+    def made(model_type: str) -> Path:
+        import oracle  # which lets transformers be quiet
+        from tiny_architectures import make
+
+        assert oracle
+        with warnings.catch_warnings(action="ignore"):
+            make(model_type, folder / model_type)
+        return folder / model_type
+
+    return made

@@ -25,6 +25,7 @@ ROOMS = (
     ("formats",),
     ("kernels", "distributed"),
     ("model",),
+    ("via_transformers",),
     ("quality", "runtime", "calibration"),
     ("bit_allocation",),
     ("xla",),
@@ -182,9 +183,11 @@ def test_the_library_does_not_print() -> None:
         assert not [c for c in calls if isinstance(c, ast.Name) and c.id == "print"], module
 
 
-def test_transformers_is_used_in_one_module() -> None:
-    users = [m for m, tree in MODULES.items() if any(n.split(".")[0] == "transformers" for n in _imports(tree))]
-    assert users == ["quantkit.model.transformers_linears"]
+@pytest.mark.parametrize("package", ["transformers", "greenlet"])
+def test_transformers_and_what_runs_it_are_used_in_one_room(package: str) -> None:
+    users = [m for m, tree in MODULES.items() if any(n.split(".")[0] == package for n in _imports(tree))]
+    assert users
+    assert all(module.startswith("quantkit.via_transformers.") for module in users)
 
 
 def test_jax_is_requested_in_one_room_and_torchax_in_one_module() -> None:

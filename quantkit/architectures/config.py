@@ -132,6 +132,7 @@ class ModelConfig:
         window_rope: rotary positions of layers with a window, if they differ from those of the others.
         tensors: all tensors of a model that is known by them only (see `families.opaque`); else None.
         unstored: linear modules that readers have and no tensor is the weight of; None if unknown.
+        run_by: what runs a model known by its tensors only, such as ``transformers 5.23.0``; None if nothing does.
     """
 
     architecture: str
@@ -171,11 +172,17 @@ class ModelConfig:
     latent_attention: LatentAttentionConfig | None = None
     tensors: tuple[OpaqueTensor, ...] | None = dataclasses.field(default=None, repr=False)
     unstored: tuple[str, ...] | None = None
+    run_by: str | None = None
 
     @property
     def runnable(self) -> bool:
         """Whether the decoder can run the model."""
         return self.tensors is None
+
+    @property
+    def measurable(self) -> bool:
+        """Whether the model can be run at all, so that its logits are known: by the decoder or by transformers."""
+        return self.runnable or self.run_by is not None
 
     @property
     def num_layers(self) -> int:
@@ -257,7 +264,7 @@ class ModelConfig:
 
     def differences(self, other: ModelConfig) -> list[str]:
         """The differences between two models except for the float type, such as ``hidden_size 128 against 256``."""
-        skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers", "tensors", "unstored"}
+        skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers", "tensors", "unstored", "run_by"}
         found = _differences(self, other, skipped) + _tensor_differences(self.tensors, other.tensors)
         if self.num_layers != other.num_layers:
             return [*found, f"num_layers {self.num_layers} against {other.num_layers}"]

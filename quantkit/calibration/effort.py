@@ -6,11 +6,12 @@ Without torch, so that the command line's help can show the defaults.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import ModelConfig, OpaqueTensor
 from quantkit.architectures.topology import input_groups, layer_kinds, sizes
 
 EffortName = Literal["quick", "default", "thorough"]
@@ -21,7 +22,7 @@ SEED = 0
 ACTIVATION_MEMORY = 4 * 10**9
 """Bytes of activations in memory, unless half of what is available is less."""
 
-_BATCH_TOKENS = 2048
+BATCH_TOKENS = 2048
 _BATCH_VALUES = 1 << 22  # elements of the feed-forward's inner states
 _MIN_FOLLOWED = 4  # batches
 _MIN_TOKENS_PER_INPUT = 2  # of the widest linear; its drift is not known from fewer
@@ -43,7 +44,7 @@ class Effort:
 
     def length(self, config: ModelConfig) -> int:
         """The tokens of a sample by default: a power of two, or the model's context if that is shorter."""
-        inputs = max(group.columns / group.share for group, _ in every_group(config))
+        inputs = max((group.columns / group.share for group, _ in every_group(config)), default=config.hidden_size)
         wanted = self.tokens_per_input * inputs / SAMPLES
         length = MAX_LENGTH if wanted > MAX_LENGTH else max(MIN_LENGTH, 1 << math.ceil(math.log2(wanted)))
         return min(length, config.max_context)
@@ -70,7 +71,7 @@ EFFORTS: dict[EffortName, Effort] = {"quick": Effort(8, 4), "default": Effort(32
 
 def batch_samples(config: ModelConfig, length: int) -> int:
     """The number of samples of a length that go through the model together."""
-    return max(1, min(_BATCH_TOKENS, _BATCH_VALUES // inner_width(config)) // length)
+    return max(1, min(BATCH_TOKENS, _BATCH_VALUES // inner_width(config)) // length)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,9 @@ class Group:
 
 
 def groups_of(config: ModelConfig, layer: int) -> list[Group]:
-    """The groups of a block."""
+    """The groups of a block; of a model known by its tensors only, each linear by itself."""
+    if config.tensors is not None:
+        return [_alone(tensor.module, tensor.shape) for tensor in config.tensors if _is_solved(tensor, layer)]
     counts, experts = sizes(config), config.experts
     return [
         Group(
@@ -103,14 +106,28 @@ def groups_of(config: ModelConfig, layer: int) -> list[Group]:
     ]  # fmt: skip
 
 
+def _is_solved(tensor: OpaqueTensor, layer: int) -> bool:
+    return tensor.role == "linear" and tensor.layer == layer
+
+
+def _alone(module: str, shape: tuple[int, ...]) -> Group:
+    """A linear by itself; which share of the tokens an expert gets is not known, and taken as a quarter."""
+    rows, columns = shape
+    return Group("mlp", 1, rows, columns, writes=True, share=0.25 if "expert" in module else 1.0)
+
+
 def every_group(config: ModelConfig) -> list[tuple[Group, int]]:
     """The groups of all kinds of blocks, with the number of blocks that have them."""
+    if config.tensors is not None:
+        layers = range(config.num_layers)
+        return list(Counter(group for layer in layers for group in groups_of(config, layer)).items())
     return [(group, count) for layer, count in layer_kinds(config).items() for group in groups_of(config, layer)]
 
 
 def inner_width(config: ModelConfig) -> int:
     """The largest width of a feed-forward's inner states at a time: in a mixture, of one expert."""
-    return max(group.columns for group, _ in every_group(config) if group.branch == "mlp" and group.writes)
+    columns = (group.columns for group, _ in every_group(config) if group.branch == "mlp" and group.writes)
+    return max(columns, default=config.hidden_size)
 
 
 def followed_share(config: ModelConfig, shape: Sequence[int], effort: Effort) -> float:
@@ -132,7 +149,9 @@ def activation_bytes(
     """
     streams = 1 + followed_share(config, shape, effort)
     between = 0.0
-    for layer in layer_kinds(config):
+    if config.tensors is not None:  # of each token the residual, its norm, and the inputs of a linear
+        between = streams * (config.hidden_size + inner_width(config))
+    for layer in () if config.tensors is not None else layer_kinds(config):
         groups = [group for group in groups_of(config, layer) if group.writes]
         if config.layers[layer].experts:
             groups = [group for group in groups if group.branch != "mlp"]

@@ -51,7 +51,8 @@ def gpu_activation_bytes(config: ModelConfig, shape: Sequence[int], device: torc
 
 def largest_block(config: ModelConfig) -> int:
     """Parameters of the linears in the largest block."""
-    return max(sum(group.weights for group in groups_of(config, layer)) for layer in layer_kinds(config))
+    layers = layer_kinds(config) if config.tensors is None else range(config.num_layers)
+    return max(sum(group.weights for group in groups_of(config, layer)) for layer in layers)
 
 
 def forward_flops(config: ModelConfig, tokens: int) -> int:

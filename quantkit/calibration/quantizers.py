@@ -36,7 +36,7 @@ from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
-_MMAP_THRESHOLD = 8 << 20
+MMAP_THRESHOLD = 8 << 20
 
 Solved = tuple[str, Tensor | QuantTensor, Mapping[str, object] | None]
 """A tensor's name, its value, and for the manifest how it was found."""
@@ -144,7 +144,7 @@ class GptqQuantizer(RtnQuantizer):
 
     @contextmanager
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
-        set_mmap_threshold(_MMAP_THRESHOLD)
+        set_mmap_threshold(MMAP_THRESHOLD)
         self._written = written = replace(written, count=self.group.broadcast_from_rank0(written.count))
         self._done = written.names
         unsolved = [block.layer for block in blocks if block.layer is not None and not block.is_quantized_in(written)]

@@ -88,7 +88,7 @@ def require_runnable(checkpoint: Checkpoint) -> None:
 
 def require_calibratable(checkpoint: Checkpoint) -> None:
     """Raise `UnsupportedError` for a model that no samples can be sent through."""
-    if not checkpoint.config.runnable:
+    if not checkpoint.config.measurable:
         raise UnsupportedError(
             "the model is known by its tensors only, it cannot be calibrated", path=checkpoint.path,
             found=checkpoint.config.architecture, expected='`method="rtn"`',

@@ -47,7 +47,7 @@ def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
     Raises:
         CheckpointError: if it is damaged, or knows more tokens than the embedding.
     """
-    if not source.config.runnable:
+    if not source.config.measurable:
         return None, []  # its files are copied without being read
     if not present(text_folder(source.path), TOKENIZER_FILES[:2]):
         return None, [f"{source.path}: has no tokenizer; the output will have none"]

@@ -158,7 +158,7 @@ def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
     phases = {"writing": _streaming(source, encoder)}
     checked = _checked_tokens(source, prepared.options.source_check)
     scratch, on_device = 0, 0
-    if config.runnable:  # the gate holds the hidden states of three models on all texts
+    if config.measurable:  # the gate holds the hidden states of three models on all texts
         phases["the gate"] = _forward(source, measured_tokens(source), models=3)
     if certified is not None:
         one = min(certified.windows.shape[1], TOKENS_THROUGH_A_BLOCK)
@@ -223,9 +223,12 @@ def _checked_tokens(source: Checkpoint, source_check: bool) -> int:
 def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:
     """Peak of a pass through models on disk: a head, hidden states, one batch in a layer, one layer's codes."""
     config = source.config
-    counts = sizes(config)
-    groups = (group for layer in layer_kinds(config) for group in input_groups(config, layer))
-    widest = max(counts[linear.dims[0]] * counts[linear.dims[1]] for group in groups for linear in group.linears)
+    if config.tensors is not None:
+        widest = costs.largest_block(config)  # transformers has a block in memory
+    else:
+        counts = sizes(config)
+        groups = (group for layer in layer_kinds(config) for group in input_groups(config, layer))
+        widest = max(counts[linear.dims[0]] * counts[linear.dims[1]] for group in groups for linear in group.linears)
     states = 4 * tokens * (2 * models * config.hidden_size + 4 * inner_width(config))
     logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
     head = config.vocab_size * config.hidden_size * DType(config.dtype).itemsize

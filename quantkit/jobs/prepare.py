@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import unread_experts
@@ -22,7 +22,7 @@ from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import every_group
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.distributed.group import ProcessGroup
-from quantkit.errors import RequestError, UnsupportedError
+from quantkit.errors import QuantkitError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, require_calibratable, schemes
 from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
@@ -41,13 +41,18 @@ from quantkit.jobs.scheme_map import SchemeMap, requested_recipe
 from quantkit.jobs.settings import GptqSettings, gptq_settings
 from quantkit.jobs.target import NATIVE, dropped_kv_cache, shard_bytes
 from quantkit.jobs.weights_only import kept_parts, kept_recurrent
-from quantkit.model.transformers_linears import with_linears
 from quantkit.progress import Progress
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
+from quantkit.via_transformers.forward import is_installed, require_installed, run_by_transformers
+from quantkit.via_transformers.linears import is_known, with_linears
+
+if TYPE_CHECKING:
+    from quantkit.formats.detect import WeightKind
+    from quantkit.via_transformers.passage import Survey
 
 BIT_ALLOCATION = "bit_allocation"
 """The key of the schemes chosen for a size in the manifest, and in the journal of an interrupted run."""
@@ -59,6 +64,7 @@ class Prepared:
 
     Attributes:
         linears_by: how the linear layers of a model known by its tensors only were found; None for others.
+        survey: how samples reach the linears of a model that transformers runs; None before that, and for others.
         settings: of GPTQ; None for rounding.
         certified: the text on which the loss by position is measured; None if this was not requested.
         notes: for the user.
@@ -74,6 +80,7 @@ class Prepared:
     certified: CertifiedText | None
     notes: list[str]
     allocation: Allocation | None = None
+    survey: Survey | None = None
 
     @property
     def dst(self) -> Path:
@@ -145,7 +152,7 @@ def prepare(options: QuantizeOptions) -> Prepared:
     dst, target = as_path("dst", options.dst), options.target
     require_name(dst)
     recipe = requested_recipe(options)
-    source = open_checkpoint(as_path("src", options.src), options.weights, tensors_only=options.tensors_only)
+    source = _opened(options)
     require_new_names(source.path, dst)
     if options.method == "gptq" and options.size is None:
         require_calibratable(source)
@@ -159,6 +166,8 @@ def prepare(options: QuantizeOptions) -> Prepared:
         source.config, linears_by, more = with_linears(source.config, source.extra_config, source.path)
         notes += [*more, *left_behind(source)]
     scheme_map, more = _assigned(source, recipe, dst, target, strict=options.strict)
+    if source.config.run_by is not None:
+        notes.append(f"{source.path}: run by {source.config.run_by}")
     if not source.config.runnable:
         if recurrent := kept_recurrent(source.config, scheme_map.schemes):
             notes.append(f"{source.path}: {recurrent}; a recipe that names them alone may give them int8")
@@ -169,6 +178,31 @@ def prepare(options: QuantizeOptions) -> Prepared:
     certified = certified_text(options.certify_positions, options.certify_text, source, tokenizer)
     notes += [] if certified is None else certified.notes
     return Prepared(options, source, scheme_map, tokenizer, linears_by, settings, certified, notes)
+
+
+def _opened(options: QuantizeOptions) -> StoredCheckpoint:
+    """The source, run by our decoder, or else by transformers. Raises `QuantkitError` as `quantize` does."""
+    path, weights = as_path("src", options.src), options.weights
+    if options.via != "transformers":
+        try:
+            return open_checkpoint(path, weights, tensors_only=options.tensors_only)
+        except UnsupportedError:
+            if options.via is not None or (source := _known_to_transformers(path, weights)) is None:
+                raise
+    else:
+        require_installed()
+        source = open_checkpoint(path, weights, tensors_only=True)
+    _ = replace(options, via="transformers")  # raises for options that do not go with it
+    return run_by_transformers(source)
+
+
+def _known_to_transformers(path: Path, weights: WeightKind | None) -> StoredCheckpoint | None:
+    """A source of a family that quantkit does not know, if transformers is there and knows it."""
+    try:
+        source = open_checkpoint(path, weights, tensors_only=True)
+    except QuantkitError:
+        return None
+    return source if is_installed() and is_known(source.extra_config) else None
 
 
 def _as_floats(source: StoredCheckpoint, options: QuantizeOptions) -> tuple[StoredCheckpoint, list[str]]:

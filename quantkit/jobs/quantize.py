@@ -19,6 +19,7 @@ from quantkit.calibration.data import Calibration
 from quantkit.calibration.importance import IMPORTANCE, input_importance
 from quantkit.calibration.quantizers import GptqQuantizer, RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Written, weight_size
 from quantkit.formats.output.staging import mark_kept, partial_folder
@@ -40,6 +41,7 @@ from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly, carried_tensors, weights_only
 from quantkit.tensors.products import compute_dtype
 from quantkit.tensors.qtensor import ROUNDED
+from quantkit.via_transformers.forward import run_by_transformers
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,10 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     require_instance("group", options.group, ProcessGroup, "a ProcessGroup")
     group, progress = options.group, deduplicated(options.progress)
     prepared = prepare(options)
+    if prepared.source.config.run_by is not None and group.size > 1:
+        raise RequestError(
+            "models that transformers runs are quantized by one process", found=f"{group.size} processes"
+        )
     there = is_finished(prepared.dst, options.if_exists) if group.is_rank0 else group.receive_from_rank0()
     if group.is_rank0:
         group.send_from_rank0(there)
@@ -116,6 +122,8 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     with writing(work, dst, resume=options.resume, source_check=options.source_check, progress=report) as writer:
         _write(prepared.blocks, quantizer, writer, writer.written, durable=settings is not None)
         result = writer.seal()
+        if source.config.run_by is not None:
+            result = run_by_transformers(result)
         size = weight_size(result)
         gate, certificate = _check(prepared, result, writer, quantizer, progress)
         card = model_card_files(prepared, drawn, *size, gate, certificate)
@@ -156,7 +164,7 @@ def _skipped(prepared: Prepared, group: ProcessGroup, began: float, progress: Pr
     work = _work(prepared, drawn, group)
     there.require_inputs(work, _planned(prepared, work), source_check=options.source_check, progress=progress)
     accepted, certificate, text = options.accept_quality_loss, None, prepared.certified
-    gate = there.passed(Gate if prepared.source.config.runnable else WeightsOnly, "quality", accepted=accepted)
+    gate = there.passed(Gate if prepared.source.config.measurable else WeightsOnly, "quality", accepted=accepted)
     if ("positions" in there.manifest) != (text is not None):
         raise there.differs("certify_positions")
     if text is not None:
@@ -175,7 +183,7 @@ def _settled(
     """The final schemes, and the calibration samples; None for rounding."""
     source, settings, drawn = prepared.source, prepared.settings, None
     notes: list[str] = []
-    if not source.config.runnable:
+    if not source.config.measurable:
         allow_nonfinite = prepared.options.allow_nonfinite
         scheme_map, notes = within_bounds(
             source, prepared.scheme_map, allow_nonfinite=allow_nonfinite, progress=progress
@@ -184,6 +192,10 @@ def _settled(
     if settings is not None:
         drawn = settings.draw(source, group=group, progress=progress)
         notes = [*drawn.notes, *too_few_tokens(drawn.tokens.shape, source.config)]
+        if source.config.run_by is not None:
+            from quantkit.jobs.lockstep import surveyed
+
+            prepared = surveyed(prepared, drawn)
         if fit is not None:
             prepared = choose_schemes(prepared, fit, drawn, group=group, progress=progress)
     return replace(prepared, notes=[*prepared.notes, *notes]), drawn
@@ -197,6 +209,10 @@ def _quantizer(prepared: Prepared, drawn: Calibration | None, group: ProcessGrou
         observed = in_phase(progress, IMPORTANCE)
         importance = cache(partial(input_importance, source, prepared.tokenizer, progress=observed))
         return RtnQuantizer(source, allow_nonfinite=allow_nonfinite, importance=importance)
+    if source.config.run_by is not None:
+        from quantkit.jobs.lockstep import lockstep_quantizer
+
+        return lockstep_quantizer(prepared, settings, drawn, progress)
     return GptqQuantizer(
         source, drawn, prepared.scheme_map.schemes, device=settings.device, memory_bytes=settings.memory_bytes,
         effort=settings.effort_on(source.config, drawn.tokens.shape), allow_nonfinite=allow_nonfinite, group=group,
@@ -213,6 +229,8 @@ def _work(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) ->
     }  # fmt: skip
     if not source.config.runnable:
         recorded |= {"tensors_only": True, "linears_by": prepared.linears_by}
+    if source.config.run_by is not None:
+        recorded["run_by"] = source.config.run_by
     if prepared.target.name != NATIVE:
         recorded["to"] = prepared.target.name
     if options.dequantize:
@@ -254,7 +272,7 @@ def _check(
     """Compare a result with its source; the tensors of a model that cannot be run. Raises `QualityError` if it is too
     far from it, unless that is accepted."""
     source, certified, schemes = prepared.source, prepared.certified, prepared.scheme_map.schemes
-    if not source.config.runnable:
+    if not source.config.measurable:
         return weights_only(result, writer.records), None
     accepted = prepared.options.accept_quality_loss
     gate = run_gate(

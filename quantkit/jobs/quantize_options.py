@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 Method = Literal["rtn", "gptq"]
 METHODS = get_args(Method)
+Via = Literal["own", "transformers"]
+VIAS = get_args(Via)
 
 SCHEMES = "Schemes"
 METHOD = "Method"
@@ -93,6 +95,8 @@ class QuantizeOptions:
             once to the model's type, as `convert` does.
         tensors_only: quantize the tensors as they are, whatever the architecture; for rounding only, and no logits
             are compared.
+        via: what runs the model for calibration and for the gate: ``own`` or ``transformers``. None is own where the
+            family is known, or else transformers, if it is installed and knows the architecture.
     """
 
     src: str | Path
@@ -169,6 +173,9 @@ class QuantizeOptions:
     weights: WeightKind | None = option(OTHER)
     dequantize: bool = option(OTHER, "Read the weights of a quantized SRC as floats.", bool, default=False)
     tensors_only: bool = option(OTHER, default=False)
+    via: Via | None = option(
+        OTHER, "What runs the model. Default: own code where it knows the family, else transformers.", choices=VIAS
+    )
 
     def __post_init__(self) -> None:
         """Raise a `RequestError` for a value of the wrong type or out of range, and for options that exclude each
@@ -181,6 +188,12 @@ class QuantizeOptions:
         ):
             if value is not None and not pattern.fullmatch(as_string(name, value)):
                 raise RequestError(f"`{name}` is none that a hub knows", found=shown(value), expected=expected)
+        if self.via is not None and as_string("via", self.via) not in VIAS:
+            raise RequestError("unknown value of `via`", found=self.via, expected=" or ".join(VIAS))
+        if self.via is not None and self.tensors_only:
+            raise RequestError("`via` and `tensors_only=True` exclude each other: then nothing runs the model")
+        if self.via == "transformers":
+            self._check_transformers()
         _ = self.target, self.size
         self._check_method()
 
@@ -207,6 +220,11 @@ class QuantizeOptions:
             value = getattr(self, name) if info.section == CALIBRATION else None
             if value is not None and value is not False:
                 raise RequestError(f'`{name}` goes with `method="gptq"`')
+
+    def _check_transformers(self) -> None:
+        for name in ("target_bits", "max_size", "certify_positions", "template"):
+            if getattr(self, name) is not None:
+                raise RequestError(f'`{name}` does not go with `via="transformers"` yet')
 
     def _check_method(self) -> None:
         if self.method is not None and as_string("method", self.method) not in METHODS:

@@ -102,6 +102,17 @@ class GptqSettings:
         return replace(text, notes=(*notes, *text.notes))
 
 
+def _device(options: QuantizeOptions, source: Checkpoint) -> torch.device:
+    """Where GPTQ computes. Raises `RequestError` for a device that it cannot use."""
+    if source.config.run_by is None:
+        return usable_device(options.device)
+    if options.device is not None and usable_device(options.device).type != "cpu":
+        raise RequestError(
+            "models that transformers runs are quantized on the CPU", found=f"`device={str(options.device)!r}`"
+        )
+    return torch.device("cpu")
+
+
 def gptq_settings(
     options: QuantizeOptions, schemes: Collection[QuantScheme], source: Checkpoint, tokenizer: Tokenizer | None
 ) -> GptqSettings | None:
@@ -118,8 +129,8 @@ def gptq_settings(
     if options.method == "rtn" or (options.method is None and not solved):
         options.require_no_calibration()
         return None
-    if (sized or options.method is None) and (not source.config.runnable or tokenizer is None):
-        lack = "it is known by its tensors only" if not source.config.runnable else "it has no tokenizer"
+    if (sized or options.method is None) and (not source.config.measurable or tokenizer is None):
+        lack = "it is known by its tensors only" if not source.config.measurable else "it has no tokenizer"
         if sized:
             raise RequestError(
                 f"a size to fit needs a model that can be calibrated: {lack}", path=source.path,
@@ -134,7 +145,7 @@ def gptq_settings(
             "calibration needs a tokenizer, and the source has none", path=source.path,
             hint='round it with `method="rtn"`',
         )  # fmt: skip
-    device, context = usable_device(options.device), source.config.max_context
+    device, context = _device(options, source), source.config.max_context
     samples = effort.SAMPLES if options.samples is None else options.samples
     length = effort.EFFORTS[options.effort_name].length(source.config) if options.length is None else options.length
     if length > context:

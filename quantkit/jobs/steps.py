@@ -53,9 +53,9 @@ def _steps(
     source, certified, config = prepared.source, prepared.certified, prepared.source.config
     weights = _weights(prepared)
     writing = speed.writing(sizes.output_bytes, sizes.source_bytes)
-    measured = measured_tokens(source) if config.runnable else 0
+    measured = measured_tokens(source) if config.measurable else 0
     steps: dict[str, float] = {}
-    if settings is None and not config.runnable:
+    if settings is None and not config.measurable:
         steps["rounding errors"] = speed.rounding(weights, searched=True)
     if settings is not None:
         steps |= _before(settings, fit, speed)
@@ -67,9 +67,9 @@ def _steps(
         steps["quantize"] = writing + speed.rounding(weights, searched=True)
     else:
         steps["quantize"] = writing + _calibrated(settings, speed)
-    if config.runnable and settings is None:  # which is its own baseline, and so is rounded once more
+    if config.measurable and settings is None:  # which is its own baseline, and so is rounded once more
         steps["gate"] = speed.forward(measured, models=2) + speed.rounding(weights, searched=True)
-    elif config.runnable:  # the baseline is rounded, and so is each weight that its error is compared with
+    elif config.measurable:  # the baseline is rounded, and so is each weight that its error is compared with
         steps["gate"] = speed.forward(measured, models=3) + 2 * speed.rounding(weights, searched=False)
     if certified is not None:
         passes = _PASSES_OF_CERTIFICATE * len(certified.windows)

@@ -20,10 +20,11 @@ from torch import Tensor
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK, Batch, head_logits, layerwise_hidden
+from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK, Batch
 from quantkit.progress import Progress, silent
 from quantkit.quality.figures import Estimate, mean_estimate
 from quantkit.tensors.finite import finite_logits
+from quantkit.via_transformers.forward import final_hidden, final_logits
 
 STATES_BYTES = 256 << 20
 NOT_SCORED = -100
@@ -93,7 +94,7 @@ class Windows:
 
 
 class Hidden(Protocol):
-    """Returns final hidden states [B, T, D] of every batch, as `layerwise_hidden` does."""
+    """Returns final hidden states [B, T, D] of every batch, as `final_hidden` does."""
 
     def __call__(
         self, checkpoint: Checkpoint, batches: Sequence[Batch], *, group: ProcessGroup = SINGLE,
@@ -118,7 +119,7 @@ def compare_batches(
 
 def compare(
     reference: Checkpoint, others: Sequence[Checkpoint], windows: Tensor, *,
-    reference_hidden: Hidden = layerwise_hidden, listeners: Sequence[Listener] = (), group: ProcessGroup = SINGLE,
+    reference_hidden: Hidden = final_hidden, listeners: Sequence[Listener] = (), group: ProcessGroup = SINGLE,
     progress: Progress = silent,
 ) -> list[Quality]:  # fmt: skip
     """Compare checkpoints with one reference on a text, as windows [W, T] of token ids.
@@ -136,7 +137,7 @@ def compare(
 def tallies(
     reference: Checkpoint, others: Sequence[Checkpoint], texts: Sequence[Windows], *,
     cache_dtypes: Sequence[torch.dtype | None] = (None,), listeners: Sequence[Listener] = (),
-    reference_hidden: Hidden = layerwise_hidden, group: ProcessGroup = SINGLE, progress: Progress = silent,
+    reference_hidden: Hidden = final_hidden, group: ProcessGroup = SINGLE, progress: Progress = silent,
     finite: bool = True,
 ) -> list[list[Tally]]:  # fmt: skip
     """Compare checkpoints with one reference on texts.
@@ -175,7 +176,7 @@ def tallies(
         state_bytes = 4 * width * sum(map(len, targets))
         for some in _pieces(len(compared), max(1, 2 * STATES_BYTES // state_bytes - 1)):
             seconds = [
-                layerwise_hidden(other, batches, cache_dtype=cache, group=group, progress=next(steps))
+                final_hidden(other, batches, cache_dtype=cache, group=group, progress=next(steps))
                 for other, cache in compared[some]
             ]
             for rows in head_pieces([len(one) for one in targets], size):
@@ -283,7 +284,7 @@ def _losses(
     parts = _parts(texts, checkpoint.config.hidden_size)
     for index, part in enumerate(parts):
         batches = [one.batch() for _, one in part]
-        states = layerwise_hidden(checkpoint, batches, group=group, progress=part_of(progress, index, len(parts)))
+        states = final_hidden(checkpoint, batches, group=group, progress=part_of(progress, index, len(parts)))
         targets = [one.targets.flatten() for _, one in part]
         scored = [(one != NOT_SCORED).nonzero().squeeze(-1) for one in targets]
         for rows in head_pieces([len(one) for one in scored], checkpoint.config.vocab_size):
@@ -298,7 +299,7 @@ def _logits(
     *, finite: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Logits [N, V] of rows of hidden states [B, T, D]; with `finite`, NaN or Inf is a `NonFiniteError`."""
-    found = head_logits(checkpoint, [states[batch].flatten(0, 1)[own] for batch, own in rows], group=group)
+    found = final_logits(checkpoint, [states[batch].flatten(0, 1)[own] for batch, own in rows], group=group)
     return [finite_logits(logits, checkpoint.path) for logits in found] if finite else found
 
 

@@ -13,13 +13,14 @@ from quantkit.data.files import excerpt
 from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import checked_tokenizer
-from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
+from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, silent
 from quantkit.quality.bounds import window_length
 from quantkit.quality.figures import rounded
 from quantkit.quality.measures import head_pieces, text_windows
 from quantkit.tensors.finite import all_finite, checked_cast, nonfinite_logits
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.via_transformers.forward import final_hidden, final_logits
 
 NOTED_BITS_PER_BYTE = 3.0
 """Above this a model predicts plain English so badly that its user is warned."""
@@ -65,7 +66,7 @@ def check_source(
         CheckpointError: if its perplexity is no better than a uniform guess, or its logits do not depend on the input.
         NonFiniteError: if its logits are NaN or Inf, naming the first tensor that is.
     """
-    if not source.config.runnable:
+    if not source.config.measurable:
         return "the source is known by its tensors only"
     tokenizer, _ = checked_tokenizer(source)
     if tokenizer is None:
@@ -74,7 +75,7 @@ def check_source(
     window = text_windows(ids, tokenizer.bos_id, window_length(source))[:1]
     if window.numel() < 2:
         return "the tokenizer makes no tokens of a plain text"
-    (hidden,) = layerwise_hidden(source, [Batch.from_start(window)], progress=progress)
+    (hidden,) = final_hidden(source, [Batch.from_start(window)], progress=progress)
     found = _loss(source, hidden[0], window[0])
     if not math.isfinite(found):
         if allow_nonfinite:
@@ -107,7 +108,7 @@ def _loss(source: Checkpoint, hidden: Tensor, window: Tensor) -> float:
     high = -low
     for some in head_pieces([len(window)], source.config.vocab_size):
         pieces = [rows for _, rows in some]
-        for rows, logits in zip(pieces, head_logits(source, [hidden[rows] for rows in pieces]), strict=True):
+        for rows, logits in zip(pieces, final_logits(source, [hidden[rows] for rows in pieces]), strict=True):
             if not all_finite(logits):
                 return math.nan
             targets = window[rows.start + 1 : rows.stop + 1]

@@ -9,7 +9,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,13 @@ def with_linears(config: ModelConfig, raw: Mapping[str, Any], path: Path) -> tup
     assert config.tensors is not None
     try:
         name, roles, unstored = _roles(config.tensors, raw, path)
-    except _NotKnown as reason:
+    except NotKnown as reason:
         why = f"{path}: {reason}; linear layers are recognized by their names"
         return with_roles(config, named_roles(raw, config.tensors)), "names", [why]
     return with_roles(config, roles, unstored), f"the modules of transformers' {name}", []
 
 
-class _NotKnown(Exception):
+class NotKnown(Exception):
     """Why transformers can't say which linears a model has."""
 
 
@@ -69,16 +69,18 @@ def _roles(
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
-        raise _NotKnown("transformers is not installed") from None
-    with _quiet():
+        raise NotKnown("transformers is not installed") from None
+    with quiet():
         try:
-            model = _on_meta(transformers, raw)
-            names = _names_in(model, tensors)
-        except _NotKnown:
+            found, config = model_class(transformers, raw)
+            with torch.device("meta"):
+                model = found(config)
+            names = targets(model, [tensor.name for tensor in tensors if may_be_linear(tensor)])
+        except NotKnown:
             raise
         except Exception as error:  # of the code of any model, given any config
             message = " ".join(str(error).split())
-            raise _NotKnown(f"transformers can't build the model ({type(error).__name__}: {shown(message)})") from error
+            raise NotKnown(f"transformers can't build the model ({type(error).__name__}: {shown(message)})") from error
     roles = _with_linears(model, names, tensors, raw)
     turned = next((name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"), None)
     if all(role == "float" for role, _ in roles.values()) and turned:  # weights are [I, O], as GPT-2 has them
@@ -90,14 +92,22 @@ def _roles(
     return type(model).__name__, roles, tuple(name for name in linears if name not in stored)
 
 
-def _on_meta(transformers: Any, raw: Mapping[str, Any]) -> Any:
-    """The model without weights; raises `_NotKnown` if transformers has no class for it, or its numbers are absurd."""
+def is_known(raw: Mapping[str, Any]) -> bool:
+    """Whether the installed transformers knows the architecture of a config.json, by its own code."""
+    mapping: Any = importlib.import_module("transformers.models.auto.configuration_auto")
+    kind = raw.get("model_type")
+    return isinstance(kind, str) and kind in mapping.CONFIG_MAPPING and "auto_map" not in raw
+
+
+def model_class(transformers: Any, raw: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The class of a model and its config, from its config.json. Raises `NotKnown` if transformers has no class for it,
+    or its numbers are absurd."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     kind, classes = raw.get("model_type"), raw.get("architectures")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise _NotKnown(f"transformers does not know {shown(kind)}")
+        raise NotKnown(f"transformers does not know {shown(kind)}")
     _require_sane(raw)
     stated = {key: value for key, value in raw.items() if key not in _NOT_OF_THE_MODEL}
     known = CONFIG_MAPPING[kind]
@@ -107,9 +117,8 @@ def _on_meta(transformers: Any, raw: Mapping[str, Any]) -> Any:
     models = (one for one in named if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel))
     found: Any = next(models, None) or MODEL_MAPPING.get(type(config), None)
     if not isinstance(found, type):
-        raise _NotKnown(f"transformers has no class for {shown(classes or kind)}")
-    with torch.device("meta"):
-        return found(config)
+        raise NotKnown(f"transformers has no class for {shown(classes or kind)}")
+    return found, config
 
 
 def _require_sane(raw: Mapping[str, Any]) -> None:
@@ -119,30 +128,43 @@ def _require_sane(raw: Mapping[str, Any]) -> None:
             counted = _COUNTED.fullmatch(key)
             max_count = 2**40 if counted is None else Limits.experts if counted[2] == "experts" else Limits.layers
             if type(value) is int and not -Limits.width <= value <= max_count:
-                raise _NotKnown(f"its config's '{key}' is {shown(value)}")
+                raise NotKnown(f"its config's '{key}' is {shown(value)}")
 
 
-def _names_in(model: Any, tensors: tuple[OpaqueTensor, ...]) -> dict[str, tuple[str, bool]]:
-    """What the model calls the matrices on disk, and whether each is a parameter by itself there, as transformers'
-    own loader renames, merges and splits them."""
+def targets(
+    model: Any, names: Iterable[str], mapping: Sequence[Any] | None = None
+) -> dict[str, tuple[str, str | None]]:  # fmt: skip
+    """What the model calls tensors on disk, as transformers' own loader renames, merges and splits them, in its order;
+    those that it does not have are left out. A tensor that is not a parameter by itself gets the name of the first
+    that it is part of, and the pattern of what merges or splits it.
+
+    Args:
+        mapping: of names and tensors; None is the model's.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
-    mapping = get_model_conversion_mapping(model)
+    mapping = get_model_conversion_mapping(model) if mapping is None else mapping
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     known = dict(model.state_dict())
     found = {}
-    for tensor in tensors:
-        if may_be_linear(tensor):
-            name, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, known)
-            if name in known:
-                found[tensor.name] = name, pattern is None
+    for stored in sorted(names, key=dot_natural_key):
+        name, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, known)
+        if name not in known and stored in known:
+            name, pattern = rename_source_key(stored, [], [], model.base_model_prefix, known)
+        if name in known:
+            found[stored] = name, pattern
     return found
 
 
 def _with_linears(
-    model: Any, names: Mapping[str, tuple[str, bool]], tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any]
+    model: Any, names: Mapping[str, tuple[str, str | None]], tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any]
 ) -> dict[str, Role]:
     """Role and alias of each tensor that is the weight of a linear, by its name."""
     modules = dict(model.named_modules())
@@ -156,18 +178,18 @@ def _with_linears(
     for tensor in tensors:
         if tensor.name not in names:
             continue
-        name, alone = names[tensor.name]
+        name, merged = names[tensor.name]
         called = name.rpartition(".")[0]
         module = modules.get(called)
         hinted = hints.role(tensor, called)
         alias = None if called == tensor.module else called
         if not isinstance(module, nn.Linear):
-            if not alone and hinted is None and _is_expert(tensor):
+            if merged and hinted is None and _is_expert(tensor):
                 found[tensor.name] = "linear", None  # one of those that the loader stacks
             continue
         if module is head:
             role = "float" if tied else "head"
-        elif _routes(module) or not alone or tuple(module.weight.shape) != tensor.shape:
+        elif _routes(module) or merged or tuple(module.weight.shape) != tensor.shape:
             role = "float"
         elif precise.intersection(called.split(".")):
             role = "float"  # its class keeps it in float32
@@ -205,13 +227,17 @@ def _is_expert(tensor: OpaqueTensor) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what transformers logs or warns of: nothing is loaded."""
+def quiet() -> Iterator[None]:
+    """Without what transformers logs, warns of and shows the progress of."""
+    bars_of: Any = importlib.import_module("transformers.utils.logging")
     log = logging.getLogger("transformers")
-    before = log.level
+    before, bars = log.level, bars_of.is_progress_bar_enabled()
     log.setLevel(logging.CRITICAL)
+    bars_of.disable_progress_bar()
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         log.setLevel(before)
+        if bars:
+            bars_of.enable_progress_bar()

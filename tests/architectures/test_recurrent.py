@@ -19,8 +19,7 @@ import quantkit
 from quantkit.architectures.families.opaque import is_within, named_roles, recurrent_modules
 from quantkit.errors import RequestError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.model import transformers_linears
-from quantkit.model.transformers_linears import with_linears
+from quantkit.via_transformers.linears import NotKnown, _recurrent, _require_sane, with_linears
 
 _TEXT = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -120,7 +119,7 @@ def test_state_is_seen_in_code_where_no_name_reports_it() -> None:
     config = transformers.AutoConfig.for_model("inkling2")
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(config)
-    found = transformers_linears._recurrent(dict(model.named_modules()))
+    found = _recurrent(dict(model.named_modules()))
     convolutions = [n for n, m in model.named_modules() if type(m).__name__ == "Inkling2DynamicShortConvolution"]
     assert convolutions
     assert set(convolutions) <= found
@@ -132,7 +131,7 @@ def test_gates_of_attention_and_convolutions_over_sound_carry_no_state(kind: str
     config = transformers.AutoConfig.for_model(kind)
     with torch.device("meta"):
         modules = dict(transformers.AutoModel.from_config(config).named_modules())
-    found = transformers_linears._recurrent(modules)
+    found = _recurrent(modules)
     linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
     assert linears
     assert not any(is_within(name, found) for name in linears)
@@ -222,9 +221,9 @@ def test_absurd_numbers_of_layers_are_refused_whatever_a_config_calls_them(kind:
     known = CONFIG_MAPPING[kind]
     for key in {"num_hidden_layers", known.attribute_map.get("num_hidden_layers", "num_hidden_layers")}:
         stated = json.loads(known().to_json_string(use_diff=False))
-        transformers_linears._require_sane(stated)
-        with pytest.raises(transformers_linears._NotKnown, match=key):
-            transformers_linears._require_sane({**stated, key: 10**6})
+        _require_sane(stated)
+        with pytest.raises(NotKnown, match=key):
+            _require_sane({**stated, key: 10**6})
 
 
 @pytest.mark.parametrize(

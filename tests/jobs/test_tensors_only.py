@@ -17,9 +17,9 @@ import quantkit
 from quantkit.architectures.topology import linear_columns, parameters
 from quantkit.errors import CheckpointError, NonFiniteError, QualityError, RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
-from quantkit.model.transformers_linears import with_linears
 from quantkit.quality.weights_only import COMPARED
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.via_transformers.linears import with_linears
 
 KEPT_CONFIG = {"model_type": "nobody_knows", "custom": {"deep": [1, 2.5, None]}, "torch_dtype": "float32"}
 

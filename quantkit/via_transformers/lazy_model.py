@@ -1,0 +1,233 @@
+"""A model of transformers without weights, whose parts get theirs while they are needed.
+
+A *part* is an element of an outermost list of modules, such as a decoder block, or any other module with parameters.
+Names of tensors on disk become those of parameters, and tensors are merged, split and turned, by transformers' own
+loader, so that a part gets what `from_pretrained` would give it, in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.json_values import shown
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.via_transformers.experts import use_experts
+from quantkit.via_transformers.linears import NotKnown, model_class, quiet, targets
+
+
+class LazyModel:
+    """A model of transformers; its buffers are there, and its parameters on the meta device between `unload` and
+    `load`.
+
+    Attributes:
+        model: the model.
+        targets: the parameter that each tensor on disk is, or is part of, and what merges or splits it; see `targets`.
+    """
+
+    def __init__(self, source: Checkpoint) -> None:
+        """
+        Args:
+            source: known by its tensors only; the model is the one that its config.json describes.
+
+        Raises:
+            UnsupportedError: if transformers cannot build the model.
+            CheckpointError: if tensors are missing, or have other shapes.
+        """
+        self._source = source
+        self.model: Any = _built(source)
+        self._mapping = _mapping(self.model)
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        same: dict[int, list[str]] = defaultdict(list)
+        for name, parameter in named.items():
+            same[id(parameter)].append(name)
+        self._shared = {name: same[id(parameter)] for name, parameter in named.items()}
+        self._lists = [f"{name}." for name, one in self.model.named_modules() if isinstance(one, nn.ModuleList)]
+        state = self.model.state_dict()
+        self._parts = {name: _part_of(name, self._lists) for name in (*named, *state)}
+        found = targets(self.model, source.names(), self._mapping)
+        self.targets = found
+        self._tensors: dict[str, list[str]] = defaultdict(list)  # on disk, by part
+        for name, (target, _) in found.items():
+            for part in dict.fromkeys(self._parts[one] for one in self._shared.get(target, [target])):
+                self._tensors[part].append(name)
+        self._require_all(named, found)
+
+    def part_of(self, module: str) -> str | None:
+        """The part that a module is, or is in; None for one around parts."""
+        while module and module not in self._tensors:
+            module = module.rpartition(".")[0]
+        return module or None
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of all parts."""
+        return list(self._tensors)
+
+    def is_listed(self, part: str) -> bool:
+        """Whether a part is an element of a list of modules."""
+        return part.startswith(tuple(self._lists))
+
+    @property
+    def first_parts(self) -> list[str]:
+        """The parts that tokens enter first: models look at their devices before."""
+        embedding = self.model.get_input_embeddings()
+        part = next((self.part_of(name) for name, one in self.model.named_modules() if one is embedding), None)
+        return [] if part is None else [part]
+
+    @property
+    def body(self) -> nn.Module:
+        """The model without its head."""
+        body: nn.Module = self.model.base_model
+        children = dict(body.named_children())
+        return children["decoder"] if list(children) == ["decoder"] else body  # a wrapper that is not called itself
+
+    def load(self, part: str) -> None:
+        """Give the modules of a part their weights."""
+        self._convert({name: _OnDisk(self._source, name) for name in self._tensors[part]}, "cpu")
+        self._share(part)
+
+    def unload(self, part: str) -> None:
+        """Free the weights of a part."""
+        for name, own in self._parts.items():
+            if own == part and name in self._shared:
+                set_parameter(self.model, name, self.model.get_parameter(name).to("meta"))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor on disk."""
+        return self._source.info(name).shape
+
+    def merged(self, target: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """A parameter made of other tensors than those on disk, given by their names, of the same shapes."""
+        patterns = {name: self.targets[name][1] for name in tensors}
+        first = next(iter(patterns.values()))
+        converters = [one for one in self._mapping if hasattr(one, "operations")]
+        converter = copy.deepcopy(next(one for one in converters if first in one.source_patterns))
+        for name, value in tensors.items():
+            converter.add_tensor(target, name, patterns[name], lambda value=value: value)
+        made = converter.convert(target, model=self.model, config=self.model.config)[target]
+        merged: Tensor = made[0] if isinstance(made, list) else made
+        return merged
+
+    def _share(self, part: str) -> None:
+        """Give tied parameters the tensor that one of them was given."""
+        for name, own in self._parts.items():
+            names = self._shared.get(name, [])
+            if own == part and len(names) > 1:
+                given = [self.model.get_parameter(one) for one in names]
+                value = next((one for one in given if one.device.type != "meta"), given[0])
+                for one in names:
+                    set_parameter(self.model, one, value)
+
+    def _convert(self, tensors: Mapping[str, Any], device: str) -> Any:
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        loading = LoadStateDictConfig(dtype=torch.float32, device_map={"": device}, weight_mapping=self._mapping)
+        with quiet():
+            info, _ = convert_and_load_state_dict_in_model(self.model, dict(tensors), loading)
+        return info
+
+    def _require_all(self, named: Iterable[str], found: Iterable[str]) -> None:
+        """Raise a `CheckpointError` unless every parameter gets a tensor of its shape."""
+        info = self._source.info
+        buffers = dict(self.model.named_buffers())
+        found_info = self._convert({name: torch.empty(info(name).shape, device="meta") for name in found}, "meta")
+        for name, buffer in buffers.items():
+            owner, _, leaf = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[leaf] = buffer  # those on disk are given with their part
+        missing = [name for name in named if all(one in found_info.missing_keys for one in self._shared[name])]
+        problems = {str(name): f"shape {list(shape)}" for name, shape, _ in found_info.mismatched_keys}
+        problems |= {name: shown(reason.splitlines()[-1]) for name, reason in found_info.conversion_errors.items()}
+        if name := next(iter([*problems, *missing]), None):
+            raise CheckpointError(
+                f"transformers finds no tensor for '{name}'", path=self._source.path, found=problems.get(name),
+                hint="a weight file is missing, or the config is another model's",
+            )  # fmt: skip
+
+
+class _OnDisk:
+    """A tensor that is read where transformers takes its values."""
+
+    def __init__(self, source: Checkpoint, name: str) -> None:
+        self._source, self._name = source, name
+
+    def __getitem__(self, _: object) -> Tensor:
+        value = self._source.load(self._name)
+        return value.dequantize() if isinstance(value, QuantTensor) else value
+
+
+def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
+    """Give a model a parameter that is not trained."""
+    owner, _, leaf = name.rpartition(".")
+    parameter = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
+    setattr(model.get_submodule(owner), leaf, parameter)
+
+
+def _part_of(name: str, lists: Iterable[str]) -> str:
+    """The part that has a parameter: up to the number behind the first list, or else the module itself."""
+    around = [one for one in lists if name.startswith(one)]
+    if not around:
+        return name.rpartition(".")[0]
+    first = min(around, key=len)
+    return first + name[len(first) :].partition(".")[0]
+
+
+def _built(source: Checkpoint) -> Any:
+    """The model that a config.json describes: parameters on the meta device, and buffers with their values."""
+    transformers: Any = importlib.import_module("transformers")
+    try:
+        with quiet():
+            if "auto_map" in source.extra_config:
+                raise NotKnown("the model comes with code that is not run")
+            cls, config = model_class(transformers, source.extra_config)
+            with _without_weights():
+                model = cls(config)
+            model.tie_weights()
+            use_experts(model)
+    except NotKnown as reason:
+        by = source.extra_config.get("transformers_version")
+        saved = f"; the folder was saved by {shown(by)}" if isinstance(by, str) else ""
+        problem = f"{reason}, as of version {transformers.__version__}{saved}"
+        raise UnsupportedError(problem, path=source.path, hint="`tensors_only=True` copies or rounds it") from None
+    except Exception as error:  # of the code of any model, given any config
+        message = shown(" ".join(str(error).split()))
+        problem = f"transformers {transformers.__version__} cannot build the model ({type(error).__name__}: {message})"
+        raise UnsupportedError(problem, path=source.path, found=source.config.architecture) from error
+    return model.eval().requires_grad_(False)
+
+
+def _mapping(model: Any) -> list[Any]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return list(get_model_conversion_mapping(model))
+
+
+@contextlib.contextmanager
+def _without_weights() -> Iterator[None]:
+    """Modules made within have their parameters on the meta device, not initialized."""
+    from transformers.initialization import no_init_weights
+
+    patched: Any = nn.Module
+    register = patched.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(module, name, parameter)
+
+    patched.register_parameter = on_meta
+    try:
+        with no_init_weights():
+            yield
+    finally:
+        patched.register_parameter = register

@@ -1,0 +1,145 @@
+"""Pass batches of samples through a model in lockstep: each stops where code on its way calls `stop`, and when all have
+arrived there, the caller does something, and lets them go on.
+
+Each batch runs the model's own `forward` in a greenlet, so that masks, rotary angles, shared keys and recurrent states
+stay where the model's code has them. What a stopped batch keeps is tracked; beyond a budget it is moved to a file until
+the batch goes on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantkit.errors import UnsupportedError
+from quantkit.via_transformers.linears import quiet
+from quantkit.via_transformers.spill import Spill
+
+
+@dataclass
+class Stop:
+    """Where a batch has stopped.
+
+    Attributes:
+        key: of the place; the same for all batches.
+        value: what it brings, such as the inputs of a linear.
+    """
+
+    key: Hashable
+    value: Any = None
+
+
+def stop(key: Hashable, value: Any = None) -> None:
+    """Stop the current batch until all have come here."""
+    current = getcurrent()
+    assert isinstance(current, _Batch)
+    assert current.parent is not None
+    current.parent.switch(Stop(key, value))
+
+
+class _Batch(greenlet):
+    """A batch on its way through the model."""
+
+
+class Lockstep:
+    """Batches that pass through a model together."""
+
+    def __init__(self, forwards: Iterable[Callable[[], object]], module: nn.Module, spill: Spill) -> None:
+        """
+        Args:
+            forwards: of each batch what runs the model.
+            module: the model, whose tensors belong to no batch.
+            spill: keeps what stopped batches hold.
+        """
+        self._batches = [_Batch(forward) for forward in forwards]
+        self._trackers = [_Tracker() for _ in self._batches]
+        self._module, self._spill = module, spill
+
+    def rounds(
+        self, arrived: Callable[[int, Hashable, Any], None], before: Callable[[int], None] = lambda index: None
+    ) -> Generator[Hashable]:
+        """Run all batches from place to place: the places where all have stopped, until they end.
+
+        Args:
+            arrived: called with the index of a batch, where it has stopped, and what it brings; batch after batch.
+            before: called with the index of a batch before it goes on.
+
+        Raises:
+            UnsupportedError: if batches stop at different places.
+        """
+        try:
+            while found := self._round(arrived, before):
+                yield found.key
+        finally:
+            self.close()
+
+    def _round(self, arrived: Callable[[int, Hashable, Any], None], before: Callable[[int], None]) -> Stop | None:
+        """Let all batches go on to the next place; None if they have ended."""
+        stops: list[Stop | None] = []
+        for index, batch in enumerate(self._batches):
+            before(index)
+            self._spill.restore(index)
+            with torch.no_grad(), quiet(), self._trackers[index]:
+                found = batch.switch()
+            stops.append(None if batch.dead else found)
+            keys = [None if one is None else one.key for one in (stops[0], stops[-1])]
+            if keys[0] != keys[1]:
+                raise UnsupportedError(
+                    "samples take different ways through the model", found=" and ".join(map(_place, keys))
+                )
+            if stops[-1] is not None:
+                arrived(index, stops[-1].key, stops[-1].value)
+                stops[-1].value = None
+                self._spill.keep(index, self._trackers[index].storages(), self._own)
+        return stops[0] if stops else None
+
+    def close(self) -> None:
+        """End all batches where they are."""
+        for batch in self._batches:
+            if batch:
+                batch.throw()  # which ends it without an error
+        self._batches = []
+        self._spill.close()
+
+    def _own(self) -> set[int]:
+        """The storages of the model's own tensors, parameters, buffers and attributes."""
+        found = set()
+        for module in self._module.modules():
+            for one in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+                if isinstance(one, Tensor):
+                    found.add(one.untyped_storage()._cdata)
+        return found
+
+
+class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Knows the tensors that were made while it was active, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(one, Tensor):
+                if one.is_meta:  # its numbers would be what lies in memory
+                    raise RuntimeError("the model uses a weight before it enters the module that has it")
+                self._made.append(weakref.ref(one))
+        return found
+
+    def storages(self) -> dict[int, torch.UntypedStorage]:
+        """The storages of the tensors that live."""
+        living = [(ref, tensor) for ref in self._made if (tensor := ref()) is not None]
+        self._made = [ref for ref, _ in living]
+        return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for _, tensor in living}
+
+
+def _place(key: Hashable) -> str:
+    return "the end" if key is None else str(key)

@@ -1,0 +1,291 @@
+"""Samples on their way through a `LazyModel`: parts get their weights when the samples come to them, and linears show
+their inputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import QuantkitError, UnsupportedError
+from quantkit.json_values import shown
+from quantkit.progress import Progress, silent
+from quantkit.via_transformers.experts import Brought, set_visitor
+from quantkit.via_transformers.lazy_model import LazyModel
+from quantkit.via_transformers.lockstep import Lockstep, stop
+from quantkit.via_transformers.sites import WEIGHT, Site
+from quantkit.via_transformers.spill import Spill
+
+_HIDDEN = "hidden states"
+_LARGE_TYPES = (nn.Embedding, nn.Linear)  # what else is outside of lists is small, and always there
+
+
+@dataclass(frozen=True)
+class Part:
+    """The place before a part whose weights are not there."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"'{self.name}'"
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The place before experts, when their router has chosen."""
+
+    module: str
+
+    def __str__(self) -> str:
+        return f"'{self.module}'"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The place before the first of some products that have the same input."""
+
+    sites: tuple[Site, ...]
+
+    def __str__(self) -> str:
+        return f"'{self.sites[0].parameter}'"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one batch shows about the products of a model.
+
+    Attributes:
+        groups: the sites in the order in which the batch reaches them; those of a part with the same input together.
+        repeated: those that it reaches several times.
+        unreached: those that it does not reach.
+    """
+
+    groups: tuple[Inputs, ...]
+    repeated: tuple[Site, ...]
+    unreached: tuple[Site, ...]
+
+
+def _unseen(site: Site, brought: Brought) -> None:
+    """Sees no product."""
+
+
+class _Returned(tuple[Tensor, ...]):
+    """What the body of a model returns: the states, and nothing else that may be requested."""
+
+    def __new__(cls, states: Tensor) -> _Returned:
+        return super().__new__(cls, (states,))
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+class Passage:
+    """Batches of tokens [B, T] that pass through a model."""
+
+    def __init__(self, lazy: LazyModel, path: Path) -> None:
+        """
+        Args:
+            path: of the model, for errors.
+        """
+        self.lazy, self._path = lazy, path
+        self._loaded: set[str] = set()
+        self._open: Counter[str] = Counter()
+        self._at = ""  # the module that was entered last
+        modules = {part: lazy.model.get_submodule(part) for part in lazy.parts if not lazy.is_listed(part)}
+        self._resident = {part for part, module in modules.items() if not isinstance(module, _LARGE_TYPES)}
+
+    def survey(self, sites: Sequence[Site], tokens: Tensor) -> Survey:
+        """Send a batch through the model, to see how it reaches the sites. Raises `UnsupportedError` if the model
+        fails."""
+        groups: list[tuple[Tensor, int, list[Site]]] = []  # a tensor that is kept has an identity that no other gets
+        counts: Counter[Site] = Counter()
+
+        def reached(site: Site, brought: Brought) -> None:
+            counts[site] += 1
+            inputs = brought.inputs
+            part = self.lazy.part_of(site.module)
+            same = (
+                own
+                for own in reversed(groups)
+                if own[0] is inputs and own[1] == inputs._version and self.lazy.part_of(own[2][0].module) == part
+            )
+            if (found := next(same, None)) is None:
+                groups.append((inputs, inputs._version, [site]))
+            elif site not in found[2]:
+                found[2].append(site)
+
+        with self._hooked(sites, reached):
+            for _ in self._rounds([tokens], Spill()):
+                pass
+        repeated = tuple(site for site in sites if counts[site] > 1)
+        once = (tuple(one for one in own if one not in repeated) for _, _, own in groups)
+        unreached = tuple(site for site in sites if not counts[site])
+        return Survey(tuple(Inputs(own) for own in once if own), repeated, unreached)
+
+    def inputs(
+        self, groups: Iterable[Inputs], batches: Sequence[Tensor], spill: Spill,
+        arrived: Callable[[int, Hashable, Any], None], before: Callable[[int], None],
+        left: Callable[[str], None] = lambda part: None,
+    ) -> Generator[Inputs]:  # fmt: skip
+        """Send batches through the model as far as they reach groups of a `Survey`, in its order: each when what all
+        batches bring has been shown.
+
+        Args:
+            arrived: called with the index of a batch and what it brings: a `Brought` to `Inputs`, and to `Routed` the
+                number of tokens by expert.
+            before: called with the index of a batch before it goes on.
+            left: called with a part that all batches have left, before its weights are freed.
+        """
+        places = {group.sites[0]: group for group in groups}
+        last = list(places.values())[-1]
+
+        def reached(site: Site, brought: Brought) -> None:
+            stop(places[site], brought)
+
+        rounds = self._rounds(batches, spill, arrived, before, left)
+        with self._hooked(list(places), reached, lambda name, counts: stop(Routed(name), counts)), closing(rounds):
+            for place in rounds:
+                if isinstance(place, Inputs):
+                    yield place
+                    if place == last:
+                        break  # the head is not needed
+
+    def hidden(self, batches: Sequence[Tensor], progress: Progress = silent) -> list[Tensor]:
+        """The states [B, T, D] of each batch, in float32, that the model without its head returns."""
+        found: list[Tensor] = []
+
+        def arrived(index: int, place: Hashable, value: Any) -> None:
+            if place == _HIDDEN:
+                found.append(value)
+
+        handle = self.lazy.body.register_forward_hook(lambda module, args, output: stop(_HIDDEN, output[0]))
+        listed = [part for part in self.lazy.parts if self.lazy.is_listed(part)]
+        try:
+            with self._hooked((), _unseen), closing(self._rounds(batches, Spill(), arrived)) as rounds:
+                for place in rounds:
+                    if isinstance(place, Part) and place.name in listed:
+                        progress("layers", listed.index(place.name), len(listed), "layers")
+                    elif place == _HIDDEN:
+                        break
+        finally:
+            handle.remove()
+        progress("layers", len(listed), len(listed), "layers")
+        return found
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The logits [N, V] of states [N, D] that `hidden` has returned: the model runs with these in place of what
+        its body computes."""
+        body = self.lazy.body
+        if body is self.lazy.model:
+            return states
+        found: list[Tensor] = []
+        handle = self.lazy.model.register_forward_hook(lambda module, args, output: found.append(output.logits[0]))
+        body.forward = lambda *args, **kwargs: _Returned(states.unsqueeze(0))
+        try:
+            with self._hooked((), _unseen):
+                for _ in self._rounds([torch.zeros(1, len(states), dtype=torch.long)], Spill()):
+                    pass
+        finally:
+            del body.forward
+            handle.remove()
+        return found[0]
+
+    def _rounds(
+        self, batches: Sequence[Tensor], spill: Spill,
+        arrived: Callable[[int, Hashable, Any], None] = lambda index, place, value: None,
+        before: Callable[[int], None] = lambda index: None,
+        left: Callable[[str], None] = lambda part: None,
+    ) -> Generator[Hashable]:  # fmt: skip
+        """The places where all batches have stopped; until the generator is closed no others pass."""
+        if self._loaded:
+            raise RuntimeError("other batches are on their way through this model")
+        for part in {*self._resident, *self.lazy.first_parts}:
+            self.lazy.load(part)
+            self._loaded.add(part)
+        forwards = [self._forward(tokens.clone()) for tokens in batches]
+        try:
+            rounds = Lockstep(forwards, self.lazy.model, spill).rounds(arrived, before)
+            with closing(rounds):
+                for place in rounds:
+                    if isinstance(place, Part):
+                        self._enter(place.name, left)
+                    yield place
+        finally:
+            for part in self._loaded:
+                self.lazy.unload(part)
+            self._loaded.clear()
+            self._open.clear()
+
+    def _forward(self, tokens: Tensor) -> Callable[[], object]:
+        def run() -> None:
+            try:
+                self.lazy.model(input_ids=tokens, use_cache=False)
+            except QuantkitError:
+                raise
+            except Exception as error:  # of the code of any model
+                message = shown(" ".join(str(error).split()))
+                raise UnsupportedError(
+                    f"transformers fails in '{self._at}' ({type(error).__name__}: {message})", path=self._path,
+                ) from error  # fmt: skip
+
+        return run
+
+    def _enter(self, part: str, left: Callable[[str], None]) -> None:
+        """Load a part, and free those that no sample is in."""
+        for one in self._loaded - self._resident - {name for name, count in self._open.items() if count}:
+            left(one)
+            self.lazy.unload(one)
+            self._loaded.remove(one)
+        self.lazy.load(part)
+        self._loaded.add(part)
+
+    @contextmanager
+    def _hooked(
+        self, sites: Iterable[Site], reached: Callable[[Site, Brought], None],
+        routed: Callable[[str, list[int]], None] = lambda name, counts: None,
+    ) -> Iterator[None]:  # fmt: skip
+        """The context in which modules load their parts, and products show their inputs."""
+        handles: list[Any] = []
+        names = {module: name for name, module in self.lazy.model.named_modules()}
+        parts = {module: self.lazy.part_of(name) for module, name in names.items()}
+        wanted = {(site.module, site.leaf, site.expert): site for site in sites}
+        experts = {site.module for site in sites if site.expert is not None}
+
+        def entering(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            self._at, part = names[module], parts[module]
+            if part is not None:
+                if part not in self._loaded:
+                    stop(Part(part))
+                self._open[part] += 1
+            if (site := wanted.get((names[module], WEIGHT, None))) is not None:
+                reached(site, Brought(args[0] if args else next(iter(kwargs.values()))))
+
+        def leaving(module: nn.Module, args: Any, output: Any) -> None:
+            if (part := parts[module]) is not None:
+                self._open[part] -= 1
+
+        class OfExperts:
+            def routed(self, module: nn.Module, counts: list[int]) -> None:
+                if names[module] in experts:
+                    routed(names[module], counts)
+
+            def product(self, module: nn.Module, leaf: str, expert: int, brought: Brought) -> None:
+                if (site := wanted.get((names[module], leaf, expert))) is not None:
+                    reached(site, brought)
+
+        for module in names:
+            handles.append(module.register_forward_pre_hook(entering, with_kwargs=True))
+            handles.append(module.register_forward_hook(leaving))
+        set_visitor(self.lazy.model, OfExperts())
+        try:
+            yield
+        finally:
+            set_visitor(self.lazy.model, None)
+            for handle in handles:
+                handle.remove()

@@ -1,0 +1,99 @@
+"""Where a model multiplies by the linears of a checkpoint: in its modules, or as experts that are stacked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.via_transformers.lazy_model import LazyModel
+
+WEIGHT = "weight"
+REORDERED = "transformers stores its rows in another order"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A product with a weight [O, I].
+
+    Attributes:
+        module: of transformers, which has it.
+        leaf: its parameter there.
+        expert: which of the weights that are stacked in the parameter; None if it is the whole.
+        rows: the linears on disk that it is made of, with the first of their rows and the one after the last.
+        transposed: whether the module has it as [I, O].
+    """
+
+    module: str
+    leaf: str
+    expert: int | None
+    rows: tuple[tuple[str, int, int], ...]
+    transposed: bool = False
+
+    @property
+    def parameter(self) -> str:
+        return f"{self.module}.{self.leaf}"
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The weight [O, I] in its parameter, not copied."""
+        weight = parameter if self.expert is None else parameter[self.expert]
+        return weight.t() if self.transposed else weight
+
+
+def find_sites(lazy: LazyModel, linears: Iterable[str]) -> tuple[list[Site], dict[str, str]]:
+    """The sites of linears, given by their modules on disk; and why others have none."""
+    found, reasons = [], dict[str, str]()
+    stacked: dict[str, list[str]] = defaultdict(list)
+    for linear in linears:
+        target, merged = lazy.targets[f"{linear}.{WEIGHT}"]
+        if merged is None:
+            count = lazy.model.get_parameter(target).shape[0]
+            found.append(Site(target.rpartition(".")[0], WEIGHT, None, ((linear, 0, count),)))
+        else:
+            stacked[target].append(linear)
+    for target, own in stacked.items():
+        sites = list(_stacked(lazy, target))
+        found += sites
+        there = {linear for site in sites for linear, _, _ in site.rows}
+        reasons |= {linear: REORDERED for linear in own if linear not in there}
+    return found, reasons
+
+
+def _stacked(lazy: LazyModel, target: str) -> Iterator[Site]:
+    """The sites in a parameter of stacked experts. Where rows come from is seen by merging their numbers."""
+    names = [name for name, (own, _) in lazy.targets.items() if own == target]
+    shapes = [lazy.shape(name) for name in names]
+    if lazy.model.get_parameter(target).dim() != 3 or any(len(shape) != 2 for shape in shapes):
+        return
+    starts, total = [], 0
+    for rows, _ in shapes:
+        starts.append(total)
+        total += rows
+    numbers = {
+        name: torch.arange(start, start + shape[0], dtype=torch.int32).unsqueeze(1).expand(*shape)
+        for name, start, shape in zip(names, starts, shapes, strict=True)
+    }
+    made = lazy.merged(target, numbers)
+    module, _, leaf = target.rpartition(".")
+    ends = {start: (name, shape[0]) for name, start, shape in zip(names, starts, shapes, strict=True)}
+    for expert, weight in enumerate(made):
+        for transposed in (False, True):
+            rows = weight.t() if transposed else weight
+            if bool((rows == rows[:, :1]).all()) and (parts := _parts(rows[:, 0].tolist(), ends)):
+                yield Site(module, leaf, expert, tuple(parts), transposed)
+                break
+
+
+def _parts(numbers: list[int], ends: Mapping[int, tuple[str, int]]) -> list[tuple[str, int, int]]:
+    """The linears whose rows follow each other; none if rows of one are not together, or in another order."""
+    found, at = [], 0
+    while at < len(numbers):
+        name, count = ends.get(numbers[at], ("", 0))
+        if not count or numbers[at : at + count] != list(range(numbers[at], numbers[at] + count)):
+            return []
+        found.append((name.removesuffix(f".{WEIGHT}"), at, at + count))
+        at += count
+    return found

@@ -1,0 +1,102 @@
+"""Quantize tiny models of the architectures that transformers knows, by GPTQ and by rounding, and compare both with the
+source in transformers.
+
+    python scripts/measure_architectures.py [NAME ...] [--scheme int4-g32] [--samples 32] [--json FILE]
+
+Prints for each the KL of both, on text that calibration does not see, or why it does not work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tiny_architectures import ARCHITECTURES, make
+from torch import Tensor
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+import quantkit
+from quantkit.data.files import DEMO_MODEL, excerpt
+from quantkit.quality.figures import mean_estimate
+from quantkit.text.tokenizer import load_tokenizer
+
+_LENGTH = 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=list(ARCHITECTURES))
+    parser.add_argument("--scheme", default="int4-g32")
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    ids = load_tokenizer(DEMO_MODEL).encode(excerpt())
+    texts = torch.tensor(ids[: len(ids) // _LENGTH * _LENGTH]).view(-1, _LENGTH)[:16]
+    found = {}
+    for name in options.names:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found[name] = measure(name, Path(folder), texts, options.scheme, options.samples)
+            except Exception as error:  # of any architecture; it is reported
+                found[name] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        print(name, found[name], flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1))
+
+
+def measure(name: str, folder: Path, texts: Tensor, scheme: str, samples: int) -> dict[str, Any]:
+    """KL and its standard error of GPTQ and of rounding, and how many linears each quantized."""
+    source = folder / "source"
+    make(name, source)
+    reference = _logits(source, texts)
+    found: dict[str, Any] = {}
+    for method in ("gptq", "rtn"):
+        given: dict[str, Any] = {"samples": samples} if method == "gptq" else {"accept_quality_loss": True}
+        made = quantkit.quantize(
+            source, folder / method, scheme, method=method, via="transformers", source_check=False, **given
+        )
+        found[f"{method}_linears"] = sum(made.schemes.values())
+        changed = _changed(source, folder / method)
+        if changed:
+            found[f"{method}_changed"] = changed
+        try:
+            own = _logits(folder / method, texts)
+        except RuntimeError:  # of transformers' own loader, which does not read packed weights of every class
+            quantkit.convert(folder / method, folder / f"{method}-floats", dequantize=True)
+            own, found["loaded"] = _logits(folder / f"{method}-floats", texts), "dequantized"
+        kl = (reference.exp() * (reference - own)).sum(-1).flatten().double()
+        estimate = mean_estimate(kl)
+        found[method], found[f"{method}_error"] = estimate.value, estimate.error
+    return found
+
+
+def _logits(folder: Path, texts: Tensor) -> Tensor:
+    """Logarithms of probabilities [W, T, V]."""
+    packed = "quantization_config" in json.loads((folder / "config.json").read_text())
+    settings = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if packed else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings).eval()
+    with torch.inference_mode():
+        return torch.cat([model(some, use_cache=False).logits.float().log_softmax(-1) for some in texts.split(4)])
+
+
+def _changed(source: Path, result: Path) -> list[str]:
+    """The tensors that are not quantized and differ from the source's."""
+    before, after = (
+        {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+        for folder in (source, result)
+    )
+    packed = {name.rpartition(".weight_")[0] for name in after if ".weight_" in name}
+    return [
+        name
+        for name, value in before.items()
+        if name.removesuffix(".weight") not in packed and not (name in after and torch.equal(after[name], value))
+    ]
+
+
+if __name__ == "__main__":
+    main()
