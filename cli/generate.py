@@ -47,7 +47,10 @@ _OWN_OPTIONS = {
         "--logit-bias", type=options.token_bias, metavar="ID=NUMBER", multiple=True,
         help="Add to the logits of a token; repeatable.",
     ),
-    "backend": options.backend("xla", more=" xla runs the whole model on TPUs; see docs/parallel.md."),
+    "backend": options.backend(
+        "xla", "transformers",
+        more=" xla runs the whole model on TPUs; see docs/parallel.md. transformers runs whatever it knows, slowly.",
+    ),
 }  # fmt: skip
 """Options that differ from those that other commands have under the same name, or that need more than a help line."""
 
@@ -152,6 +155,7 @@ class GenerateArgs:
         xla, drafts, many = self.backend == "xla", self.draft is not None, self.prompts is not None
         of_files = self.output is not None or self.resume or self.batch is not None or self.template is not None
         steps = self.int8_cache or self.compiled is not None or self.warmup or self.allow_slow
+        other = self.backend == "transformers"
         biased = [token for token, _ in self.logit_bias]
         if repeated := [token for token in biased if biased.count(token) > 1]:
             raise RequestError("--logit-bias names a token twice", found=repeated[0])
@@ -159,6 +163,9 @@ class GenerateArgs:
             (xla and (steps or drafts or self.draft_tokens is not None or self.device is not None),
              "--device, --allow-slow, --int8-cache, --compile, --eager, --warmup and --draft do not go with --backend"
              " xla"),
+            (other and (many or steps or drafts or self.n > 1 or self.device is not None or self.dtype is not None),
+             "--prompts, --n, --draft, --device, --dtype, --allow-slow, --int8-cache, --compile, --eager and --warmup"
+             " do not go with --backend transformers"),
             (many and self.multi_host, "--multi-host goes with one prompt, not with --prompts"),
             (not xla and (self.tp is not None or self.multi_host), "--tp and --multi-host go with --backend xla"),
             (not drafts and self.draft_tokens is not None, "--draft-tokens goes with --draft"),

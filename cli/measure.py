@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quantkit.evals.table import Style
 
 _MEASURED = "What is measured"
+_SHARED = ("text_column", "tasks", "window", "speed", "backend", "device", "allow_slow")  # by all processes
 
 
 @click.command("eval", cls=Command)
@@ -58,7 +59,7 @@ _MEASURED = "What is measured"
     click.option("--cache-logits", type=options.PATH, help="Folder that keeps the reference's results for later runs."),
     click.option("--speed", is_flag=True, help="Also measure the speed of decoding."),
 )  # fmt: skip
-@section(RUN, options.device, options.allow_slow)
+@section(RUN, options.via, options.device, options.allow_slow)
 @section(
     "Output", options.table, options.report, options.data,
     options.plot("KL or perplexity by bits per weight, and the worst layers"),
@@ -72,7 +73,7 @@ def evaluate(
     the CPU; tasks and speed on --device. Under torchrun all processes share each model, on CPUs.
     """
     texts, against = given["texts"], given["against"]
-    shared = {name: given[name] for name in ("text_column", "tasks", "window", "speed", "device", "allow_slow")}
+    shared = {name: given[name] for name in _SHARED}
     shared["positions"] = [given["positions"], given["position_windows"]]
     given["tasks"] = names = [name.strip() for name in given["tasks"].split(",") if name.strip()]
     folders = [path for _, path in named([*models, *([against] if against else [])])]

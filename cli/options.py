@@ -29,6 +29,7 @@ from quantkit.runtime.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
+from quantkit.via_transformers import VIAS
 
 COMPLETION = "_QUANTKIT_COMPLETE"
 """The environment variable with which a shell requests completions."""
@@ -228,6 +229,10 @@ compiled = click.option(
 int8_cache = click.option(
     "--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost."
 )
+via = click.option(
+    "--backend", type=click.Choice(VIAS), metavar=f"[{'|'.join(VIAS)}]",
+    help="What runs the models. Default: own code where it knows the family, else transformers.",
+)  # fmt: skip
 allow_slow = click.option(
     "--allow-slow", is_flag=True,
     help="Run quantized linears that have no kernels here on the slow reference backend, instead of failing.",

@@ -35,6 +35,9 @@ def show(args: GenerateArgs, group: ProcessGroup) -> None:
     from quantkit.jobs.load import load
     from quantkit.runtime.generate import Pace, generate
 
+    if args.backend == "transformers":
+        _show_by_transformers(args, group)
+        return
     prompt = group.broadcast_from_rank0(_prompt(args) if group.is_rank0 else "")
     placement: dict[str, Any] = {
         "device": group.device or args.device, "dtype": args.dtype, "backend": args.backend,
@@ -55,6 +58,21 @@ def show(args: GenerateArgs, group: ProcessGroup) -> None:
         pieces = _continued(args, None, run, model.config, tokenizer, prompt, ids, pace)
     read = model if draft is None and args.n == 1 else None
     _print(args, pieces, pace, len(ids), read, show=group.is_rank0)
+
+
+def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
+    """The same through transformers, in one process."""
+    from quantkit.jobs.load import load_by_transformers
+    from quantkit.runtime.generate import Pace
+
+    if group.size > 1:
+        raise RequestError("several processes cannot share a model that transformers runs", path=args.path)
+    prompt = _prompt(args)
+    with ProgressDisplay(show=sys.stderr.isatty()) as progress:
+        model, tokenizer = load_by_transformers(args.path, weights=args.weights, progress=progress)
+    ids, pace = _ids(args, prompt, model.config, tokenizer), Pace()
+    pieces = _continued(args, None, model.generate, model.config, tokenizer, prompt, ids, pace)
+    _print(args, pieces, pace, len(ids), None, show=True)
 
 
 def show_on_devices(args: GenerateArgs) -> None:
@@ -150,7 +168,8 @@ def _prompt(args: GenerateArgs) -> str:
 def _ids(args: GenerateArgs, prompt: str, config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
     ids = text_ids(tokenizer, prompt, specials=True)
     max_tokens = config.max_unscaled_context if args.backend == "xla" else config.max_positions
-    return shortened(ids, max_tokens, args.max_new_tokens, config.bos_token_id) if args.truncate else ids
+    bos = tokenizer.bos_id if config.bos_token_id is None else config.bos_token_id
+    return shortened(ids, max_tokens, args.max_new_tokens, bos) if args.truncate else ids
 
 
 def _print(

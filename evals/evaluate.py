@@ -39,13 +39,14 @@ from quantkit.evals.timing import Speed, decoding_speed
 from quantkit.jobs.inspect import inspect
 from quantkit.kernels.dispatch import allowed_backends
 from quantkit.model.device import usable_device
-from quantkit.model.layerwise import layerwise_hidden
 from quantkit.model.load import own_dtype, require_kernels
 from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.figures import Estimate, layer_errors, method_of
 from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
 from quantkit.quality.positions import PositionDivergence
+from quantkit.via_transformers import VIAS, Via
+from quantkit.via_transformers.forward import final_hidden
 
 
 def evaluate(
@@ -54,8 +55,8 @@ def evaluate(
     tasks: str | Sequence[str] = (), task_data: str | Path | None = None, against: str | Path | None = None,
     window: int | None = None, positions: int | None = None, position_windows: int | None = None,
     cache_logits: str | Path | None = None, speed: bool = False, details: bool = False,
-    device: str | torch.device | None = None, allow_slow: bool = False, group: ProcessGroup = SINGLE,
-    progress: Progress | None = None,
+    backend: Via | None = None, device: str | torch.device | None = None, allow_slow: bool = False,
+    group: ProcessGroup = SINGLE, progress: Progress | None = None,
 ) -> Evaluation:  # fmt: skip
     """Measure checkpoints, each by itself and, if there is a reference, by the divergence from it.
 
@@ -82,6 +83,9 @@ def evaluate(
         speed: also let each model generate.
         details: also keep stretches of the texts with the tokens that models expect there, for `to_html()`; they need
             a reference.
+        backend: what runs the models: ``own`` or ``transformers``. None is own where the family is known, or else
+            transformers, if it is installed and knows the architecture. It computes perplexity and divergence only, in
+            one process.
         device: where tasks are answered and speed is measured, as torch spells it; None is a GPU if there is one,
             or the CPU for a group.
         allow_slow: for tasks and speed, as for `quantkit.load`.
@@ -122,19 +126,27 @@ def evaluate(
     where = _device(None if device is None else str(device), group, used=bool(tasks) or speed)
     if tasks:
         require_tasks(tasks)
-    models = open_models(folders, against, window, group)
+    if backend is not None and as_string("backend", backend) not in VIAS:
+        raise RequestError("unknown value of `backend`", found=backend, expected=" or ".join(VIAS))
+    models = open_models(folders, against, window, group, backend)
+    by_others = [model for model in models if model.checkpoint.config.run_by is not None]
+    for name, value in (("tasks", tasks), ("speed", speed), ("positions", by_positions)):
+        if value and by_others:
+            path, run_by = by_others[0].checkpoint.path, by_others[0].checkpoint.config.run_by
+            raise RequestError(f"`{name}` needs a model that quantkit runs itself", path=path, found=f"run by {run_by}")
     for checkpoint in (model.checkpoint for model in models):
         dtypes = [*([torch.float32] if tasks else []), *([own_dtype(checkpoint)] if speed else [])]
         for dtype in dtypes:
             require_kernels(checkpoint, where, dtype, allowed_backends(allow_slow=allow_slow))
     chat = partial(model_chat, models[0].checkpoint.path, models[0].tokenizer)
     chosen = _texts(files, text_column, chat, use_excerpt=not tasks)
-    notes = [note for text in chosen for note in text.notes]
+    notes = [f"{model.name}: run by {model.checkpoint.config.run_by}" for model in by_others]
+    notes += [note for text in chosen for note in text.notes]
     notes += [text.note for text in chosen if text.note is not None]
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})
     length = window or min(FIXED_WINDOW, *(model.checkpoint.config.max_context for model in models))
     read = [streams(models, text, length, same=against is not None) for text in chosen]
-    hidden: Hidden = layerwise_hidden if kept is None else StateCache(kept)
+    hidden: Hidden = final_hidden if kept is None else StateCache(kept)
     measures: list[dict[str, TextMeasures]] = [{} for _ in models]
     closer: dict[str, TextDetails] = {}
     with open_tasks(tasks, data, progress=progress) as questions:
@@ -163,7 +175,7 @@ def evaluate(
         progress("speed", index, len(models), "models")
         paces[index] = decoding_speed(model.checkpoint, *placed)
     errors, kind = layer_errors([model.checkpoint.path for model in models])
-    packages = ("quantkit", "torch", *(["lm_eval"] if tasks else []))
+    packages = ("quantkit", "torch", *(["lm_eval"] if tasks else []), *(["transformers"] if by_others else []))
     return Evaluation(
         rows=[_row(*one) for one in zip(models, measures, answers, paces, errors, strict=True)],
         reference=None if against is None else models[0].name,
@@ -258,7 +270,7 @@ def _answers(
 def _row(
     model: Model, texts: dict[str, TextMeasures], answers: _Answers, speed: Speed | None, errors: dict[str, float]
 ) -> Row:
-    found = inspect(model.checkpoint.path)
+    found = inspect(model.checkpoint.path, tensors_only=not model.checkpoint.config.runnable)
     return Row(
         name=model.name, megabytes=found.weight_bytes / 1e6, bits_per_weight=found.bits_per_weight,
         rolling_window=model.rolling_window, prefix=prefix_token(model.tokenizer, model.checkpoint),

@@ -22,16 +22,17 @@ from quantkit.files.safetensors_io import build_header, open_file
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
-from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.destination import destination_errors
 from quantkit.model.decoder import Decoder
-from quantkit.model.layerwise import Batch, layerwise_hidden
+from quantkit.model.layerwise import Batch
 from quantkit.model.linear import QuantLinear
 from quantkit.progress import Progress, silent
 from quantkit.quality.measures import text_windows
 from quantkit.tensors.dtypes import DType
 from quantkit.text.tokenizer import Tokenizer
 from quantkit.version import __version__
+from quantkit.via_transformers import Via
+from quantkit.via_transformers.forward import final_hidden, open_to_run
 
 FIXED_WINDOW = 2048
 """Longest window of token perplexity and divergence by default, as papers on GPTQ have it."""
@@ -50,11 +51,13 @@ class Model:
 
 
 def open_models(
-    paths: Sequence[str | Path], against: str | Path | None, window: int | None, group: ProcessGroup = SINGLE
-) -> list[Model]:
+    paths: Sequence[str | Path], against: str | Path | None, window: int | None, group: ProcessGroup = SINGLE,
+    backend: Via | None = None,
+) -> list[Model]:  # fmt: skip
     """All models, the reference first and once, by their given names or the shortest distinct ends of their paths;
-    folders may be given as ``NAME=PATH``. Raises `RequestError` if there is none but the reference, two have one name,
-    or the window exceeds a context, and `QuantkitError` if one cannot be opened."""
+    folders may be given as ``NAME=PATH``; `backend` is the `via` of `open_to_run`. Raises `RequestError` if there is
+    none but the reference, two have one name, the window exceeds a context, or processes cannot share a model, and
+    `QuantkitError` if one cannot be opened."""
     requested = named(paths)
     if against is not None:
         name, path = named([against])[0]
@@ -69,9 +72,12 @@ def open_models(
         raise RequestError("two models have one name", found=twice[0], hint="give each another, as NAME=PATH")
     models = []
     for name, (_, path) in zip(names, requested, strict=True):
-        checkpoint = open_checkpoint(path)
-        require_runnable(checkpoint)
-        require_shareable(checkpoint, group)
+        checkpoint = open_to_run(path, via=backend)
+        if checkpoint.config.run_by is None:
+            require_runnable(checkpoint)
+            require_shareable(checkpoint, group)
+        elif group.size > 1:
+            raise RequestError("several processes cannot share a model that transformers runs", path=path)
         context = checkpoint.config.max_context
         if window is not None and not 2 <= window <= context:
             expected = f"2 to {context} tokens"
@@ -99,11 +105,11 @@ def streams(models: Sequence[Model], text: Text, length: int, *, same: bool) -> 
 
 
 class StateCache:
-    """`layerwise_hidden` with a cache on disk: one file for each checkpoint and tokens. Logits, which the head computes
+    """`final_hidden` with a cache on disk: one file for each checkpoint and tokens. Logits, which the head computes
     from these states, are larger by the ratio of vocabulary to width.
 
     The key of a file consists of everything its states depend on: the checkpoint's files (path, name, size, time), the
-    tokens and their positions, and the versions of quantkit and torch.
+    tokens and their positions, and the versions of quantkit, torch and what else runs the model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,12 +126,17 @@ class StateCache:
         `DestinationError` if they cannot be written."""
         key = _key(checkpoint, batches)
         path = self._folder / f"{key}.safetensors"
-        shapes = [(*batch.tokens.shape, checkpoint.config.hidden_size) for batch in batches]
-        tensors = [StoredTensor(f"{key}.{index}", DType.FLOAT32, shape) for index, shape in enumerate(shapes)]
+        wanted = [(f"{key}.{index}", tuple(batch.tokens.shape)) for index, batch in enumerate(batches)]
         with contextlib.suppress(CheckpointError):  # it is not complete
-            if path.is_file() and list((file := open_file(path)).tensors.values()) == tensors:
-                return [file.read(tensor.name) for tensor in tensors]
-        states = layerwise_hidden(checkpoint, batches, group=group, progress=progress)
+            if path.is_file():
+                file = open_file(path)
+                if [(tensor.name, tensor.shape[:-1]) for tensor in file.tensors.values()] == wanted:
+                    return [file.read(name) for name, _ in wanted]
+        states = final_hidden(checkpoint, batches, group=group, progress=progress)
+        tensors = [
+            StoredTensor(name, DType.FLOAT32, tuple(state.shape))
+            for (name, _), state in zip(wanted, states, strict=True)
+        ]
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
             with destination_errors(path):
@@ -143,6 +154,8 @@ class StateCache:
 
 def _key(checkpoint: Checkpoint, batches: Sequence[Batch]) -> str:
     facts = [str(checkpoint.path.resolve()), manifest.identity(checkpoint.files()), __version__, torch.__version__]
+    if checkpoint.config.run_by is not None:
+        facts.append(checkpoint.config.run_by)
     digest = hashlib.sha256(json.dumps(facts).encode())
     for batch in batches:
         digest.update(json.dumps([list(batch.tokens.shape), batch.tokens.tolist(), batch.positions.tolist()]).encode())

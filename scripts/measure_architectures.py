@@ -53,7 +53,7 @@ def measure(name: str, folder: Path, texts: Tensor, scheme: str, samples: int) -
     """KL and its standard error of GPTQ and of rounding, and how many linears each quantized."""
     source = folder / "source"
     make(name, source)
-    reference = _logits(source, texts)
+    reference = logits(source, texts)
     found: dict[str, Any] = {}
     for method in ("gptq", "rtn"):
         given: dict[str, Any] = {"samples": samples} if method == "gptq" else {"accept_quality_loss": True}
@@ -65,17 +65,17 @@ def measure(name: str, folder: Path, texts: Tensor, scheme: str, samples: int) -
         if changed:
             found[f"{method}_changed"] = changed
         try:
-            own = _logits(folder / method, texts)
+            own = logits(folder / method, texts)
         except RuntimeError:  # of transformers' own loader, which does not read packed weights of every class
             quantkit.convert(folder / method, folder / f"{method}-floats", dequantize=True)
-            own, found["loaded"] = _logits(folder / f"{method}-floats", texts), "dequantized"
+            own, found["loaded"] = logits(folder / f"{method}-floats", texts), "dequantized"
         kl = (reference.exp() * (reference - own)).sum(-1).flatten().double()
         estimate = mean_estimate(kl)
         found[method], found[f"{method}_error"] = estimate.value, estimate.error
     return found
 
 
-def _logits(folder: Path, texts: Tensor) -> Tensor:
+def logits(folder: Path, texts: Tensor) -> Tensor:
     """Logarithms of probabilities [W, T, V]."""
     packed = "quantization_config" in json.loads((folder / "config.json").read_text())
     settings = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if packed else {}

@@ -1,6 +1,7 @@
 """Quantize a model with llm-compressor's GPTQ, as a peer to measure quantkit's own against.
 
     python scripts/peer_llmcompressor.py MODEL TOKENS OUT [--scheme int4-g128] [--recipe imatrix_mse]
+        [--ignore re:.*linear_attn.*]
 
 Runs in a separate environment, with `llmcompressor` and without quantkit. MODEL is a Hugging Face
 folder in float32, such as `quantkit convert --dtype fp32` writes; TOKENS a safetensors file whose
@@ -39,12 +40,12 @@ OBSERVERS = {"default": None, "imatrix_mse": "imatrix_mse"}
 PACKAGES = ("llmcompressor", "compressed-tensors", "transformers", "torch")
 
 
-def modifier(group_size: int, recipe: str) -> GPTQModifier:
+def modifier(group_size: int, recipe: str, ignore: list[str]) -> GPTQModifier:
     """GPTQ as its authors set it, activation order over static groups; a recipe sets the scales' observer."""
     weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group_size)
     return GPTQModifier(
         config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights)},
-        ignore=["lm_head"],
+        ignore=["lm_head", *ignore],
         actorder="static",
         weight_observer=OBSERVERS[recipe],
     )
@@ -71,11 +72,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--scheme", choices=GROUP_SIZES, default="int4-g128")
     parser.add_argument("--recipe", choices=OBSERVERS, default="imatrix_mse")
+    parser.add_argument("--ignore", nargs="*", default=[], help="modules, or re:PATTERN, that keep their floats")
     options = parser.parse_args()
     if options.out.exists():
         parser.error(f"{options.out} exists")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    recipe = modifier(GROUP_SIZES[options.scheme], options.recipe)
+    recipe = modifier(GROUP_SIZES[options.scheme], options.recipe, options.ignore)
     seconds = quantize(model, load_file(options.tokens)["tokens"], recipe)
     model.save_pretrained(options.out, save_compressed=True)
     for file in options.model.glob("tokenizer*"):

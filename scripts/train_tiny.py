@@ -51,7 +51,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def train(model: PreTrainedModel, tokens: Tensor, steps: int, seed: int) -> None:
-    """Train on random windows of a text [N] of tokens, by AdamW, with a rate that rises and falls."""
+    """Train on random windows of tokens [N] by AdamW, with a rate that rises and falls."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, steps, pct_start=_WARM / steps)

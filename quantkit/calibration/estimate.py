@@ -9,11 +9,14 @@ import torch
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import layer_kinds
-from quantkit.calibration.effort import Effort, batch_samples, every_group, followed_share, groups_of
+from quantkit.calibration.effort import Effort, batch_samples, every_group, followed_share, groups_of, inner_width
+from quantkit.calibration.hessian import ROWS_AT_ONCE
 from quantkit.solver.grid import refit_bytes, weights_at_once
 
 _SOLVER_MATRICES = 10  # of the size of the solved rows, at a time
 _REFIT_COPIES = 3  # of the least-squares systems that fit scales
+_OF_BATCH = 6  # of the size of its widest states, at a time
+_CPU = torch.device("cpu")
 _FINEST = 32  # columns of a group
 _GPU_SHARE = 0.85  # of a GPU's free memory; the rest is lost to fragmentation
 _OF_ONE_SQUARE = 0.5625  # the share of the products of a symmetric sum that is computed
@@ -39,6 +42,16 @@ def gptq_bytes(config: ModelConfig, tokens: int, device: torch.device) -> int:
         finest = max(4 * group.weights * (group.columns // _FINEST**2 + 3) for group in groups)
         solver += _REFIT_COPIES * min(refit_bytes(device), finest) // 4
     return 4 * max(*passes, max(solves) + solver)
+
+
+def lockstep_bytes(config: ModelConfig, tokens: int) -> int:
+    """Peak bytes of weights, sums and temporaries where transformers runs the blocks, for batches of `tokens` tokens: a
+    block's floats, the block as it is quantized, and what one of its linears is solved with."""
+    solved = [0]
+    for group, _ in every_group(config):
+        sums = 3 * group.columns**2 + 3 * ROWS_AT_ONCE * group.columns
+        solved.append(sums + group.weights + _SOLVER_MATRICES * min(weights_at_once(_CPU), group.weights))
+    return 4 * (2 * largest_block(config) + max(solved) + _OF_BATCH * tokens * inner_width(config))
 
 
 def gpu_activation_bytes(config: ModelConfig, shape: Sequence[int], device: torch.device) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quantkit.calibration.block_quantizer import MIN_TOKENS_PER_INPUT
 from quantkit.calibration.data import Calibration
-from quantkit.calibration.effort import BATCH_TOKENS, Effort
+from quantkit.calibration.effort import Effort, batch_samples
 from quantkit.calibration.group_solver import GroupSolver, Result
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.quantizers import MMAP_THRESHOLD, RtnQuantizer, Solved, TensorBlock
@@ -109,7 +109,7 @@ class _Streams:
         self._schemes, self._progress = quantizer.schemes, quantizer.progress
         self._written, self._stored = written, stored
         samples = quantizer.calibration.tokens
-        batches = torch.split(samples, max(1, BATCH_TOKENS // samples.shape[1]))
+        batches = torch.split(samples, batch_samples(quantizer.source.config, samples.shape[1]))
         self._batches: list[Tensor] = []
         self._is_float: list[bool] = []
         for index, batch in enumerate(batches):
@@ -121,7 +121,9 @@ class _Streams:
         self._active = False  # the stream whose parameters the model has: whether it is the float one
         self._counts: dict[str, Counter[int]] = defaultdict(Counter)  # tokens by expert, of the experts' modules
         self._sums: HessianAccumulator | None = None
-        self._waiting: tuple[Tensor, ...] | None = None  # inputs, tokens and shares of a pair's quantized batch
+        self._waiting: tuple[Tensor, Tensor | None, Tensor | None] | None = (
+            None  # inputs, tokens and shares of a pair's quantized batch
+        )
         self._drifted = False
         self._every = samples.numel()
 
@@ -190,7 +192,7 @@ class _Streams:
         if brought.at is not None and self._is_starved(site, brought.inputs.shape[-1]):
             own = brought.at(None), None, None
         if index in self._pairs:
-            self._waiting = own[0].clone(), *(None if one is None else one.clone() for one in own[1:])
+            self._waiting = own[0].clone(), _copied(own[1]), _copied(own[2])
         else:
             self._sums.add(_weighted(own[0], own[2]))
 
@@ -269,6 +271,10 @@ class _Streams:
                 site.of(quantized.data)[start:stop] = found[module].dequantize()
         if not self._active:
             set_parameter(model, name, quantized)
+
+
+def _copied(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.clone()
 
 
 def _weighted(rows: Tensor, shares: Tensor | None) -> Tensor:

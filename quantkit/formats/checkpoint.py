@@ -82,7 +82,9 @@ def require_runnable(checkpoint: Checkpoint) -> None:
     if not checkpoint.config.runnable:
         raise UnsupportedError(
             "the model is known by its tensors only, it cannot be run here", path=checkpoint.path,
-            found=checkpoint.config.architecture, hint="inspect and verify show its tensors",
+            found=checkpoint.config.architecture,
+            hint='inspect and verify show its tensors; eval and generate run it with `backend="transformers"`, if'
+            " transformers is installed and knows it",
         )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def open_unfinished(
         listed = ", ".join(kind for kind, _ in found) or "none"
         raise CheckpointError(f"has no {weights} weights", path=folder, found=listed)
     if tensors_only and container is not HF:
-        problem = f"`tensors_only=True` is for Hugging Face folders; all tensors of {container.title} are known"
+        problem = f"only Hugging Face folders are taken by their tensors; all tensors of {container.title} are known"
         raise RequestError(problem, path=folder)
     try:
         checkpoint = container.open(folder, kind, tensors_only=tensors_only, floats_as=floats_as)

@@ -103,7 +103,7 @@ def _metadata(prepared: Prepared, method: QuantMethod, base: str | None, readers
     facts: dict[str, Any] = {
         **carried, "base_model": base, "base_model_relation": "quantized" if base else None,
         "library_name": "transformers" if readers["in_transformers"] else None,
-        "pipeline_tag": "text-generation" if source.config.runnable else before.get("pipeline_tag"),
+        "pipeline_tag": "text-generation" if source.config.measurable else before.get("pipeline_tag"),
         "tags": ["quantkit", method.name, *prepared.scheme_map.counts()],
     }  # fmt: skip
     return ModelCardData(**facts).to_yaml(original_order=list(facts))

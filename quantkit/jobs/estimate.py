@@ -168,8 +168,10 @@ def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
         notes += too_few_tokens(shape, config)
         device = settings.device
         held, scratch, on_device = settings.activation_bytes(config, shape)
-        work_bytes = costs.gptq_bytes(config, batch_samples(config, shape[1]) * shape[1], device)
-        codes = costs.largest_block(config)
+        batch = batch_samples(config, shape[1]) * shape[1]
+        work_bytes, codes = costs.gptq_bytes(config, batch, device), costs.largest_block(config)
+        if config.run_by is not None:
+            work_bytes = costs.lockstep_bytes(config, batch)
         if device.type == "cuda":
             on_device, work_bytes = on_device + work_bytes, 0
         phases["calibration"] = resident_bytes() + _LIBRARIES + _PRODUCTS + held + codes + work_bytes
@@ -224,15 +226,18 @@ def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:
     """Peak of a pass through models on disk: a head, hidden states, one batch in a layer, one layer's codes."""
     config = source.config
     if config.tensors is not None:
-        widest = costs.largest_block(config)  # transformers has a block in memory
+        weights = (DType.FLOAT32.itemsize + DType(config.dtype).itemsize) * costs.largest_block(config)
     else:
         counts = sizes(config)
         groups = (group for layer in layer_kinds(config) for group in input_groups(config, layer))
-        widest = max(counts[linear.dims[0]] * counts[linear.dims[1]] for group in groups for linear in group.linears)
+        weights = 3 * max(
+            counts[linear.dims[0]] * counts[linear.dims[1]] for group in groups for linear in group.linears
+        )
     states = 4 * tokens * (2 * models * config.hidden_size + 4 * inner_width(config))
     logits = 4 * 8 * TOKENS_THROUGH_THE_HEAD * config.vocab_size
     head = config.vocab_size * config.hidden_size * DType(config.dtype).itemsize
-    return resident_bytes() + _LIBRARIES + head + states + logits + 3 * widest
+    head += 0 if config.runnable else config.vocab_size * config.hidden_size * DType.FLOAT32.itemsize
+    return resident_bytes() + _LIBRARIES + head + states + logits + weights
 
 
 def _duration(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,10 @@ class Inspection:
         readers: the programs that load the folder.
         readers_note: on programs that do not; None for none.
         notes: what one should know though it is no error.
-        runnable: whether it can be run here; of a model known by its tensors only sizes are what its config says, 0
-            where it does not.
+        runnable: whether there is a decoder for it here; of a model known by its tensors only sizes are what its config
+            says, 0 where it does not.
+        run_by: of a model known by its tensors only, what ran it when it was made, such as ``transformers 5.23.0``;
+            None if nothing did.
         positions: what it lost by position, where it was made with a certificate for long contexts.
         kv_cache: of a quantized key/value cache, which is not used here, the ``scheme``, and how many ``layers`` have
             scales; None for none.
@@ -79,6 +81,7 @@ class Inspection:
     readers_note: str | None
     notes: list[str]
     runnable: bool = True
+    run_by: str | None = None
     schemes_chosen: dict[str, Any] | None = None
     positions: PositionCertificate | None = None
     kv_cache: dict[str, Any] | None = None
@@ -102,13 +105,15 @@ class Inspection:
             f"  experts: {self.experts} in a layer, {self.experts_per_token} for a token, which meets"
             f" {count_text(self.active_parameters)} parameters"
         )
+        if not self.runnable:
+            sizes = f"  run by {self.run_by}" if self.run_by else "  known by its tensors only: not run here"
         return [
             f"{self.path}: {self.format}, {self.architecture}, {count_text(self.parameters)} parameters,"
             f" {self.weight_bytes / 1e6:.1f} MB, {self.bits_per_weight:.2f} bits per weight",
-            sizes if self.runnable else "  known by its tensors only: not run here",
+            sizes,
             *([experts] if self.experts else []),
             f"  tensors: {kinds}",
-            *([f"  tokenizer: {_described(self.tokenizer)}"] if self.runnable else []),
+            *([f"  tokenizer: {_described(self.tokenizer)}"] if self.runnable or self.run_by else []),
             *([f"  KV cache: {cache_text(cache['scheme'], cache['layers'], self.layers)}"] if cache else []),
             f"  loads in: {', '.join(self.readers)}" + (f"; {self.readers_note}" if self.readers_note else ""),
             *([f"  made by: {_maker(**made_by)}"] if made_by else []),
@@ -139,11 +144,14 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
     require_flags(tensors_only=tensors_only)
     path = as_path("path", path)
     checkpoint = open_checkpoint(path, weights, tensors_only=tensors_only or made_of_tensors(path))
+    made = manifest_or_empty(checkpoint.path)
+    if not checkpoint.config.runnable and isinstance(run_by := made.get("run_by"), str):
+        checkpoint.config = replace(checkpoint.config, run_by=run_by)
     config = checkpoint.config
     tokenizer, notes = checked_tokenizer(checkpoint)
     specs = [checkpoint.info(name) for name in checkpoint.names()]
     size, bits_per_weight = weight_size(checkpoint)
-    kinds, made, cache = Counter(map(_kind, specs)), manifest_or_empty(checkpoint.path), checkpoint.kv_cache
+    kinds, cache = Counter(map(_kind, specs)), checkpoint.kv_cache
     readers, _, readers_note = checkpoint.readers().partition("; ")
     return Inspection(
         path=str(path), format=checkpoint.layout, architecture=config.architecture, layers=config.num_layers,
@@ -157,7 +165,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         tokenizer=None if tokenizer is None else {name: getattr(tokenizer, name) for name in _OF_TOKENIZER},
         made_by={name: made.get(name) for name in _OF_MAKER if name in made} if made else None,
         readers=readers.split(", "), readers_note=readers_note or None, notes=[*checkpoint.notes, *notes],
-        runnable=config.runnable, schemes_chosen=_schemes_chosen(made),
+        runnable=config.runnable, run_by=config.run_by, schemes_chosen=_schemes_chosen(made),
         kv_cache=None if cache is None else {"scheme": cache.scheme, "layers": cache.layers_with_scales},
         positions=None if made.get("positions") is None else PositionCertificate.from_json(made["positions"], path),
     )  # fmt: skip

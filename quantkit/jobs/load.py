@@ -22,9 +22,11 @@ from quantkit.progress import Progress, deduplicated
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.tensors.dtypes import DType, FloatName, float_name
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
+from quantkit.via_transformers.forward import open_to_run
 from quantkit.xla import require_packages
 
 if TYPE_CHECKING:
+    from quantkit.runtime.by_transformers import TransformersModel
     from quantkit.xla.engine import XlaModel
 
 
@@ -106,6 +108,28 @@ def load_xla(
     tokenizer, _ = checked_tokenizer(checkpoint)
     model = model_on_devices(checkpoint, devices=devices, dtype=float_dtype, multi_host=multi_host, progress=progress)
     return model, tokenizer or load_tokenizer(path)
+
+
+def load_by_transformers(
+    path: str | Path, *, weights: WeightKind | None = None, progress: Progress | None = None
+) -> tuple[TransformersModel, Tokenizer]:  # fmt: skip
+    """What `load` does, for a model that transformers runs, whether there is a decoder here or not.
+
+    Args:
+        path, weights: as for `load`.
+        progress: called for each part of the model; None reports nothing.
+
+    Returns:
+        The model, which has its own `generate`, and its tokenizer.
+
+    Raises:
+        QuantkitError: of the kind that says what is wrong.
+    """
+    from quantkit.runtime.by_transformers import TransformersModel
+
+    checkpoint = open_to_run(as_path("path", path), weights, "transformers")
+    tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(checkpoint.path)
+    return TransformersModel(checkpoint, progress=deduplicated(progress)), tokenizer
 
 
 def opened(path: Path, weights: WeightKind | None, floats_as: DType | None) -> Checkpoint:

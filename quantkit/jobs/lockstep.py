@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantkit.calibration.data import Calibration
-from quantkit.calibration.effort import EFFORTS
 from quantkit.calibration.lockstep_quantizer import LockstepQuantizer
 from quantkit.errors import UnsupportedError
 from quantkit.jobs.prepare import Prepared
@@ -47,10 +46,11 @@ def lockstep_quantizer(
 ) -> LockstepQuantizer:
     """What solves the linears."""
     assert prepared.survey is not None
+    source = prepared.source
     return LockstepQuantizer(
-        prepared.source, drawn, prepared.scheme_map.schemes, passage_of(prepared.source), prepared.survey,
-        memory_bytes=settings.memory_bytes, effort=EFFORTS[settings.effort], progress=progress,
-        allow_nonfinite=prepared.options.allow_nonfinite,
+        source, drawn, prepared.scheme_map.schemes, passage_of(source), prepared.survey,
+        memory_bytes=settings.memory_bytes, effort=settings.effort_on(source.config, drawn.tokens.shape),
+        allow_nonfinite=prepared.options.allow_nonfinite, progress=progress,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import every_group
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.distributed.group import ProcessGroup
-from quantkit.errors import QuantkitError, RequestError, UnsupportedError
+from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, require_calibratable, schemes
 from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
@@ -47,11 +47,10 @@ from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
-from quantkit.via_transformers.forward import is_installed, require_installed, run_by_transformers
-from quantkit.via_transformers.linears import is_known, with_linears
+from quantkit.via_transformers.forward import open_to_run
+from quantkit.via_transformers.linears import with_linears
 
 if TYPE_CHECKING:
-    from quantkit.formats.detect import WeightKind
     from quantkit.via_transformers.passage import Survey
 
 BIT_ALLOCATION = "bit_allocation"
@@ -183,26 +182,12 @@ def prepare(options: QuantizeOptions) -> Prepared:
 def _opened(options: QuantizeOptions) -> StoredCheckpoint:
     """The source, run by our decoder, or else by transformers. Raises `QuantkitError` as `quantize` does."""
     path, weights = as_path("src", options.src), options.weights
-    if options.via != "transformers":
-        try:
-            return open_checkpoint(path, weights, tensors_only=options.tensors_only)
-        except UnsupportedError:
-            if options.via is not None or (source := _known_to_transformers(path, weights)) is None:
-                raise
-    else:
-        require_installed()
-        source = open_checkpoint(path, weights, tensors_only=True)
-    _ = replace(options, via="transformers")  # raises for options that do not go with it
-    return run_by_transformers(source)
-
-
-def _known_to_transformers(path: Path, weights: WeightKind | None) -> StoredCheckpoint | None:
-    """A source of a family that quantkit does not know, if transformers is there and knows it."""
-    try:
-        source = open_checkpoint(path, weights, tensors_only=True)
-    except QuantkitError:
-        return None
-    return source if is_installed() and is_known(source.extra_config) else None
+    if options.tensors_only:
+        return open_checkpoint(path, weights, tensors_only=True)
+    source = open_to_run(path, weights, options.via)
+    if source.config.run_by is not None:
+        _ = replace(options, via="transformers")  # raises for options that do not go with it
+    return source
 
 
 def _as_floats(source: StoredCheckpoint, options: QuantizeOptions) -> tuple[StoredCheckpoint, list[str]]:

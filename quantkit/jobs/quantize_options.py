@@ -18,6 +18,7 @@ from quantkit.jobs.option_fields import OTHER, IfExists, declared, option, requi
 from quantkit.jobs.target import quantized_target
 from quantkit.json_values import shown
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
+from quantkit.via_transformers import VIAS, Via
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 Method = Literal["rtn", "gptq"]
 METHODS = get_args(Method)
-Via = Literal["own", "transformers"]
-VIAS = get_args(Via)
 
 SCHEMES = "Schemes"
 METHOD = "Method"

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quantkit.errors import CheckpointError, QualityError
+from quantkit.errors import CheckpointError, QualityError, RequestError, UnsupportedError
 from quantkit.files.located import gguf_file
 from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
@@ -26,6 +27,7 @@ from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.transcoded import Exact
 from quantkit.quality.weights_only import WeightsOnly, require_as_recorded
 from quantkit.text.chat_template import template_paths
+from quantkit.via_transformers.forward import run_by_transformers, why_not_run
 
 _WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}
 _README = "README.md"
@@ -69,8 +71,10 @@ class FolderReport:
         files: how many are as quantkit wrote them.
         edited: the change of each file that users may edit, ``edited`` or ``removed``, by its name.
         texts: the texts of a quantized model, measured again.
-        weights: the recorded figures of a model that cannot be run.
+        weights: the recorded figures of a model that was not run when it was made.
         manifest: of the model.
+        run_by: what ran the model to measure them, such as ``transformers 5.23.0``; None for our decoder.
+        not_run: of a model that transformers ran when it was made, why it could not be measured again.
     """
 
     path: Path
@@ -79,6 +83,8 @@ class FolderReport:
     texts: list[TextCheck]
     manifest: dict[str, Any]
     weights: WeightsOnly | None = None
+    run_by: str | None = None
+    not_run: str | None = None
 
     __bool__ = neither_true_nor_false
 
@@ -96,7 +102,8 @@ class FolderReport:
         """Everything found, and the manifest."""
         return {
             "path": str(self.path), "same": self.same, "ok": self.ok, "files": self.files, "edited": self.edited,
-            "perplexities": {one.recorded.text: one.perplexity for one in self.texts}, "manifest": self.manifest,
+            "perplexities": {one.recorded.text: one.perplexity for one in self.texts}, "run_by": self.run_by,
+            "not_run": self.not_run, "manifest": self.manifest,
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -111,6 +118,8 @@ class FolderReport:
         if isinstance(exact, dict) and all(type(one) is int for one in exact.values()):
             with suppress(TypeError):  # it has another form
                 out.append(f"when it was made it was compared with its source: {Exact(**exact).line()}")
+        out += [] if self.run_by is None else [f"run by {self.run_by}"]
+        out += [] if self.not_run is None else [f"its perplexities were not measured again: {self.not_run}"]
         return [*out, *(one.line() for one in self.texts), "verdict: the model is as it was made"]
 
 
@@ -138,14 +147,21 @@ def verify_model(model: str | Path, *, progress: Progress = silent) -> FolderRep
     made, edited = require_as_written(model, progress=progress)
     readable = model if model.exists() else path.parent / min(made["files"], default="")
     texts: list[TextCheck] = []
-    weights = None
+    weights, run_by, not_run = None, None, None
     if made.get("job") == "quantize" or "quality" in made:
-        if made.get("tensors_only") is True:
-            weights = WeightsOnly.from_json(made.get("quality"), path)
-            require_as_recorded(open_checkpoint(readable, tensors_only=True), made, path)
-        else:
-            texts = recheck(readable, made, progress=progress)
-    return FolderReport(model, len(made["files"]) - len(edited), edited, texts, made, weights)
+        checkpoint = open_checkpoint(readable, tensors_only=made.get("tensors_only") is True)
+        if not checkpoint.config.runnable:
+            require_as_recorded(checkpoint, made, path)
+            if made.get("run_by") is None:
+                weights = WeightsOnly.from_json(made.get("quality"), path)
+            else:
+                try:
+                    run_by = run_by_transformers(checkpoint).config.run_by
+                except (RequestError, CheckpointError, UnsupportedError) as error:
+                    not_run = why_not_run(error)
+        if weights is None:
+            texts = recheck(readable, made, checkpoint, progress=progress)
+    return FolderReport(model, len(made["files"]) - len(edited), edited, texts, made, weights, run_by, not_run)
 
 
 def placed_manifest(model: Path) -> tuple[Path, Path]:
@@ -189,21 +205,22 @@ def require_as_written(model: Path, *, progress: Progress = silent) -> tuple[dic
     return made, edited
 
 
-def recheck(model: Path, made: Mapping[str, Any], *, progress: Progress = silent) -> list[TextCheck]:
+def recheck(
+    model: Path, made: Mapping[str, Any], checkpoint: Checkpoint, *, progress: Progress = silent
+) -> list[TextCheck]:  # fmt: skip
     """Compare a quantized model with the figures in its manifest. The source is not needed: the model's perplexities
-    are measured again. Raises `CheckpointError` if the manifest states no gate, and `QualityError` if a perplexity is
-    not the manifest's, or if the model did not pass its gate or its certificate for long contexts when it was made."""
+    are measured again, if it can be run. Raises `CheckpointError` if the manifest states no gate, and `QualityError` if
+    a perplexity is not the manifest's, or if the model did not pass its gate or its certificate for long contexts when
+    it was made."""
     quality: Any = made.get("quality")
     recorded = Gate.from_json(quality, manifest_path(model))
-    checkpoint = open_checkpoint(model)
     known = {(one.text, one.sha256) for one in recorded.texts}
-    texts = {
-        name: windows for name, (digest, windows) in measured_windows(checkpoint).items() if (name, digest) in known
-    }
+    measured = measured_windows(checkpoint) if checkpoint.config.measurable else {}
+    texts = {name: windows for name, (digest, windows) in measured.items() if (name, digest) in known}
     in_one_phase = in_phase(progress, "perplexity")
     figures = perplexity_estimates(checkpoint, list(texts.values()), progress=in_one_phase) if texts else []
     perplexities = {name: figure.value for name, figure in zip(texts, figures, strict=True)}
-    checks = [TextCheck(one, perplexities.get(one.text)) for one in recorded.texts]
+    checks = [TextCheck(one, perplexities.get(one.text)) for one in recorded.texts if checkpoint.config.measurable]
     for one in checks:
         found, expected = one.perplexity, one.recorded.perplexity
         if found is not None and not (math.isfinite(found) and math.isclose(found, expected, rel_tol=REPEATABLE)):

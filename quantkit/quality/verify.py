@@ -13,10 +13,9 @@ import torch
 from quantkit.architectures.topology import parameters
 from quantkit.arguments import as_path, wrong_type
 from quantkit.data.files import gate_texts
-from quantkit.errors import QualityError
+from quantkit.errors import CheckpointError, QualityError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, schemes, stored_name
 from quantkit.formats.container import stored_format
-from quantkit.formats.detect import open_pair
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import shown
@@ -34,6 +33,7 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.compare import first_difference
 from quantkit.text.special_tokens import tokens_of_config_alone
+from quantkit.via_transformers.forward import open_pair_to_compare, run_by_transformers, why_not_run
 
 _RANDOM_TOKENS = 64
 
@@ -107,7 +107,9 @@ class VerifyReport:
         bound: on the probes: on all between float types, on the gate's where a model is quantized.
         kv_cache: the one of the two that alone has scales or a scheme of a quantized key/value cache, and the other;
             the weights may be the same nevertheless. Scales that differ are a problem.
-        weights_only: whether the models cannot be run, so that there are no probes.
+        run_by: what ran the models, such as ``transformers 5.23.0``; None for our decoder, and if nothing did.
+        not_run: of models known by their tensors only, why transformers did not run them.
+        weights_only: whether the models were not run, so that there are no probes.
         not_certified: of models that were kept though they did not pass their certificate for long contexts, why.
     """
 
@@ -122,6 +124,8 @@ class VerifyReport:
     weights_only: bool = False
     not_certified: list[str] = field(default_factory=list)
     kv_cache: tuple[Path, Path] | None = None
+    run_by: str | None = None
+    not_run: str | None = None
 
     __bool__ = neither_true_nor_false
 
@@ -142,7 +146,7 @@ class VerifyReport:
             "not_certified": self.not_certified, "formats": list(self.formats), "tensors": self.tensors,
             "on_codes": self.on_codes, "differing": [{**asdict(one), "within": one.within} for one in self.differing],
             "probes": {name: asdict(probe) for name, probe in self.probes.items()}, "bound": asdict(self.bound),
-            "weights_only": self.weights_only,
+            "weights_only": self.weights_only, "run_by": self.run_by, "not_run": self.not_run,
             "kv_cache": self.kv_cache and dict(zip(("has", "lacks"), map(str, self.kv_cache), strict=True)),
         }  # fmt: skip
 
@@ -164,13 +168,14 @@ class VerifyReport:
             has, lacks = self.kv_cache
             out.append(f"KV cache: {has} has scales or a scheme of a quantized KV cache, {lacks} has none")
         if self.weights_only:
-            out.append(COMPARED)
+            out.append(COMPARED + (f": {self.not_run}" if self.not_run else ""))
         elif self.probes:
             where = "" if all(probe.bound for probe in self.probes.values()) else " on texts"
             bounds = f"at most {self.bound.kl:g}{where}; perplexity at most x {self.bound.perplexity_ratio:g}"
             of_probes = [f"  {probe.line(name)}" for name, probe in self.probes.items()]
             differ = any(probe.divergence.largest_logit_difference for probe in self.probes.values())
-            out += [f"logits: KL in nats a token, {bounds}", *of_probes] if differ else ["logits: equal"]
+            logits = "logits" if self.run_by is None else f"logits, run by {self.run_by}"
+            out += [f"{logits}: KL in nats a token, {bounds}", *of_probes] if differ else [f"{logits}: equal"]
         return [*out, f"verdict: {_VERDICTS[self.verdict]}"]
 
 
@@ -220,7 +225,7 @@ def verify(
 
 
 def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
-    reference, other = open_pair(a, b)
+    reference, other = open_pair_to_compare(a, b)
     formats = stored_format(reference), stored_format(other)
     not_certified = [why for one in (reference, other) if (why := failed_certificate(one.path)) is not None]
     configs = [replace(one.config, tied_embeddings=False) for one in (reference, other)]  # a tied head may be separate
@@ -254,7 +259,17 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
             found = error_problem(name, difference.relative_error, recorded.get(name))
             problems += [] if found is None else [found]
     differing.sort(key=lambda difference: -difference.excess)
-    probes = _probed(reference, other, bound, progress) if comparable and runnable else {}
+    probes: dict[str, Probe] = {}
+    not_run = None
+    if comparable and not runnable:
+        try:
+            reference, other = run_by_transformers(reference), run_by_transformers(other)
+            problems += _token_problems(reference, other)
+            probes = _probed(reference, other, bound, progress)
+        except (RequestError, CheckpointError, UnsupportedError) as error:
+            not_run = why_not_run(error)
+    elif comparable:
+        probes = _probed(reference, other, bound, progress)
     if problems or not (all(one.within for one in differing) and all(one.within for one in probes.values())):
         verdict = Verdict.DIFFERENT
     elif not_certified:
@@ -264,8 +279,8 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     else:
         verdict = Verdict.SAME
     return VerifyReport(
-        verdict, problems, formats, len(names), on_codes, differing, probes, bound, not runnable, not_certified,
-        kv_cache,
+        verdict, problems, formats, len(names), on_codes, differing, probes, bound, not runnable and not probes,
+        not_certified, kv_cache, reference.config.run_by if probes else None, not_run,
     )  # fmt: skip
 
 
@@ -338,11 +353,13 @@ def _probed(reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Pr
 
 
 def _other_tokens(checkpoint: Checkpoint) -> dict[str, Batch]:
-    """The tokens other than texts on which logits are compared; fixed, so that reports are repeatable."""
+    """The tokens other than texts on which logits are compared; fixed, so that reports are repeatable. Transformers
+    runs tokens at the first positions only."""
     config, generator = checkpoint.config, torch.Generator().manual_seed(1)
     count = min(_RANDOM_TOKENS, config.max_context)
     first, second = (torch.randint(config.vocab_size, (1, count), generator=generator) for _ in range(2))
-    return {
-        "other random tokens": Batch.from_start(first),
-        "positions spread over the context": Batch(second, torch.linspace(0, config.max_positions - 1, count).long()),
-    }
+    found = {"other random tokens": Batch.from_start(first)}
+    if config.runnable:
+        spread = torch.linspace(0, config.max_positions - 1, count).long()
+        found["positions spread over the context"] = Batch(second, spread)
+    return found

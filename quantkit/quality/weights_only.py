@@ -113,8 +113,8 @@ def error_problem(name: str, error: float, recorded: float | None) -> str | None
 
 
 def summary_problems(checkpoint: Checkpoint) -> list[str]:
-    """Where the manifest of a model that cannot be run contradicts its own entries on tensors, or the tensors. Raises
-    `CheckpointError` if it has a summary of another form."""
+    """Where the manifest of a model known by its tensors only contradicts its own entries on tensors, or the tensors.
+    Raises `CheckpointError` if it has a summary of another form. A model that transformers ran has a gate instead."""
     made = manifest_or_empty(checkpoint.path)
     if made.get("tensors_only") is not True:
         return []
@@ -123,7 +123,7 @@ def summary_problems(checkpoint: Checkpoint) -> list[str]:
     problems = []
     if listed != carried:
         problems.append(f"the manifest lists {len(listed or ())} carried tensors, and the model has {len(carried)}")
-    if "quality" not in made:
+    if "quality" not in made or made.get("run_by") is not None:
         return problems
     summary = WeightsOnly.from_json(made["quality"], manifest_path(checkpoint.path))
     records = {f"{name}.weight": one for name, one in module_records(made).items()}

@@ -15,7 +15,7 @@ _VISITOR = "_quantkit_visitor"
 
 @dataclass
 class Brought:
-    """What a batch brings to a product.
+    """What a batch brings to a product; its tensors lose their memory when the batch is moved to a file.
 
     Attributes:
         inputs: [..., I].

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -13,13 +14,17 @@ import torch
 from torch import Tensor
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.errors import RequestError
+from quantkit.errors import QuantkitError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.detect import open_checkpoint, open_pair
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
 from quantkit.progress import Progress, silent
+from quantkit.via_transformers import Via
+from quantkit.via_transformers.linears import is_known
 
 if TYPE_CHECKING:
+    from quantkit.formats.detect import WeightKind
     from quantkit.via_transformers.passage import Passage
 
 _CONTEXT = 2048  # of models without a longest context
@@ -38,10 +43,16 @@ def final_hidden(
 
 
 def final_logits(checkpoint: Checkpoint, hidden: Sequence[Tensor], *, group: ProcessGroup = SINGLE) -> list[Tensor]:
-    """Logits [N, V] of each of some hidden states [N, D], in float32; see `head_logits`."""
+    """Logits [N, V] of each of some hidden states [N, D], in float32; see `head_logits`. Raises `UnsupportedError` if a
+    model of transformers predicts no tokens."""
     if checkpoint.config.runnable:
         return head_logits(checkpoint, hidden, group=group)
-    logits = passage_of(checkpoint).logits(torch.cat(list(hidden)))
+    logits, size = passage_of(checkpoint).logits(torch.cat(list(hidden))), checkpoint.config.vocab_size
+    if logits.shape[-1] < size:
+        raise UnsupportedError(
+            "the model has no output head", path=checkpoint.path, found=f"{logits.shape[-1]} numbers for a token",
+            expected=f"a logit for each of {size} tokens",
+        )  # fmt: skip
     return list(torch.split(logits, [len(one) for one in hidden]))
 
 
@@ -64,8 +75,10 @@ def _missing() -> list[str]:
 
 
 def run_by_transformers(source: StoredCheckpoint) -> StoredCheckpoint:
-    """A source that is known by its tensors only, to be run by transformers. Raises `UnsupportedError` or
-    `CheckpointError` if it cannot be."""
+    """A source that is known by its tensors only, to be run by transformers, which also gives sizes that the config
+    spells in its own way. Raises `UnsupportedError` or `CheckpointError` if it cannot be, and `RequestError` if
+    transformers is not there."""
+    require_installed()
     model, config = passage_of(source).lazy.model, source.config
     rows, width = model.get_input_embeddings().weight.shape
     version = f"transformers {importlib.metadata.version('transformers')}"
@@ -74,6 +87,56 @@ def run_by_transformers(source: StoredCheckpoint) -> StoredCheckpoint:
         hidden_size=config.hidden_size or width,
     )  # fmt: skip
     return source
+
+
+def open_to_run(path: str | Path, weights: WeightKind | None = None, via: Via | None = None) -> StoredCheckpoint:
+    """`open_checkpoint`, for a model that is to be run: by our decoder where it knows the family, or else by
+    transformers, if it is installed and knows the architecture; by nothing else than `via`, if that is given. A folder
+    that was made from tensors only, and that neither runs, is opened as it is.
+
+    Raises:
+        RequestError: as `open_checkpoint`; or if `via` names transformers, and it is not installed.
+        UnsupportedError, CheckpointError: as `open_checkpoint`; or if transformers cannot build the model.
+    """
+    if via == "transformers":
+        return run_by_transformers(open_checkpoint(path, weights, tensors_only=True))
+    try:
+        source = open_checkpoint(path, weights)
+    except UnsupportedError:
+        if via is not None or (found := _known_to_transformers(path, weights)) is None:
+            raise
+        source = found
+    by_transformers = via is None and not source.config.runnable and _is_known(source)
+    return run_by_transformers(source) if by_transformers else source
+
+
+def open_pair_to_compare(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
+    """`open_pair`, also for models of an architecture that only transformers knows."""
+    try:
+        return open_pair(a, b)
+    except UnsupportedError:
+        first, second = _known_to_transformers(a), _known_to_transformers(b)
+        if first is None or second is None:
+            raise
+        return first, second
+
+
+def _known_to_transformers(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint | None:
+    """A model by its tensors only, if transformers is there and knows its architecture."""
+    try:
+        source = open_checkpoint(path, weights, tensors_only=True)
+    except QuantkitError:
+        return None
+    return source if _is_known(source) else None
+
+
+def _is_known(source: StoredCheckpoint) -> bool:
+    return is_installed() and is_known(source.extra_config)
+
+
+def why_not_run(error: QuantkitError) -> str:
+    """Why transformers does not run a model, in words."""
+    return f"{error.problem}; {error.hint}" if error.hint and isinstance(error, RequestError) else error.problem
 
 
 def passage_of(checkpoint: Checkpoint) -> Passage:

@@ -60,7 +60,7 @@ class LazyModel:
         for name, (target, _) in found.items():
             for part in dict.fromkeys(self._parts[one] for one in self._shared.get(target, [target])):
                 self._tensors[part].append(name)
-        self._require_all(named, found)
+        self._require_all(found)
 
     def part_of(self, module: str) -> str | None:
         """The part that a module is, or is in; None for one around parts."""
@@ -83,6 +83,12 @@ class LazyModel:
         embedding = self.model.get_input_embeddings()
         part = next((self.part_of(name) for name, one in self.model.named_modules() if one is embedding), None)
         return [] if part is None else [part]
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a text, as the config says; those of generation_config.json are others."""
+        stated = getattr(self.model.config.get_text_config(), "eos_token_id", None)
+        return tuple(stated) if isinstance(stated, list) else () if stated is None else (int(stated),)
 
     @property
     def body(self) -> nn.Module:
@@ -137,17 +143,19 @@ class LazyModel:
             info, _ = convert_and_load_state_dict_in_model(self.model, dict(tensors), loading)
         return info
 
-    def _require_all(self, named: Iterable[str], found: Iterable[str]) -> None:
-        """Raise a `CheckpointError` unless every parameter gets a tensor of its shape."""
-        info = self._source.info
+    def _require_all(self, found: Iterable[str]) -> None:
+        """Raise a `CheckpointError` unless all parameters and saved buffers get tensors of their shapes."""
+        shapes = {name: self._source.info(name).shape for name in found}
         buffers = dict(self.model.named_buffers())
-        found_info = self._convert({name: torch.empty(info(name).shape, device="meta") for name in found}, "meta")
+        info = self._convert({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, "meta")
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[leaf] = buffer  # those on disk are given with their part
-        missing = [name for name in named if all(one in found_info.missing_keys for one in self._shared[name])]
-        problems = {str(name): f"shape {list(shape)}" for name, shape, _ in found_info.mismatched_keys}
-        problems |= {name: shown(reason.splitlines()[-1]) for name, reason in found_info.conversion_errors.items()}
+        missing = [
+            name for name in self._parts if all(one in info.missing_keys for one in self._shared.get(name, [name]))
+        ]
+        problems = {str(name): f"shape {list(shape)}" for name, shape, _ in info.mismatched_keys}
+        problems |= {name: shown(reason.splitlines()[-1]) for name, reason in info.conversion_errors.items()}
         if name := next(iter([*problems, *missing]), None):
             raise CheckpointError(
                 f"transformers finds no tensor for '{name}'", path=self._source.path, found=problems.get(name),

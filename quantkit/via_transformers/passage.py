@@ -75,6 +75,20 @@ def _unseen(site: Site, brought: Brought) -> None:
     """Sees no product."""
 
 
+@contextmanager
+def typed_failures(path: Path, where: Callable[[], str] = str) -> Iterator[None]:
+    """The context in which the code of a model at a path runs. Raises `UnsupportedError` if it fails, with what
+    `where` adds to the message."""
+    try:
+        yield
+    except QuantkitError:
+        raise
+    except Exception as error:  # of the code of any model
+        message = shown(" ".join(str(error).split()))
+        problem = f"transformers fails{where()} ({type(error).__name__}: {message})"
+        raise UnsupportedError(problem, path=path) from error
+
+
 class _Returned(tuple[Tensor, ...]):
     """What the body of a model returns: the states, and nothing else that may be requested."""
 
@@ -224,15 +238,8 @@ class Passage:
 
     def _forward(self, tokens: Tensor) -> Callable[[], object]:
         def run() -> None:
-            try:
+            with typed_failures(self._path, lambda: f" in '{self._at}'"):
                 self.lazy.model(input_ids=tokens, use_cache=False)
-            except QuantkitError:
-                raise
-            except Exception as error:  # of the code of any model
-                message = shown(" ".join(str(error).split()))
-                raise UnsupportedError(
-                    f"transformers fails in '{self._at}' ({type(error).__name__}: {message})", path=self._path,
-                ) from error  # fmt: skip
 
         return run
 

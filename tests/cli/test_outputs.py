@@ -122,7 +122,7 @@ def test_verify_of_one_folder_writes_what_it_found(int8: Path, tmp_path: Path, c
     texts = {one["text"]: pytest.approx(one["perplexity"], rel=1e-3) for one in made["quality"]["texts"]}
     assert value == {
         "path": str(int8), "same": True, "ok": True, "files": len(made["files"]), "edited": {}, "perplexities": texts,
-        "manifest": made,
+        "manifest": made, "run_by": None, "not_run": None,
     }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counted.append(1)
         return layerwise_hidden(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(models, "layerwise_hidden", run)
+    monkeypatch.setattr(models, "final_hidden", run)
     return counted
 
 

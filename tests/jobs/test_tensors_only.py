@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from quantkit.quality.weights_only import COMPARED
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.via_transformers.linears import with_linears
 
+TRANSFORMERS = importlib.metadata.version("transformers")
 KEPT_CONFIG = {"model_type": "nobody_knows", "custom": {"deep": [1, 2.5, None]}, "torch_dtype": "float32"}
 
 
@@ -133,7 +134,7 @@ def test_a_result_is_verified_alone_and_against_its_source(tmp_path: Path) -> No
         report = quantkit.verify(*pair)
         assert report.verdict.name == "WITHIN_BOUND"
         assert len(report.differing) == 3
-        assert COMPARED in report.lines()
+        assert f"{COMPARED}: transformers does not know 'nobody_knows', as of version {TRANSFORMERS}" in report.lines()
     copy = quantkit.convert(source, tmp_path / "copy", tensors_only=True).path
     assert quantkit.verify(copy, source).same
 
@@ -339,7 +340,8 @@ def test_a_model_that_runs_is_verified_as_it_was_made(family: str, tmp_path: Pat
     for pair in ((made, source), (source, made)):
         report = quantkit.verify(*pair)
         assert report.ok
-        assert report.weights_only
+        assert report.run_by == f"transformers {TRANSFORMERS}"
+        assert all(0 < probe.divergence.kl < 0.01 for probe in report.probes.values())
     assert "was taken by its tensors only" in " ".join((made / "README.md").read_text().split())
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import quantkit
-from quantkit.calibration import lockstep_quantizer
+from quantkit.calibration import effort
 from quantkit.calibration.group_solver import GroupSolver
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import RequestError, UnsupportedError
@@ -46,7 +46,7 @@ def _quantize(source: Path, dst: Path, method: str = "gptq", **options: Any) -> 
 def _small_batches() -> Iterator[None]:
     """Batches of four samples: more than those that go through the float model too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lockstep_quantizer, "BATCH_TOKENS", 512)
+        patch.setattr(effort, "BATCH_TOKENS", 512)
         yield
 
 

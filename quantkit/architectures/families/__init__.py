@@ -41,8 +41,9 @@ def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
         supported = sorted(name for name, known in families().items() if known.runs)
         raise UnsupportedError(
             "architecture is not supported", path=settings.path, found=kind, expected=", ".join(supported),
-            hint="quantize has it run by transformers, if `pip install 'quantkit[transformers]'` was done; or"
-            " `tensors_only=True` of quantize and convert takes its tensors as they are",
+            hint="quantize, verify and eval have it run by transformers, if `pip install 'quantkit[transformers]'` was"
+            ' done, and so has generate with `backend="transformers"`; or `tensors_only=True` of quantize and convert'
+            " takes its tensors as they are",
         )  # fmt: skip
     return family.read(settings)
 

@@ -300,7 +300,7 @@ def test_what_a_file_should_not_be_is_named(tmp_path: Path) -> None:
     metadata["general.quantization_version"] = 1
     with pytest.raises(UnsupportedError, match="is quantized by unknown rules"):
         _opened(written({}, types={"": Ggml.Q4_0}))
-    with pytest.raises(RequestError, match="is for Hugging Face folders"):
+    with pytest.raises(RequestError, match="only Hugging Face folders are taken by their tensors"):
         open_checkpoint(written({}), tensors_only=True)
 
 

@@ -1,0 +1,75 @@
+"""Continue a prompt with a model that transformers runs: slowly, as every new token reads the whole text again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Unpack
+
+import torch
+
+from quantkit.errors import RequestError
+from quantkit.formats.checkpoint import Checkpoint, parameter_count
+from quantkit.memory import available_bytes, enough_memory, size_text
+from quantkit.progress import Progress, silent
+from quantkit.runtime.generation_config import end_tokens
+from quantkit.runtime.request import MAX_NEW_TOKENS, Request, TokenIds, checked_request, prompt_ids
+from quantkit.runtime.sampling import Sampler
+from quantkit.runtime.sampling_params import SamplingOptions
+from quantkit.tensors.finite import finite_logits
+from quantkit.via_transformers.forward import passage_of
+from quantkit.via_transformers.linears import quiet
+from quantkit.via_transformers.passage import typed_failures
+
+
+class TransformersModel:
+    """A model of transformers with all its weights in memory, in float32 on the CPU.
+
+    Attributes:
+        config: of the model, with its end tokens.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, progress: Progress = silent) -> None:
+        """
+        Args:
+            checkpoint: that transformers runs, see `open_to_run`.
+
+        Raises:
+            RequestError: if its weights do not fit in memory.
+            CheckpointError: for a damaged generation_config.json.
+        """
+        needed, free = 4 * parameter_count(checkpoint), available_bytes()
+        if needed > free:
+            problem, expected = "does not fit in memory as float32", f"at most {size_text(free)}"
+            raise RequestError(problem, path=checkpoint.path, found=size_text(needed), expected=expected)
+        self._path, self._lazy = checkpoint.path, passage_of(checkpoint).lazy
+        config = replace(checkpoint.config, eos_token_ids=self._lazy.end_tokens)
+        self.config = replace(config, eos_token_ids=end_tokens(checkpoint.path, config))
+        parts = self._lazy.parts
+        for index, part in enumerate(parts):
+            progress("weights", index, len(parts), "parts")
+            with enough_memory(checkpoint.path):
+                self._lazy.load(part)
+        progress("weights", len(parts), len(parts), "parts")
+
+    def generate(
+        self, ids: TokenIds, *, max_new_tokens: int = MAX_NEW_TOKENS, **sampling: Unpack[SamplingOptions]
+    ) -> Generator[int, None, None]:
+        """Continue a prompt, as `quantkit.generate` does. Raises what that raises, and `UnsupportedError` if the code
+        of the model fails."""
+        request = checked_request(self.config, prompt_ids(ids), max_new_tokens, sampling)
+        sampler = Sampler(request.sampling, request.prompt, self.config.vocab_size, torch.device("cpu"))
+        return self._new_tokens(request, sampler.draw)
+
+    def _new_tokens(
+        self, request: Request, draw: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Generator[int, None, None]:  # fmt: skip
+        tokens = list(request.prompt)
+        for _ in range(request.max_new_tokens):
+            with torch.inference_mode(), quiet(), typed_failures(self._path):
+                logits = self._lazy.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[:, -1]
+                token = int(draw(finite_logits(logits, self._path)))
+            if token in self.config.eos_token_ids:
+                return
+            tokens.append(token)
+            yield token

@@ -1,0 +1,164 @@
+"""`verify` of models that have no decoder here: transformers runs them, where it is installed and knows them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import oracle
+import pytest
+import tiny_architectures
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import quantkit
+from quantkit.data.files import gate_texts
+from quantkit.errors import CheckpointError, QualityError
+from quantkit.files.source import SourceFile
+from quantkit.quality.measures import text_windows
+from quantkit.quality.verify import Verdict, verify
+from quantkit.text.tokenizer import load_tokenizer
+from quantkit.via_transformers import forward
+
+RUN_BY = f"transformers {importlib.metadata.version('transformers')}"
+TEXTS = ["speech", "mixed", "other random tokens"]
+
+
+def _log_probabilities(folder: Path, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = oracle.load(folder)(input_ids=tokens).logits.log_softmax(-1)
+    return found
+
+
+def _changed(folder: Path, target: Path, name: str, factor: float) -> Path:
+    """A copy of a folder with one tensor multiplied."""
+    oracle.copy(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    tensors[name] *= factor
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def _without_transformers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(forward, "_missing", lambda: ["transformers"])
+
+
+def test_logits_are_compared_as_transformers_gives_them(hybrid: Path, hybrid_int4: Path) -> None:
+    tokenizer = load_tokenizer(hybrid)
+    windows = text_windows(tokenizer.encode(gate_texts()["speech"]), tokenizer.bos_id, 256)[:2]
+    p, q = (_log_probabilities(folder, windows) for folder in (hybrid, hybrid_int4))
+    kl = (p.exp() * (p - q)).sum(-1).mean().item()
+    for pair in ((hybrid, hybrid_int4), (hybrid_int4, hybrid)):
+        report = verify(*pair)
+        assert report.verdict is Verdict.WITHIN_BOUND
+        assert list(report.probes) == TEXTS
+        assert report.probes["speech"].divergence.kl == pytest.approx(kl, rel=1e-3)
+        assert not report.weights_only
+        assert report.to_json()["run_by"] == RUN_BY
+        assert any(line.startswith(f"logits, run by {RUN_BY}: KL in nats a token, at most") for line in report.lines())
+
+
+def test_the_same_floats_are_the_same_model(hybrid: Path, tmp_path: Path) -> None:
+    report = verify(hybrid, oracle.copy(hybrid, tmp_path / "copy"))
+    assert report.verdict is Verdict.SAME
+    assert f"logits, run by {RUN_BY}: equal" in report.lines()
+    assert verify(hybrid, quantkit.convert(hybrid, tmp_path / "converted", tensors_only=True).path).same
+
+
+def test_logits_beyond_the_bound_are_a_difference(hybrid: Path, hybrid_int4: Path, tmp_path: Path) -> None:
+    name = "lm_head.weight"
+    changed = verify(_changed(hybrid, tmp_path / "floats", name, 3.0), hybrid_int4)
+    assert changed.verdict is Verdict.DIFFERENT
+    assert not changed.probes["speech"].within
+
+
+def test_other_texts_of_the_tokenizer_are_a_difference(hybrid: Path, tmp_path: Path) -> None:
+    other = oracle.copy(hybrid, tmp_path / "other")
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    report = verify(hybrid, other)
+    assert report.verdict is Verdict.DIFFERENT
+    assert report.problems == ["the tokens that end a text differ: 2 against 7"]
+
+
+def test_without_transformers_weights_alone_are_compared(
+    hybrid: Path, hybrid_int4: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _without_transformers(monkeypatch)
+    report = verify(hybrid, hybrid_int4)
+    assert report.verdict is Verdict.WITHIN_BOUND
+    assert report.weights_only
+    assert report.run_by is None
+    (line,) = (line for line in report.lines() if "no logits were compared" in line)
+    assert line.endswith("; pip install 'quantkit[transformers]'")
+    alone = verify(hybrid_int4)
+    assert alone.ok
+    assert alone.texts == []
+    assert any(line.endswith("; pip install 'quantkit[transformers]'") for line in alone.lines())
+
+
+def test_a_model_alone_is_measured_again(hybrid_int4: Path) -> None:
+    report = verify(hybrid_int4)
+    assert [one.recorded.text for one in report.texts] == TEXTS[:2]
+    for one in report.texts:
+        assert one.perplexity == pytest.approx(one.recorded.perplexity, rel=1e-3)
+    assert f"run by {RUN_BY}" in report.lines()
+
+
+def test_a_perplexity_that_is_not_the_recorded_one_is_an_error(
+    hybrid_int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = oracle.copy(hybrid_int4, tmp_path / "copy")
+    made = json.loads((copy / "quantkit.json").read_text())
+    made["quality"]["texts"][0]["perplexity"] *= 1.1
+    (copy / "quantkit.json").write_text(json.dumps(made))
+    with pytest.raises(QualityError, match="perplexity on 'speech' is not what the manifest says"):
+        verify(copy)
+    made["quality"]["texts"][0]["kl"] = 1.0
+    (copy / "quantkit.json").write_text(json.dumps(made))
+    _without_transformers(monkeypatch)  # what was recorded counts all the same
+    with pytest.raises(QualityError, match="did not pass its gate when it was made"):
+        verify(copy)
+
+
+def test_sizes_have_the_names_that_transformers_gives_them(tmp_path: Path) -> None:
+    tiny_architectures.make("xlm", tmp_path / "xlm")  # whose hidden size is `emb_dim`
+    assert verify(tmp_path / "xlm", tmp_path / "xlm").run_by == RUN_BY
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("T5ForConditionalGeneration", "transformers fails in 'decoder'"), ("BertModel", "the model has no output head")],
+)
+def test_a_model_that_predicts_no_next_token_is_compared_by_its_weights(kind: str, reason: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 2048, "hidden_size": 64, "num_layers": 1, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model("t5" if kind.startswith("T5") else "bert", **sizes)
+    folder = oracle.save(getattr(transformers, kind)(config), tmp_path / "model")
+    report = verify(folder, oracle.copy(folder, tmp_path / "copy"))
+    assert report.verdict is Verdict.SAME
+    assert report.weights_only
+    assert report.not_run is not None
+    assert report.not_run.startswith(reason)
+
+
+def test_what_transformers_cannot_load_is_compared_by_its_weights(hybrid: Path, tmp_path: Path) -> None:
+    partial = oracle.copy(hybrid, tmp_path / "partial")
+    tensors = load_file(partial / "model.safetensors")
+    del tensors["model.layers.0.input_layernorm.weight"]
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    copy = quantkit.convert(partial, tmp_path / "copy", tensors_only=True).path
+    report = verify(partial, copy)
+    assert report.verdict is Verdict.SAME
+    assert report.not_run == "transformers finds no tensor for 'model.layers.0.input_layernorm.weight'"
+
+
+def test_a_carried_tensor_that_is_not_listed_is_an_error(hybrid_int4: Path, tmp_path: Path) -> None:
+    copy = oracle.copy(hybrid_int4, tmp_path / "copy")
+    made = json.loads((copy / "quantkit.json").read_text())
+    made["carried"].pop("lm_head.weight")
+    (copy / "quantkit.json").write_text(json.dumps(made))
+    assert SourceFile(copy / "model.safetensors").sha256() == made["files"]["model.safetensors"]
+    with pytest.raises(CheckpointError, match="the manifest lists 19 carried tensors, and the model has 20"):
+        verify(copy)
