@@ -18,7 +18,7 @@ cp "$root/Containerfile" "$folder/context"
 chmod 755 "$folder"
 chmod 777 "$folder/models"  # the image's user writes there
 # shellcheck disable=SC2086
-"$engine" build ${BUILD_OPTIONS:-} --tag "$image" --file "$folder/context/Containerfile" "$folder/context"
+"$engine" build --no-cache ${BUILD_OPTIONS:-} --tag "$image" --file "$folder/context/Containerfile" "$folder/context"
 "$engine" image inspect --format 'image: {{.Size}} bytes, user {{.Config.User}}' "$image"
 
 run() {
