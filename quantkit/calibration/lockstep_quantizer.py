@@ -23,6 +23,7 @@ from quantkit.calibration.group_solver import GroupSolver, Result
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.quantizers import MMAP_THRESHOLD, RtnQuantizer, Solved, TensorBlock
 from quantkit.distributed.group import SINGLE
+from quantkit.errors import NonFiniteError
 from quantkit.formats.container import Written
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.memory import malloc_trim, set_mmap_threshold
@@ -88,8 +89,11 @@ class LockstepQuantizer(RtnQuantizer):
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
         modules = {spec.name.removesuffix(".weight") for spec in block.tensors if spec.name not in self._done}
         wanted = modules & self._solved_by_samples()
-        while not wanted <= self._results.keys():
-            self._results |= next(self._rounds)
+        try:
+            while not wanted <= self._results.keys():
+                self._results |= next(self._rounds)
+        except NonFiniteError as error:
+            raise self._explained(error, block) from error
         return self._tensors(block, {module: self._results.pop(module) for module in wanted})
 
     def _solved_by_samples(self) -> set[str]:
@@ -99,6 +103,8 @@ class LockstepQuantizer(RtnQuantizer):
 
 
 _CPU = torch.device("cpu")
+_Rows = tuple[Tensor, Tensor | None, Tensor | None]
+"""Inputs of a product; to an expert's, the numbers of the tokens, and the shares of its output."""
 
 
 class _Streams:
@@ -121,9 +127,7 @@ class _Streams:
         self._active = False  # the stream whose parameters the model has: whether it is the float one
         self._counts: dict[str, Counter[int]] = defaultdict(Counter)  # tokens by expert, of the experts' modules
         self._sums: HessianAccumulator | None = None
-        self._waiting: tuple[Tensor, Tensor | None, Tensor | None] | None = (
-            None  # inputs, tokens and shares of a pair's quantized batch
-        )
+        self._waiting: _Rows | None = None  # of the quantized batch of a pair
         self._drifted = False
         self._every = samples.numel()
 
@@ -180,7 +184,9 @@ class _Streams:
         if self._is_float[index]:
             assert self._waiting is not None
             inputs, tokens, shares = self._waiting
-            floats = brought.inputs if brought.at is None else brought.at(tokens)
+            floats = (brought.inputs if brought.at is None else brought.at(tokens)).float()
+            if floats.shape != inputs.shape:  # the model sends other tokens there
+                floats = inputs
             difference = _weighted(floats - inputs, shares) if self._drifted else None
             if difference is not None and self._by_outputs(place, inputs.shape[-1]):
                 floats = self._passage.lazy.model.get_parameter(site.parameter)  # of this batch's stream
@@ -188,9 +194,9 @@ class _Streams:
             self._sums.add_pair(_weighted(inputs, shares), difference)
             self._waiting = None
             return
-        own = brought.inputs, brought.tokens, brought.shares
+        own: _Rows = brought.inputs.float(), brought.tokens, brought.shares
         if brought.at is not None and self._is_starved(site, brought.inputs.shape[-1]):
-            own = brought.at(None), None, None
+            own = brought.at(None).float(), None, None
         if index in self._pairs:
             self._waiting = own[0].clone(), _copied(own[1]), _copied(own[2])
         else:

@@ -106,6 +106,13 @@ class RtnQuantizer:
         quantized, solver = round_to_nearest(weight, spec.scheme, spec.dtype.torch, column_kernels, importance)
         return self._checked(spec, Result.of(quantized, weight, {"solver": solver}))
 
+    def _explained(self, error: NonFiniteError, block: TensorBlock) -> NonFiniteError:
+        """An error of solving a block, with the path; raises another that names a tensor that holds NaN or Inf."""
+        for spec in block.tensors:  # the first that is not finite explains the others
+            value = floats_of(self.source.load(spec.name))
+            checked_cast(value, value.dtype, spec.name, self.source.path, allow_nonfinite=False)
+        return NonFiniteError(error.problem, path=self.source.path, hint=error.hint)
+
     def _checked(self, spec: TensorSpec, result: Result) -> Solved:
         """A quantized tensor of the output; a scale that overflows is a `NonFiniteError`."""
         if not all_finite(result.weight.scale):
@@ -187,10 +194,7 @@ class GptqQuantizer(RtnQuantizer):
                     results |= found
                     self._report(layer, count)
         except NonFiniteError as error:
-            for spec in block.tensors:  # the first that is not finite explains the others
-                value = floats_of(self.source.load(spec.name))
-                checked_cast(value, value.dtype, spec.name, self.source.path, allow_nonfinite=False)
-            raise NonFiniteError(error.problem, path=self.source.path, hint=error.hint) from error
+            raise self._explained(error, block) from error
         return results
 
     def _report(self, layer: int, count: int) -> None:
