@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Hashable
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.errors import DestinationError, NoSpaceError
+from quantkit.formats.output.destination import scratch_errors
 
 
 class ActivationStore:
@@ -42,17 +41,11 @@ class ActivationStore:
             self._held[key] = value
             return
         path = self._folder / str(self._count)
-        try:
+        with scratch_errors(self._folder):
             if not self._count:
                 self._folder.mkdir(parents=True)  # fails if it exists: it might be a link to another place
             self._count += 1
             _write(path, value)
-        except OSError as error:
-            kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else DestinationError
-            raise kind(
-                f"calibration activations cannot be written: {error.strerror or error}", path=self._folder,
-                hint="free some space, or increase `activation_memory`, and repeat it with `resume=True`",
-            ) from error  # fmt: skip
         self._files[key] = path, value.shape
 
     def take(self, key: Hashable) -> Tensor:
@@ -103,4 +96,5 @@ def _to_host(value: Tensor, *, stays: bool) -> Tensor:
 
 
 def _write(path: Path, value: Tensor) -> None:
-    value.contiguous().numpy().tofile(path)
+    with path.open("wb") as file:
+        file.write(value.contiguous().numpy().data)  # numpy's own way misses a full disk

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.errors import DestinationError, NoSpaceError
+from quantkit.formats.output.destination import scratch_errors
 
 _PIECE = 1 << 24
 
@@ -49,7 +48,7 @@ class Spill:
             return
         stay = shared()
         own = [one for name, one in storages.items() if name not in stay and one.nbytes() and one.device.type == "cpu"]
-        try:
+        with scratch_errors(self._folder):
             if not self._made:
                 self._folder.mkdir(parents=True)  # fails if it exists: it might be a link to another place
                 self._made = True
@@ -57,12 +56,6 @@ class Spill:
                 for one in own:
                     for piece in _pieces(one):
                         file.write(piece.clone().numpy().data)  # storages that numpy sees cannot be resized
-        except OSError as error:
-            kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else DestinationError
-            raise kind(
-                f"calibration activations cannot be written: {error.strerror or error}", path=self._folder,
-                hint="free some space, or increase `activation_memory`, and repeat it with `resume=True`",
-            ) from error  # fmt: skip
         self._moved[batch], self._sizes[batch] = own, [one.nbytes() for one in own]
         self.spilled_bytes = max(self.spilled_bytes, sum(map(sum, self._sizes.values())))
         for one in own:

@@ -71,6 +71,19 @@ def destination_error(error: OSError, path: Path) -> DestinationError:
     return DestinationError(f"cannot be written: {error.strerror or error}", path=path)
 
 
+@contextlib.contextmanager
+def scratch_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of the system into typed ones where calibration activations are written to a folder."""
+    try:
+        yield
+    except OSError as error:
+        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else DestinationError
+        raise kind(
+            f"calibration activations cannot be written: {error.strerror or error}", path=folder,
+            hint="free some space, or increase `activation_memory`, and repeat it with `resume=True`",
+        ) from error  # fmt: skip
+
+
 def is_there(path: Path) -> bool:
     """Whether a name is in use, even by a broken link; an `OSError` if the system cannot say."""
     try:
