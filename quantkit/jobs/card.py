@@ -205,6 +205,7 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
     symmetric = all(scheme.symmetric for scheme in chosen.schemes.values())
     unread = unread_experts(config, chosen.schemes) if symmetric else "packed zero points"
     unread = unread if chosen.embedding is None else "a packed embedding"
+    unread = unread if prepared.unread is None else f"the packed weights ({prepared.unread})"
     native, readers = method.name == NATIVE, method.readers(chosen.assigned)
     here_alone = read_here_alone(method, chosen.assigned, tied=config.tied_embeddings)
     return {

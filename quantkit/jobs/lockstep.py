@@ -14,7 +14,7 @@ from quantkit.via_transformers.forward import passage_of
 from quantkit.via_transformers.sites import find_sites
 
 _NAMED = 4
-_UNREACHED = "no calibration sample reaches it"
+_UNREACHED = "no calibration sample was seen to reach it"
 _REPEATED = "a forward pass uses it several times"
 
 

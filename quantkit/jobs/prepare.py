@@ -63,6 +63,7 @@ class Prepared:
 
     Attributes:
         linears_by: how the linear layers of a model known by its tensors only were found; None for others.
+        unread: why transformers does not load the result as it is; None before that is known, and if it does.
         survey: how samples reach the linears of a model that transformers runs; None before that, and for others.
         settings: of GPTQ; None for rounding.
         certified: the text on which the loss by position is measured; None if this was not requested.
@@ -80,6 +81,7 @@ class Prepared:
     notes: list[str]
     allocation: Allocation | None = None
     survey: Survey | None = None
+    unread: str | None = None
 
     @property
     def dst(self) -> Path:

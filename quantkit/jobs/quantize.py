@@ -124,6 +124,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         result = writer.seal()
         if source.config.run_by is not None:
             result = run_by_transformers(result)
+            prepared = _with_loading(prepared, result)
         size = weight_size(result)
         gate, certificate = _check(prepared, result, writer, quantizer, progress)
         card = model_card_files(prepared, drawn, *size, gate, certificate)
@@ -170,7 +171,10 @@ def _skipped(prepared: Prepared, group: ProcessGroup, began: float, progress: Pr
     if text is not None:
         stated = {"text": text.name, "sha256": text.sha256, "asked": text.requested}
         certificate = there.passed(PositionCertificate, "positions", accepted=accepted, **stated)
-    size = weight_size(there.opened(work))
+    opened = there.opened(work)
+    if prepared.source.config.run_by is not None:
+        prepared = _with_loading(prepared, run_by_transformers(opened))
+    size = weight_size(opened)
     there.require_files(work, model_card_files(prepared, drawn, *size, gate, certificate))
     found = _result(prepared, drawn, size, gate, certificate, began, there.manifest, skipped=True)
     group.send_from_rank0(found)
@@ -199,6 +203,17 @@ def _settled(
         if fit is not None:
             prepared = choose_schemes(prepared, fit, drawn, group=group, progress=progress)
     return replace(prepared, notes=[*prepared.notes, *notes]), drawn
+
+
+def _with_loading(prepared: Prepared, result: Checkpoint) -> Prepared:
+    """A job that knows whether transformers loads the packed result, with a note if it does not."""
+    from quantkit.via_transformers.packed_loading import loading_problem
+
+    if (problem := loading_problem(result.path)) is None:
+        return prepared
+    remedy = "`quantkit convert` with `dequantize=True` makes a folder that it loads"
+    note = f"{prepared.dst}: {result.config.run_by} does not load the packed weights ({problem}); {remedy}"
+    return replace(prepared, unread=problem, notes=[*prepared.notes, note])
 
 
 def _quantizer(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup, progress: Progress) -> RtnQuantizer:

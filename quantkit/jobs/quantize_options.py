@@ -15,7 +15,7 @@ from quantkit.calibration.effort import ACTIVATION_MEMORY, EFFORTS, MAX_LENGTH, 
 from quantkit.errors import RequestError
 from quantkit.formats.registry import TargetName
 from quantkit.jobs.option_fields import OTHER, IfExists, declared, option, require_valid
-from quantkit.jobs.target import quantized_target
+from quantkit.jobs.target import NATIVE, quantized_target
 from quantkit.json_values import shown
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 from quantkit.via_transformers import VIAS, Via
@@ -224,6 +224,8 @@ class QuantizeOptions:
         for name in ("target_bits", "max_size", "certify_positions", "template"):
             if getattr(self, name) is not None:
                 raise RequestError(f'`{name}` does not go with `via="transformers"` yet')
+        if self.to not in (None, NATIVE):
+            raise RequestError('`to` does not go with `via="transformers"` yet', found=shown(self.to), expected=NATIVE)
 
     def _check_method(self) -> None:
         if self.method is not None and as_string("method", self.method) not in METHODS:

@@ -217,7 +217,7 @@ def _embedding_scheme(recipe: Recipe, config: ModelConfig) -> QuantScheme | None
     found = None if named is None else named.scheme
     if named is not None and found is not None and not config.runnable:
         raise RequestError(
-            "the embedding of a model known by its tensors only keeps its floats", found=shown(named.pattern)
+            "the embedding of a model without a decoder here keeps its floats", found=shown(named.pattern)
         )
     if named is not None and found is not None and found != EMBEDDING_SCHEME:
         raise RequestError(

@@ -21,7 +21,7 @@ from quantkit.formats.detect import open_checkpoint, open_pair
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.via_transformers import Via
-from quantkit.via_transformers.linears import is_known
+from quantkit.via_transformers.linears import is_headless, is_known
 
 if TYPE_CHECKING:
     from quantkit.formats.detect import WeightKind
@@ -80,6 +80,11 @@ def run_by_transformers(source: StoredCheckpoint) -> StoredCheckpoint:
     transformers is not there."""
     require_installed()
     model, config = passage_of(source).lazy.model, source.config
+    if is_headless(model):
+        raise UnsupportedError(
+            "the model has no output head", path=source.path, found=type(model).__name__,
+            expected="a language model's class in config.json's 'architectures'",
+        )  # fmt: skip
     rows, width = model.get_input_embeddings().weight.shape
     version = f"transformers {importlib.metadata.version('transformers')}"
     source.config = replace(
@@ -125,7 +130,7 @@ def _known_to_transformers(path: str | Path, weights: WeightKind | None = None) 
     """A model by its tensors only, if transformers is there and knows its architecture."""
     try:
         source = open_checkpoint(path, weights, tensors_only=True)
-    except QuantkitError:
+    except (RequestError, UnsupportedError):  # damage is an error in any case
         return None
     return source if _is_known(source) else None
 

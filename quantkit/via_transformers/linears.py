@@ -99,11 +99,17 @@ def is_known(raw: Mapping[str, Any]) -> bool:
     return isinstance(kind, str) and kind in mapping.CONFIG_MAPPING and "auto_map" not in raw
 
 
+def is_headless(model: Any) -> bool:
+    """Whether a model is of the class that transformers has for the body alone."""
+    mapping: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+    return type(model) is mapping.MODEL_MAPPING.get(type(model.config), None)
+
+
 def model_class(transformers: Any, raw: Mapping[str, Any]) -> tuple[Any, Any]:
     """The class of a model and its config, from its config.json. Raises `NotKnown` if transformers has no class for it,
     or its numbers are absurd."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     kind, classes = raw.get("model_type"), raw.get("architectures")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -115,7 +121,8 @@ def model_class(transformers: Any, raw: Mapping[str, Any]) -> tuple[Any, Any]:
     names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
     named = (getattr(transformers, name, None) for name in names)
     models = (one for one in named if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel))
-    found: Any = next(models, None) or MODEL_MAPPING.get(type(config), None)
+    known_classes = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)
+    found: Any = next(models, None) or next(filter(None, (one.get(type(config), None) for one in known_classes)), None)
     if not isinstance(found, type):
         raise NotKnown(f"transformers has no class for {shown(classes or kind)}")
     return found, config

@@ -1,0 +1,72 @@
+"""Whether transformers loads a result is found by its own loader, and said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import quantkit
+from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.via_transformers.packed_loading import loading_problem
+
+Tiny = Callable[[str], Path]
+
+
+def _rounded(source: Path, dst: Path) -> quantkit.QuantizeResult:
+    return quantkit.quantize(
+        source, dst, "int4-g32", method="rtn", via="transformers", source_check=False, accept_quality_loss=True
+    )
+
+
+def test_a_result_that_transformers_loads_has_no_note(hybrid_int4: Path) -> None:
+    assert loading_problem(hybrid_int4) is None
+    assert "does not load" not in (hybrid_int4 / "README.md").read_text()
+
+
+def test_a_tensor_that_its_loader_does_not_find_is_named(hybrid_int4: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(hybrid_int4, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert loading_problem(folder) == "1 tensors are missing, such as model.norm.weight"
+
+
+def test_stacked_experts_that_it_does_not_load_are_a_note_and_on_the_card(tiny_model: Tiny, tmp_path: Path) -> None:
+    made = _rounded(tiny_model("llama4_text"), tmp_path / "dst")
+    (note,) = (note for note in made.notes if "does not load the packed weights" in note)
+    assert "experts" in note
+    assert "dequantize=True" in note
+    assert "transformers does not load the packed weights" in (made.path / "README.md").read_text()
+
+
+def test_without_its_class_a_config_is_that_of_a_language_model(tiny_model: Tiny, tmp_path: Path) -> None:
+    source = shutil.copytree(tiny_model("bloom"), tmp_path / "src")
+    config = json.loads((source / "config.json").read_text())
+    del config["architectures"]
+    (source / "config.json").write_text(json.dumps(config))
+    texts = [
+        [(one.text, one.source_perplexity) for one in _rounded(folder, tmp_path / name).quality.texts]
+        for folder, name in ((source, "without"), (tiny_model("bloom"), "with"))
+    ]
+    assert texts[0] == texts[1]
+    (source / "config.json").write_text(json.dumps({**config, "architectures": ["BloomModel"]}))
+    with pytest.raises(UnsupportedError, match=r"no output head .*BloomModel"):
+        _rounded(source, tmp_path / "body")
+
+
+def test_a_damaged_file_is_not_an_unknown_architecture(tiny_model: Tiny, tmp_path: Path) -> None:
+    source = shutil.copytree(tiny_model("bloom"), tmp_path / "src")
+    weights = source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is truncated"):
+        quantkit.quantize(source, tmp_path / "dst", "int4-g32")
+
+
+def test_other_formats_are_refused_before_calibration(tiny_model: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="`to` does not go with"):
+        quantkit.quantize(tiny_model("bloom"), tmp_path / "dst", "int4-g32", to="gptq")
