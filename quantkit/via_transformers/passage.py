@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.json_values import shown
+from quantkit.memory import malloc_trim
 from quantkit.progress import Progress, silent
 from quantkit.via_transformers.experts import Brought, set_visitor
 from quantkit.via_transformers.lazy_model import LazyModel
@@ -235,6 +236,7 @@ class Passage:
                 self.lazy.unload(part)
             self._loaded.clear()
             self._open.clear()
+            malloc_trim()
 
     def _forward(self, tokens: Tensor) -> Callable[[], object]:
         def run() -> None:
@@ -249,6 +251,7 @@ class Passage:
             left(one)
             self.lazy.unload(one)
             self._loaded.remove(one)
+        malloc_trim()
         self.lazy.load(part)
         self._loaded.add(part)
 

@@ -56,6 +56,11 @@ def test_tied_tensors_are_one_whichever_part_is_loaded(tmp_path: Path) -> None:
     lazy = _lazy(folder)
     lazy.load("lm_head")
     assert torch.equal(lazy.model.lm_head.weight, model.lm_head.weight)
+    lazy.load("model.embed_tokens")
+    lazy.unload("model.embed_tokens")
+    assert torch.equal(lazy.model.model.embed_tokens.weight, model.lm_head.weight)
+    lazy.unload("lm_head")
+    assert all(parameter.is_meta for parameter in lazy.model.parameters())
 
 
 def test_buffers_on_disk_come_with_their_part_and_half_floats_as_floats(tiny_model: Tiny, tmp_path: Path) -> None:
