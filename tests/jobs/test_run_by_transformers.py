@@ -68,7 +68,7 @@ def test_the_card_of_a_rounded_model_states_no_calibration(hybrid: Path, tmp_pat
     made = quantkit.quantize(hybrid, tmp_path / "int8", "int8", source_check=False)
     assert f"{RUN_BY} ran it for the figures above. Load it" in _words(made.path)
     asymmetric = quantkit.quantize(hybrid, tmp_path / "asym", "int4-g32-asym", method="rtn", source_check=False)
-    assert "transformers does not load packed zero points" in _words(asymmetric.path)
+    assert "transformers does not load the packed weights" in _words(asymmetric.path)
     assert "from_pretrained" not in _words(asymmetric.path)
 
 
