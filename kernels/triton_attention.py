@@ -215,8 +215,7 @@ def attend_and_join(
 def cached_attention(
     queries: Tensor, keys: Tensor, key_scales: Tensor | None, values: Tensor, value_scales: Tensor | None,
     positions: Tensor, slots: Tensor | None, window: int | None,
-    scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    arrived: Tensor | None = None, spans: int | None = None,
+    scale: float | None, softcap: float | None, sinks: Tensor | None, arrived: Tensor | None, spans: int | None,
 ) -> Tensor:  # fmt: skip
     """Grouped-query attention; each query sees the positions cached in its sequence's slot up to its own.
 

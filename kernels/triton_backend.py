@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +35,7 @@ _TUNE_WORDS = 1 << 17  # of a weight, below which measuring is not worth it
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GROUPS = (32, 64, 128)
 _FEW_TOKENS = 16  # up to which attention is bound by reading the cache
+_PARTS = 1.0  # steps by which a product is off where torch's matmul adds parts of it in 16 bits, as it does by default
 _TRUNCATES = os.environ.get("TRITON_INTERPRET") == "1"  # the interpreter truncates floats to bfloat16
 _MIN_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: (7, 5)}
 """NVIDIA's compute capability that Triton needs for activations of a dtype."""
@@ -69,7 +69,7 @@ class TritonBackend(Backend):
         if dtype == torch.float32:
             return Rounding(0, 2**-10)
         steps = 1.0 if _TRUNCATES and dtype == torch.bfloat16 else 0.5
-        return Rounding(0, steps * torch.finfo(dtype).eps, steps)
+        return Rounding(0, (steps + _PARTS) * torch.finfo(dtype).eps, steps)
 
     def prepare(self, weight: QuantTensor) -> Prepared:
         from quantkit.kernels import triton_linear  # noqa: F401  (registers the operator)
@@ -107,9 +107,13 @@ class TritonBackend(Backend):
         return product.view(*x.shape[:-1], rows)
 
 
-def _cached_attention(queries: Tensor, keys: CachedRows, values: CachedRows, *others: Any) -> Tensor:
+def _cached_attention(
+    queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None, window: int | None,
+    scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """See `ScoredAttention`."""
-    mixed: Tensor = torch.ops.quantkit_triton.cached_attention(queries, *keys, *values, *others)
+    operands = queries, *keys, *values, positions, slots, window, scale, softcap, sinks
+    mixed: Tensor = torch.ops.quantkit_triton.cached_attention(*operands, None, None)
     return mixed
 
 

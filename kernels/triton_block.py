@@ -74,7 +74,7 @@ class _Block:
         )  # fmt: skip
         mixed = cached_attention(
             queries, *keys, *values, *where, own.window, own.attention_scale, own.attention_softcap, self._sinks,
-            self._arrived,
+            self._arrived, None,
         )  # fmt: skip
         mixed, after = mixed.flatten(0, 1), (self._mlp_norm.weight, own.residual_multiplier)
         states, weighted, squares = added_product(mixed, states, *self._out, *after)

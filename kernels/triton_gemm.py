@@ -53,9 +53,11 @@ def pair(codes, base, ADD: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr
     if DTYPE.is_fp32():
         low, high = codes & MASK, (codes >> 16) & MASK
         low, high = (low + base, high + base) if ADD else (low | base, high | base)
-        return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-    codes = codes & (MASK * 0x10001)
-    return halves(codes + base if ADD else codes | base, DTYPE)
+        low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    else:  # a return above would not keep Triton from compiling this
+        codes = codes & (MASK * 0x10001)
+        low, high = halves(codes + base if ADD else codes | base, DTYPE)
+    return low, high
 
 
 @triton.jit

@@ -37,7 +37,8 @@ SHIPPED_FILE = Path(str(files("quantkit.kernels") / CACHED_FILE))
 
 _NEAR = 1.0  # doublings of rows and columns together within which a measured shape stands for another
 _WAVES = 2  # programs for each processor, at least
-_SKINNY_WAVES = 16  # of one warp each: what they load at a time, 1 KB of words, has to fill the memory's latency
+_SKINNY_WAVES = {4: 24, 8: 5}  # by bits, of one warp each: what they have loaded ahead has to fill the memory's latency
+_SKINNY_STAGES = {4: 1, 8: 3}  # on an H200, 8 bits are faster with few programs that load ahead, 4 bits with many
 _SKINNY_TOKENS = 16  # up to which tensor cores are fed without converting weights
 _LARGE = 512  # tokens beyond which the weight is converted to floats first
 
@@ -99,7 +100,8 @@ def tile_config_for(scheme: str, tokens: int, rows: int, columns: int, dtype: to
     """The config for `tokens` of a dtype and a weight [rows, columns] in a scheme (``int8``, ``int4-g128`` and so on):
     measured for such a shape on this GPU and a dtype that tensor cores take, or the default."""
     bucket = next((size for size in TOKENS if tokens <= size), TOKENS[-1])
-    return _tile_config(scheme, bucket, rows, columns, dtype == torch.float32, gpu)
+    shape = int(rows), int(columns)  # while torch.compile traces, they can be symbols, which have no hash
+    return _tile_config(scheme, bucket, *shape, dtype == torch.float32, gpu)
 
 
 @functools.cache
@@ -161,9 +163,9 @@ def default_config(bits: int, tokens: int, rows: int, columns: int, wide: bool, 
 
 def skinny_config(bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec) -> TileConfig:
     """The default config of ``skinny`` for up to 16 tokens; of its instructions a weight takes fewer in 32 rows."""
-    block_n = 2 * SKINNY_ROWS if rows >= 4 * _SKINNY_WAVES * gpu.processors * SKINNY_ROWS else SKINNY_ROWS
-    config = TileConfig("skinny", 8 if tokens <= 8 else 16, block_n, 1, warps=1)
-    return _split(config, bits, tokens, rows, columns, gpu, _SKINNY_WAVES)
+    block_m, block_n = 8 if tokens <= 8 else 16, 2 * SKINNY_ROWS if rows > SKINNY_ROWS else SKINNY_ROWS
+    config = TileConfig("skinny", block_m, block_n, 1, warps=1, stages=_SKINNY_STAGES[bits])
+    return _split(config, bits, tokens, rows, columns, gpu, _SKINNY_WAVES[bits])
 
 
 def gemv_config(bits: int, tokens: int, rows: int, columns: int, gpu: GpuSpec) -> TileConfig:

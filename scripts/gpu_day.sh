@@ -5,7 +5,7 @@
 #   scripts/gpu_day.sh STAGE [--dry-run]
 #
 #   1  the machine and its ceilings, two layers through inductor with the code that it makes, the tests that need a GPU
-#   2  a small model says the same as on the CPU; whole models decode, profiled, with tile configs as they are
+#   2  a small model says the same as on the CPU; whole models decode in each way, profiled, with tile configs as they are
 #   3  kernels and tiles side by side: few tokens, many, attention over either cache
 #   4  tile configs for the shapes of Llama-2-7B and Llama-3.1-8B, the most used first
 #   5  every shape at 1 to 4096 tokens and whole models, next to bfloat16 and peers
@@ -58,15 +58,14 @@ run() {
         if [[ ${#dry[@]} -gt 0 ]]; then
             chosen+=(-k "share_rows or five_launches")
         elif "$python" -c "import xdist" 2>/dev/null; then
-            chosen+=(-n 8)
+            chosen+=(-n "$(nproc)")
         fi
         try 280 "$python" -m pytest -q "${chosen[@]}" $(grep -l "^def test_" tests/kernels/triton_*.py)
         ;;
     2)
-        try 110 "$python" scripts/gpu_agreement.py --out "$out/agreement.json"
-        try 150 "$python" scripts/gpu_decode.py --out "$out/decode_untuned.json" --decoding eager --profile 1 --seconds 130
-        try 280 "$python" scripts/gpu_decode.py --out "$out/decode_compiled.json" --decoding compiled,steps \
-            --schemes bf16,int4-g128,int4-g128+modules --contexts 128,4096 --seconds 220
+        try 270 "$python" scripts/gpu_agreement.py --out "$out/agreement.json"
+        try 290 "$python" scripts/gpu_decode.py --out "$out/decode.json" --decoding eager,compiled --profile 1 \
+            --schemes bf16,int4-g128,int8 --contexts 128,4096 --seconds 200
         ;;
     3)
         try 270 "$python" scripts/gpu_kernels.py --out "$out/kernels.json" --seconds 220

@@ -118,6 +118,18 @@ def test_weights_are_multiplied_in_the_registers_that_they_are_loaded_into(
         assert not [word for word in ("st.shared", "ldmatrix", "shfl", "st.local", "cvt.rn.bf16") if word in loop]
 
 
+@pytest.mark.parametrize(("group", "symmetric"), [(0, True), (32, False)])
+def test_float32_has_no_tensor_cores_and_compiles_as_well(
+    group: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    from quantkit.kernels.triton_gemm import gemm
+
+    config = gemm_config(4 if group else 8, 32, 4096, 4096, LARGE, wide=True)
+    constants = {"GROUP": group, "SYMMETRIC": symmetric, "BIAS": True, **config.constants()}
+    assert _compiled(gemm, constants, "cuda", others=dict.fromkeys(("x", "bias", "out"), "*fp32"))["cubin"]
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("stages", [1, 3])

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from quantkit.kernels import triton_tiles
 from quantkit.kernels.triton_tiles import (
@@ -81,6 +83,16 @@ def test_measured_configs_serve_their_gpu_and_shapes_near_theirs(
         triton_tiles._tile_config.cache_clear()
     served = {key for key, config in found.items() if config == mine}
     assert served == {(rows, tokens, torch.bfloat16, "large") for rows in (4096, 6144) for tokens in (9, 16)}
+
+
+def test_sizes_can_be_symbols() -> None:
+    """As `torch.compile` has them for shapes that may change."""
+    shapes = ShapeEnv()
+    symbol = shapes.create_symbol(4096, source=ConstantSource("columns"))
+    columns = shapes.create_symintnode(symbol, hint=4096)
+    assert tile_config_for("int8", 1, 4096, columns, torch.bfloat16, LARGE) == default_config(
+        8, 1, 4096, 4096, False, LARGE
+    )
 
 
 def test_candidates_are_those_that_fit() -> None:

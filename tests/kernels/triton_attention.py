@@ -50,10 +50,11 @@ CASES = {
 
 def attended(
     queries: Tensor, keys: CachedRows, values: CachedRows, positions: Tensor, slots: Tensor | None, window: int | None,
-    spans: int, *scores: Any,
+    spans: int, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Attention with the live part of the cache in up to `spans` spans."""
-    return cached_attention(queries, *keys, *values, positions, slots, window, *scores, spans=spans)
+    where = positions, slots, window
+    return cached_attention(queries, *keys, *values, *where, scale, softcap, sinks, arrived=None, spans=spans)
 
 
 LENGTH = 180
@@ -211,8 +212,8 @@ def test_programs_are_as_many_as_there_is_work_for() -> None:
 def test_the_operator_passes_torchs_own_checks(cached: torch.dtype) -> None:
     queries, keys, values, positions = _operands("tokens on both sides of a tile's end", torch.float32, cached)
     operands = queries, *keys, *values, positions
-    for more in ((None,), (9, 0.3, 5.0, torch.ones(3, device=DEVICE))):
-        torch.library.opcheck(torch.ops.quantkit_triton.cached_attention.default, (*operands, None, *more))
+    for more in ((None, None, None, None), (9, 0.3, 5.0, torch.ones(3, device=DEVICE))):
+        torch.library.opcheck(torch.ops.quantkit_triton.cached_attention.default, (*operands, None, *more, None, None))
 
 
 def test_attention_compiles_into_one_graph() -> None:

@@ -275,7 +275,7 @@ def test_the_operators_pass_torchs_own_checks() -> None:
     torch.library.opcheck(operators.added_product.default, (mixed, x, *weight, norm, 1.0))
     queries = torch.randn(1, 4, 2, 32).to(DEVICE, torch.float16)
     arrived = triton_attention.attention_counters(2, 4, 2, DEVICE)
-    options = None, None, None, None, None, arrived
+    options = None, None, None, None, None, arrived, None
     torch.library.opcheck(operators.cached_attention.default, (queries, *cached, positions, *options))
 
 
