@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 def demo(output: Path | None, quick: bool, data: str | None, threads: int | None) -> None:
     """Try everything on a small model that ships with quantkit.
 
-    Converts and quantizes it, verifies and measures the results, and generates text with them. By
-    default one thread computes, instead of one for each core: more are slower with so small a model.
+    Converts and quantizes it, verifies and measures the results, and generates text with them. By default
+    one thread computes, instead of one for each core: more are slower with so small a model.
     """
     from quantkit.kernels.library import compile_ahead
 

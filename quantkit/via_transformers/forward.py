@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from quantkit.via_transformers.passage import Passage
 
 _CONTEXT = 2048  # of models without a longest context
-_passages: WeakKeyDictionary[Checkpoint, Passage] = WeakKeyDictionary()
+_PASSAGE = "_passage"  # kept with the checkpoint that it reads, so that both go together
 
 
 def final_hidden(
@@ -149,6 +148,8 @@ def passage_of(checkpoint: Checkpoint) -> Passage:
     from quantkit.via_transformers.lazy_model import LazyModel
     from quantkit.via_transformers.passage import Passage
 
-    if (found := _passages.get(checkpoint)) is None:
-        found = _passages[checkpoint] = Passage(LazyModel(checkpoint), checkpoint.path)
+    found: Passage | None = getattr(checkpoint, _PASSAGE, None)
+    if found is None:
+        found = Passage(LazyModel(checkpoint), checkpoint.path)
+        setattr(checkpoint, _PASSAGE, found)
     return found

@@ -32,6 +32,7 @@ class LazyModel:
     Attributes:
         model: the model.
         targets: the parameter that each tensor on disk is, or is part of, and what merges or splits it; see `targets`.
+        loaded: the parts whose weights are there.
     """
 
     def __init__(self, source: Checkpoint) -> None:
@@ -57,7 +58,7 @@ class LazyModel:
         found = targets(self.model, source.names(), self._mapping)
         self.targets = found
         self._tensors: dict[str, list[str]] = defaultdict(list)  # on disk, by part
-        self._loaded: set[str] = set()
+        self.loaded: set[str] = set()
         for name, (target, _) in found.items():
             for part in dict.fromkeys(self._parts[one] for one in self._shared.get(target, [target])):
                 self._tensors[part].append(name)
@@ -100,16 +101,16 @@ class LazyModel:
 
     def load(self, part: str) -> None:
         """Give the modules of a part their weights."""
-        self._loaded.add(part)
+        self.loaded.add(part)
         self._convert({name: _OnDisk(self._source, name) for name in self._tensors[part]}, "cpu")
         self._share(part)
 
     def unload(self, part: str) -> None:
         """Free the weights of a part, except those that are tied to a part that is loaded."""
-        self._loaded.discard(part)
+        self.loaded.discard(part)
         for name, own in self._parts.items():
             names = self._shared.get(name, []) if own == part else []
-            if all(self._parts[one] not in self._loaded for one in names):
+            if all(self._parts[one] not in self.loaded for one in names):
                 for one in names:
                     set_parameter(self.model, one, self.model.get_parameter(one).to("meta"))
 

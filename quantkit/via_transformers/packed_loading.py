@@ -13,8 +13,8 @@ from quantkit.via_transformers.linears import quiet
 
 def loading_problem(folder: Path) -> str | None:
     """Why transformers does not load a folder with packed weights as it is, in words; None if it does, or if
-    compressed-tensors, which it loads them with, is not installed."""
-    if importlib.util.find_spec("compressed_tensors") is None:
+    the packages that it loads them with are not installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("compressed_tensors", "accelerate")):
         return None
     transformers: Any = importlib.import_module("transformers")
     try:

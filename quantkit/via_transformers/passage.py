@@ -109,7 +109,6 @@ class Passage:
             path: of the model, for errors.
         """
         self.lazy, self._path = lazy, path
-        self._loaded: set[str] = set()
         self._open: Counter[str] = Counter()
         self._at = ""  # the module that was entered last
         modules = {part: lazy.model.get_submodule(part) for part in lazy.parts if not lazy.is_listed(part)}
@@ -218,11 +217,10 @@ class Passage:
         left: Callable[[str], None] = lambda part: None,
     ) -> Generator[Hashable]:  # fmt: skip
         """The places where all batches have stopped; until the generator is closed no others pass."""
-        if self._loaded:
-            raise RuntimeError("other batches are on their way through this model")
+        if self.lazy.loaded:
+            raise RuntimeError("this model is in use")
         for part in {*self._resident, *self.lazy.first_parts}:
             self.lazy.load(part)
-            self._loaded.add(part)
         forwards = [self._forward(tokens.clone()) for tokens in batches]
         try:
             rounds = Lockstep(forwards, self.lazy.model, spill).rounds(arrived, before)
@@ -232,9 +230,8 @@ class Passage:
                         self._enter(place.name, left)
                     yield place
         finally:
-            for part in self._loaded:
+            for part in list(self.lazy.loaded):
                 self.lazy.unload(part)
-            self._loaded.clear()
             self._open.clear()
             malloc_trim()
 
@@ -247,13 +244,11 @@ class Passage:
 
     def _enter(self, part: str, left: Callable[[str], None]) -> None:
         """Load a part, and free those that no sample is in."""
-        for one in self._loaded - self._resident - {name for name, count in self._open.items() if count}:
+        for one in self.lazy.loaded - self._resident - {name for name, count in self._open.items() if count}:
             left(one)
             self.lazy.unload(one)
-            self._loaded.remove(one)
         malloc_trim()
         self.lazy.load(part)
-        self._loaded.add(part)
 
     @contextmanager
     def _hooked(
@@ -270,7 +265,7 @@ class Passage:
         def entering(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             self._at, part = names[module], parts[module]
             if part is not None:
-                if part not in self._loaded:
+                if part not in self.lazy.loaded:
                     stop(Part(part))
                 self._open[part] += 1
             if (site := wanted.get((names[module], WEIGHT, None))) is not None:

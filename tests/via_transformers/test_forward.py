@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,3 +52,12 @@ def test_a_model_that_cannot_be_built_stays_unmeasurable(tiny_model: Tiny, tmp_p
     with pytest.raises(UnsupportedError, match="does not know 'no_one'"):
         run_by_transformers(source)
     assert not source.config.measurable
+
+
+def test_a_model_goes_with_its_checkpoint(tiny_model: Tiny) -> None:
+    checkpoint = open_checkpoint(tiny_model("llama"), tensors_only=True)
+    passage = weakref.ref(passage_of(checkpoint))
+    assert passage() is passage_of(checkpoint)
+    del checkpoint
+    gc.collect()
+    assert passage() is None

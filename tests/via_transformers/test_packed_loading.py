@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -34,6 +35,17 @@ def test_a_tensor_that_its_loader_does_not_find_is_named(hybrid_int4: Path, tmp_
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert loading_problem(folder) == "1 tensors are missing, such as model.norm.weight"
+
+
+@pytest.mark.parametrize("package", ["accelerate", "compressed_tensors"])
+def test_nothing_is_said_if_what_loads_it_is_not_installed(
+    package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "nothing"
+    assert loading_problem(folder) is not None
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    assert loading_problem(folder) is None
 
 
 def test_stacked_experts_that_it_does_not_load_are_a_note_and_on_the_card(tiny_model: Tiny, tmp_path: Path) -> None:
