@@ -83,6 +83,25 @@ class LatentAttentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Stack:
+    """Where a linear of an expert is in a tensor that holds all experts of a module.
+
+    Attributes:
+        name, shape: of that tensor, [E, ...].
+        expert: the index along its first axis.
+        first, step: the first row there, and the distance between rows.
+        transposed: whether inputs come before outputs there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    expert: int
+    first: int = 0
+    step: int = 1
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class OpaqueTensor:
     """A tensor of a model that is known by its tensors only.
 
@@ -94,6 +113,7 @@ class OpaqueTensor:
             Empty for all other tensors.
         layer: the number of its block, if it is in one.
         alias: the name of a linear's module in readers, if it differs from the name on disk.
+        stack: of a linear of an expert, where it is in the tensor that holds all of them as long as none is quantized.
     """
 
     name: str
@@ -102,6 +122,7 @@ class OpaqueTensor:
     role: str = ""
     layer: int | None = None
     alias: str | None = None
+    stack: Stack | None = dataclasses.field(default=None, compare=False)
 
     @property
     def module(self) -> str:

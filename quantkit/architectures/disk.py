@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import ModelConfig, OpaqueTensor, Stack
 from quantkit.architectures.families import families
 from quantkit.architectures.families.family import Family, StackedExperts
 from quantkit.architectures.names import CANONICAL
@@ -102,7 +103,7 @@ def disk_tensors(
         joins_experts: whether all experts of a layer are one module for each role instead, as in mlx-lm.
     """
     if config.tensors is not None:
-        return _opaque_tensors(config)
+        return _opaque_tensors(config, quantized)
     if joins_experts:
         family = families()[config.architecture]
         gate = family.names.get("expert.gate", CANONICAL["expert.gate"])
@@ -127,7 +128,8 @@ def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], pa
     existing tensors by name; those of a quantized module under the module's name. Raises `CheckpointError` if a layer
     has its experts in two forms, or more than the config says."""
     if config.tensors is not None:
-        return _opaque_tensors(config)
+        apart = [one.module for one in config.tensors if one.stack is not None and one.stack.name not in shapes]
+        return _opaque_tensors(config, apart)
     if config.experts is None:
         return _tensors(config, {})
     family = families()[config.architecture]
@@ -243,9 +245,35 @@ def _require_no_more_experts(names: Collection[str], forms: Sequence[ExpertForm]
             )  # fmt: skip
 
 
-def _opaque_tensors(config: ModelConfig) -> list[DiskTensor]:
-    """The tensors of a model of unknown architecture: their names on disk are canonical."""
-    return [DiskTensor(p.name, p.shape, (Place(p.name, p.shape),), linear=p.linear) for p in parameters(config)]
+def stacked_tensors(config: ModelConfig) -> dict[str, list[tuple[OpaqueTensor, Stack]]]:
+    """The linears of experts of a model that is known by its tensors, expert by expert, by the tensor for all."""
+    found: dict[str, list[tuple[OpaqueTensor, Stack]]] = defaultdict(list)
+    for tensor in config.tensors or ():
+        if tensor.stack is not None:
+            found[tensor.stack.name].append((tensor, tensor.stack))
+    return {name: sorted(parts, key=lambda part: (part[1].expert, part[1].first)) for name, parts in found.items()}
+
+
+def _opaque_tensors(config: ModelConfig, quantized: Collection[str]) -> list[DiskTensor]:
+    """The tensors of a model of unknown architecture: their names on disk are canonical, except of experts that are one
+    tensor, because none of them is quantized."""
+    stacks = {
+        name: parts
+        for name, parts in stacked_tensors(config).items()
+        if not any(tensor.module in quantized for tensor, _ in parts)
+    }
+    found: dict[str, DiskTensor] = {}
+    for tensor, parameter in zip(config.tensors or (), parameters(config), strict=True):
+        stack = tensor.stack
+        if stack is None or stack.name not in stacks:
+            place = Place(parameter.name, parameter.shape)
+            found[parameter.name] = DiskTensor(parameter.name, parameter.shape, (place,), linear=parameter.linear)
+        elif stack.name not in found:
+            parts = stacks[stack.name]
+            places = tuple(Place(one.name, one.shape, at.first, at.step, at.expert) for one, at in parts)
+            held = StackedExperts(stack.name, (), stack.transposed, any(at.step > 1 for _, at in parts))
+            found[stack.name] = DiskTensor(stack.name, stack.shape, places, held)
+    return list(found.values())
 
 
 def _as_oriented(tensors: Sequence[DiskTensor], shapes: Mapping[str, tuple[int, ...]]) -> list[DiskTensor]:

@@ -185,7 +185,8 @@ class _Streams:
             assert self._waiting is not None
             inputs, tokens, shares = self._waiting
             floats = (brought.inputs if brought.at is None else brought.at(tokens)).float()
-            if floats.shape != inputs.shape:  # the model sends other tokens there
+            others = tokens is not None and brought.at is None and not torch.equal(tokens, brought.tokens)
+            if others or floats.shape != inputs.shape:  # the model sends other tokens there
                 floats = inputs
             difference = _weighted(floats - inputs, shares) if self._drifted else None
             if difference is not None and self._by_outputs(place, inputs.shape[-1]):

@@ -31,6 +31,7 @@ from quantkit.jobs.output import Work
 from quantkit.jobs.target import kept_kv_cache, requested_target, shard_bytes, target_of
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
+from quantkit.via_transformers.stacks import unstack
 
 _MAX_WIDENED = 1 << 24
 
@@ -110,7 +111,10 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
 
 
 def _open(src: Path, options: ConvertOptions, floats_as: DType | None) -> StoredCheckpoint:
-    return open_checkpoint(src, options.weights, tensors_only=options.tensors_only, floats_as=floats_as)
+    source = open_checkpoint(src, options.weights, tensors_only=options.tensors_only, floats_as=floats_as)
+    if not source.config.runnable and source.method is not None:
+        unstack(source)  # experts that become floats become one tensor again
+    return source
 
 
 @contextmanager

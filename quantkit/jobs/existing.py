@@ -20,6 +20,7 @@ from quantkit.jobs.option_fields import IfExists
 from quantkit.jobs.output import NOT_CHECKED, Work, content_hash, source_hashes
 from quantkit.progress import Progress
 from quantkit.quality.manifest_check import require_as_written
+from quantkit.via_transformers.stacks import unstack
 
 _MEASURED = ("source_check", "quality", "positions", "modules", "schemes", "carried", "exact", "files")
 """Keys of the manifest that are not known before the job computes; all others are compared."""
@@ -110,7 +111,9 @@ class Existing:
         """Its weights."""
         path = self.dst if self.dst.is_dir() else self.dst.with_name(work.encoder.files()[0])
         with _as_written(self.dst):
-            return open_checkpoint(path, tensors_only=not work.source.config.runnable)
+            result = open_checkpoint(path, tensors_only=not work.source.config.runnable)
+            unstack(result)
+            return result
 
     def differs(self, *names: str) -> DestinationError:
         """The error for what differs."""

@@ -34,6 +34,7 @@ from quantkit.quality.source_check import SourceCheck, check_source
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.spec import TensorSpec
 from quantkit.version import __version__
+from quantkit.via_transformers.stacks import unstack
 
 CHECKPOINT_BYTES = 256 << 20
 """The writer makes a checkpoint after this many bytes."""
@@ -324,6 +325,7 @@ def _read_back(path: Path, *, tensors_only: bool) -> StoredCheckpoint:
     """
     try:
         result = open_unfinished(path, tensors_only=tensors_only)
+        unstack(result)
         for file in sorted(path.glob("*.safetensors")):
             require_readable(file)
     except CheckpointError as error:

@@ -49,6 +49,7 @@ from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 from quantkit.via_transformers.forward import open_to_run
 from quantkit.via_transformers.linears import with_linears
+from quantkit.via_transformers.stacks import unstack
 
 if TYPE_CHECKING:
     from quantkit.via_transformers.passage import Survey
@@ -185,7 +186,9 @@ def _opened(options: QuantizeOptions) -> StoredCheckpoint:
     """The source, run by our decoder, or else by transformers. Raises `QuantkitError` as `quantize` does."""
     path, weights = as_path("src", options.src), options.weights
     if options.tensors_only:
-        return open_checkpoint(path, weights, tensors_only=True)
+        source = open_checkpoint(path, weights, tensors_only=True)
+        unstack(source)
+        return source
     source = open_to_run(path, weights, options.via)
     if source.config.run_by is not None:
         _ = replace(options, via="transformers")  # raises for options that do not go with it

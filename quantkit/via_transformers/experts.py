@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -21,13 +22,33 @@ class Brought:
         inputs: [..., I].
         tokens: to an expert's product, the numbers [N] of the tokens whose rows these are; None if it gets all.
         shares: the weights [N] of the expert's output for these tokens.
-        at: the inputs [N, I] that tokens would bring to an expert's product, by their numbers; None for all.
+        at: the inputs [N, I] that tokens would bring to an expert's product, by their numbers; None for all. None where
+            an expert's inputs are known for its own tokens only, and where there are no experts.
     """
 
     inputs: Tensor
     tokens: Tensor | None = None
     shares: Tensor | None = None
     at: Callable[[Tensor | None], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How a module holds stacked experts.
+
+    Attributes:
+        is_transposed: whether inputs come before outputs.
+        is_concatenated: whether the outputs of gates come before those of the others; or they alternate.
+    """
+
+    is_transposed: bool
+    is_concatenated: bool
+    has_bias: bool
+
+
+_OF_ALL_TOKENS = {"Llama4TextExperts": Experts(True, True, False)}
+"""Classes outside of the registry whose experts get all tokens, times the weights of their outputs, which are zero for
+most."""
 
 
 class Visitor(Protocol):
@@ -51,13 +72,23 @@ def use_experts(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._experts_implementation = IMPLEMENTATION
+        if type(module).__name__ in _OF_ALL_TOKENS:
+            module.forward = MethodType(_forward_all, module)
 
 
 def set_visitor(model: nn.Module, visitor: Visitor | None) -> None:
     """Set who sees what the model's experts get."""
     for module in model.modules():
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+        if experts_of(module) is not None:
             setattr(module, _VISITOR, visitor)
+
+
+def experts_of(module: nn.Module) -> Experts | None:
+    """How a module of transformers holds stacked experts; None if it holds none that can be run one by one."""
+    if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+        made: Any = module
+        return Experts(made.is_transposed, made.is_concatenated, made.has_bias)
+    return _OF_ALL_TOKENS.get(type(module).__name__)
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -90,6 +121,27 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
             rows = self.post_expert_norm(rows)
         total.index_add_(0, tokens, (rows * shares.unsqueeze(-1)).to(total.dtype))
     return total
+
+
+def _forward_all(self: Any, hidden_states: Tensor) -> Tensor:
+    """The outputs [E * N, D] of experts, each for all tokens [N, D], of those that are not zero."""
+    visitor: Visitor | None = getattr(self, _VISITOR, None)
+    states = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
+    places = [own.any(dim=-1).nonzero().squeeze(1) for own in states]
+    if visitor is not None:
+        visitor.routed(self, [len(tokens) for tokens in places])
+    total = torch.zeros_like(states)
+    for expert, tokens in enumerate(places):
+        rows = states[expert, tokens]
+        for leaf in ("gate_up_proj", "down_proj"):
+            if visitor is not None:
+                visitor.product(self, leaf, expert, Brought(rows, tokens))
+            rows = rows @ getattr(self, leaf)[expert]
+            if leaf == "gate_up_proj":
+                gate, up = rows.chunk(2, dim=-1)
+                rows = up * self.act_fn(gate)
+        total[expert, tokens] = rows
+    return total.view(hidden_states.shape)
 
 
 def _product(experts: Any, leaf: str, expert: int, states: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.via_transformers import Via
 from quantkit.via_transformers.linears import is_headless, is_known
+from quantkit.via_transformers.stacks import unstack
 
 if TYPE_CHECKING:
     from quantkit.formats.detect import WeightKind
@@ -78,6 +79,7 @@ def run_by_transformers(source: StoredCheckpoint) -> StoredCheckpoint:
     spells in its own way. Raises `UnsupportedError` or `CheckpointError` if it cannot be, and `RequestError` if
     transformers is not there."""
     require_installed()
+    unstack(source)
     model, config = passage_of(source).lazy.model, source.config
     if is_headless(model):
         raise UnsupportedError(
@@ -117,12 +119,15 @@ def open_to_run(path: str | Path, weights: WeightKind | None = None, via: Via | 
 def open_pair_to_compare(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
     """`open_pair`, also for models of an architecture that only transformers knows."""
     try:
-        return open_pair(a, b)
+        pair = open_pair(a, b)
     except UnsupportedError:
         first, second = _known_to_transformers(a), _known_to_transformers(b)
         if first is None or second is None:
             raise
-        return first, second
+        pair = first, second
+    for one in pair:
+        unstack(one)
+    return pair
 
 
 def _known_to_transformers(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint | None:

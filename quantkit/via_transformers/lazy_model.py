@@ -11,12 +11,14 @@ import contextlib
 import copy
 import importlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quantkit.architectures.config import OpaqueTensor, Stack
+from quantkit.architectures.disk import stacked_tensors
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.json_values import shown
@@ -46,7 +48,8 @@ class LazyModel:
         """
         self._source = source
         self.model: Any = _built(source)
-        self._mapping = _mapping(self.model)
+        self._mapping = mapping_of(self.model)
+        self._stacked = stacked_tensors(source.config)
         named = dict(self.model.named_parameters(remove_duplicate=False))
         same: dict[int, list[str]] = defaultdict(list)
         for name, parameter in named.items():
@@ -55,7 +58,10 @@ class LazyModel:
         self._lists = [f"{name}." for name, one in self.model.named_modules() if isinstance(one, nn.ModuleList)]
         state = self.model.state_dict()
         self._parts = {name: _part_of(name, self._lists) for name in (*named, *state)}
-        found = targets(self.model, source.names(), self._mapping)
+        parts = {part.name for own in self._stacked.values() for part, _ in own}
+        found = targets(
+            self.model, [*(name for name in source.names() if name not in parts), *self._stacked], self._mapping
+        )
         self.targets = found
         self._tensors: dict[str, list[str]] = defaultdict(list)  # on disk, by part
         self.loaded: set[str] = set()
@@ -102,7 +108,8 @@ class LazyModel:
     def load(self, part: str) -> None:
         """Give the modules of a part their weights."""
         self.loaded.add(part)
-        self._convert({name: _OnDisk(self._source, name) for name in self._tensors[part]}, "cpu")
+        tensors = {name: _OnDisk(self._source, name, self._stacked.get(name, ())) for name in self._tensors[part]}
+        self._convert(tensors, "cpu")
         self._share(part)
 
     def unload(self, part: str) -> None:
@@ -116,19 +123,17 @@ class LazyModel:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor on disk."""
-        return self._source.info(name).shape
+        return self._stacked[name][0][1].shape if name in self._stacked else self._source.info(name).shape
+
+    def stacked(self, name: str) -> list[tuple[OpaqueTensor, Stack]]:
+        """The linears in a tensor on disk that holds all experts, and their places; none in any other."""
+        return self._stacked.get(name, [])
 
     def merged(self, target: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """A parameter made of other tensors than those on disk, given by their names, of the same shapes."""
-        patterns = {name: self.targets[name][1] for name in tensors}
-        first = next(iter(patterns.values()))
-        converters = [one for one in self._mapping if hasattr(one, "operations")]
-        converter = copy.deepcopy(next(one for one in converters if first in one.source_patterns))
-        for name, value in tensors.items():
-            converter.add_tensor(target, name, patterns[name], lambda value=value: value)
-        made = converter.convert(target, model=self.model, config=self.model.config)[target]
-        merged: Tensor = made[0] if isinstance(made, list) else made
-        return merged
+        return merged(
+            self.model, self._mapping, target, {name: (self.targets[name][1], value) for name, value in tensors.items()}
+        )
 
     def _share(self, part: str) -> None:
         """Give tied parameters the tensor that one of them was given."""
@@ -151,7 +156,7 @@ class LazyModel:
 
     def _require_all(self, found: Iterable[str]) -> None:
         """Raise a `CheckpointError` unless all parameters and saved buffers get tensors of their shapes."""
-        shapes = {name: self._source.info(name).shape for name in found}
+        shapes = {name: self.shape(name) for name in found}
         buffers = dict(self.model.named_buffers())
         info = self._convert({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, "meta")
         for name, buffer in buffers.items():
@@ -170,14 +175,44 @@ class LazyModel:
 
 
 class _OnDisk:
-    """A tensor that is read where transformers takes its values."""
+    """A tensor that is read where transformers takes its values, or made of its parts."""
 
-    def __init__(self, source: Checkpoint, name: str) -> None:
-        self._source, self._name = source, name
+    def __init__(self, source: Checkpoint, name: str, parts: Sequence[tuple[OpaqueTensor, Stack]]) -> None:
+        self._source, self._name, self._parts = source, name, parts
 
     def __getitem__(self, _: object) -> Tensor:
-        value = self._source.load(self._name)
+        if not self._parts:
+            return self._floats(self._name)
+        whole: Tensor | None = None
+        for part, stack in self._parts:
+            value = self._floats(part.name)
+            whole = torch.empty(stack.shape, dtype=value.dtype) if whole is None else whole
+            rows_of(whole, stack, part.shape[0]).copy_(value)
+        assert whole is not None
+        return whole
+
+    def _floats(self, name: str) -> Tensor:
+        value = self._source.load(name)
         return value.dequantize() if isinstance(value, QuantTensor) else value
+
+
+def rows_of(whole: Tensor, stack: Stack, rows: int) -> Tensor:
+    """The weight [O, I] of a linear of an expert in the tensor for all, not copied."""
+    matrix = whole[stack.expert].t() if stack.transposed else whole[stack.expert]
+    return matrix[stack.first :: stack.step][:rows]
+
+
+def merged(model: Any, mapping: Iterable[Any], target: str, tensors: Mapping[str, tuple[str | None, Tensor]]) -> Tensor:
+    """The parameter that transformers makes of tensors on disk, each with the pattern of what merges or splits it; see
+    `targets`."""
+    first = next(pattern for pattern, _ in tensors.values())
+    converters = [one for one in mapping if hasattr(one, "operations")]
+    converter = copy.deepcopy(next(one for one in converters if first in one.source_patterns))
+    for name, (pattern, value) in tensors.items():
+        converter.add_tensor(target, name, pattern, lambda value=value: value)
+    made = converter.convert(target, model=model, config=model.config)[target]
+    whole: Tensor = made[0] if isinstance(made, list) else made
+    return whole
 
 
 def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
@@ -220,7 +255,8 @@ def _built(source: Checkpoint) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _mapping(model: Any) -> list[Any]:
+def mapping_of(model: Any) -> list[Any]:
+    """What transformers' loader renames, merges and splits for a model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return list(get_model_conversion_mapping(model))

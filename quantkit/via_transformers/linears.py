@@ -75,7 +75,8 @@ def _roles(
             found, config = model_class(transformers, raw)
             with torch.device("meta"):
                 model = found(config)
-            names = targets(model, [tensor.name for tensor in tensors if may_be_linear(tensor)])
+            alone = (tensor for tensor in tensors if may_be_linear(tensor) and tensor.stack is None)
+            names = targets(model, [tensor.name for tensor in alone])
         except NotKnown:
             raise
         except Exception as error:  # of the code of any model, given any config
@@ -183,6 +184,8 @@ def _with_linears(
     hints = replace(on_disk, tied=tied, recurrent=on_disk.recurrent | _recurrent(modules))
     found: dict[str, Role] = {}
     for tensor in tensors:
+        if tensor.stack is not None:
+            found[tensor.name] = hints.role(tensor, tensor.module) or "linear", None
         if tensor.name not in names:
             continue
         name, merged = names[tensor.name]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import io
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ def loading_problem(folder: Path) -> str | None:
         return None
     transformers: Any = importlib.import_module("transformers")
     try:
-        with quiet():
+        with quiet(), contextlib.redirect_stderr(io.StringIO()):  # compressed-tensors shows its progress
             _, info = transformers.AutoModelForCausalLM.from_pretrained(
                 str(folder), device_map="meta", local_files_only=True, output_loading_info=True
             )

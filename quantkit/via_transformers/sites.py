@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.via_transformers.lazy_model import LazyModel
+from quantkit.via_transformers.lazy_model import LazyModel, rows_of
 
 WEIGHT = "weight"
 REORDERED = "transformers stores its rows in another order"
@@ -47,9 +47,10 @@ def find_sites(lazy: LazyModel, linears: Iterable[str]) -> tuple[list[Site], dic
     """The sites of linears, given by their modules on disk; and why others have none."""
     found, reasons = [], dict[str, str]()
     stacked: dict[str, list[str]] = defaultdict(list)
+    in_stacks = {part.module: name for name in lazy.targets for part, _ in lazy.stacked(name)}
     for linear in linears:
-        target, merged = lazy.targets[f"{linear}.{WEIGHT}"]
-        if merged is None:
+        target, merged = lazy.targets[in_stacks.get(linear, f"{linear}.{WEIGHT}")]
+        if merged is None and linear not in in_stacks:
             count = lazy.model.get_parameter(target).shape[0]
             found.append(Site(target.rpartition(".")[0], WEIGHT, None, ((linear, 0, count),)))
         else:
@@ -65,20 +66,20 @@ def find_sites(lazy: LazyModel, linears: Iterable[str]) -> tuple[list[Site], dic
 def _stacked(lazy: LazyModel, target: str) -> Iterator[Site]:
     """The sites in a parameter of stacked experts. Where rows come from is seen by merging their numbers."""
     names = [name for name, (own, _) in lazy.targets.items() if own == target]
-    shapes = [lazy.shape(name) for name in names]
-    if lazy.model.get_parameter(target).dim() != 3 or any(len(shape) != 2 for shape in shapes):
+    if lazy.model.get_parameter(target).dim() != 3:
         return
-    starts, total = [], 0
-    for rows, _ in shapes:
-        starts.append(total)
-        total += rows
-    numbers = {
-        name: torch.arange(start, start + shape[0], dtype=torch.int32).unsqueeze(1).expand(*shape)
-        for name, start, shape in zip(names, starts, shapes, strict=True)
-    }
-    made = lazy.merged(target, numbers)
+    numbers, ends, total = dict[str, Tensor](), dict[int, tuple[str, int]](), 0
+    for name in names:
+        numbers[name] = torch.full(lazy.shape(name), -1, dtype=torch.int32)
+        own = [(part.name, rows_of(numbers[name], stack, part.shape[0])) for part, stack in lazy.stacked(name)]
+        for linear, rows in own or [(name, numbers[name])]:
+            if rows.dim() != 2:
+                return
+            rows.copy_(torch.arange(total, total + len(rows)).unsqueeze(1))
+            ends[total] = linear, len(rows)
+            total += len(rows)
+    made = numbers[names[0]] if lazy.targets[names[0]][1] is None else lazy.merged(target, numbers)
     module, _, leaf = target.rpartition(".")
-    ends = {start: (name, shape[0]) for name, start, shape in zip(names, starts, shapes, strict=True)}
     for expert, weight in enumerate(made):
         for transposed in (False, True):
             rows = weight.t() if transposed else weight

@@ -49,7 +49,7 @@ def test_nothing_is_said_if_what_loads_it_is_not_installed(
 
 
 def test_stacked_experts_that_it_does_not_load_are_a_note_and_on_the_card(tiny_model: Tiny, tmp_path: Path) -> None:
-    made = _rounded(tiny_model("llama4_text"), tmp_path / "dst")
+    made = _rounded(tiny_model("granitemoe"), tmp_path / "dst")
     (note,) = (note for note in made.notes if "does not load the packed weights" in note)
     assert "experts" in note
     assert "dequantize=True" in note

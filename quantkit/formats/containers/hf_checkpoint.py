@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.architectures.config import OpaqueTensor
 from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, unread_experts
 from quantkit.architectures.families import config_from_hf, config_to_hf, ignored_rope_settings
 from quantkit.architectures.families.opaque import opaque_config
@@ -109,7 +110,17 @@ class HFCheckpoint:
             self._require_unquantized(raw.get(SETTINGS))
         else:
             require_tensors(self._disk_specs, {name: tensor.shape for name, tensor in tensors.items()}, path)
-        self._places = {place.name: (tensor, place) for tensor in tensors.values() for place in tensor.places}
+        self._place(tensors.values())
+
+    def regroup(self, tensors: tuple[OpaqueTensor, ...]) -> None:
+        """Let a model that is known by its tensors have other ones of the same values on disk: for one that holds all
+        experts each of their linears, see `Stack`."""
+        self.config = replace(self.config, tensors=tensors)
+        shapes = {name: spec.shape for name, spec in self._disk_specs.items()}
+        self._place(found_tensors(self.config, shapes, self.path))
+
+    def _place(self, tensors: Iterable[DiskTensor]) -> None:
+        self._places = {place.name: (tensor, place) for tensor in tensors for place in tensor.places}
         self._order = [parameter.name for parameter in parameters(self.config)]
 
     def names(self) -> list[str]:

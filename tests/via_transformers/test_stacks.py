@@ -1,0 +1,100 @@
+"""Experts that one tensor holds on disk: as a tensor for each of their linears, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import quantkit
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.detect import open_checkpoint
+from quantkit.model.layerwise import Batch
+from quantkit.via_transformers.forward import final_hidden, final_logits, run_by_transformers
+from quantkit.via_transformers.stacks import unstack
+
+Tiny = Callable[[str], Path]
+KINDS = {
+    "zaya": "as transformers has them", "aria_text": "inputs first, other names", "granitemoe": "no module of experts",
+    "inkling2_text": "gates and others in turn", "llama4_text": "inputs first, for all tokens",
+}  # fmt: skip
+LINEARS = tuple(f".{linear}_proj.weight" for linear in ("gate", "up", "down"))
+TOKENS = torch.arange(3, 43).unsqueeze(0)
+
+
+def _unstacked(folder: Path) -> Checkpoint:
+    source = open_checkpoint(folder, tensors_only=True)
+    unstack(source)
+    return source
+
+
+def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in tensors.items() if value.dim() == 3 and "conv" not in name}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_linears_of_experts_are_those_of_transformers(kind: str, tiny_model: Tiny) -> None:
+    source, model = _unstacked(tiny_model(kind)), oracle.load(tiny_model(kind))
+    parameters = dict(model.named_parameters())
+    aliases = {tensor.module: tensor.alias for tensor in source.config.tensors or ()}
+    linears = [name for name in source.names() if name.endswith(LINEARS) and ".experts." in name]
+    assert len(linears) >= 12
+    for name in linears:
+        module = aliases[name.removesuffix(".weight")] or name.removesuffix(".weight")
+        experts, number, linear = module.rsplit(".", 2)
+        leaf = "down_proj" if linear == "down_proj" else "gate_up_proj"
+        weight = parameters[f"{experts}.{leaf}"][int(number)]
+        weight = weight.t() if kind in ("aria_text", "llama4_text") else weight
+        part = weight if leaf == linear else weight.chunk(2)[linear == "up_proj"]
+        assert torch.equal(source.load(name), part), name
+
+
+def _rounded(source: Path, target: Path, **options: Any) -> quantkit.QuantizeResult:
+    options |= {"method": "rtn", "source_check": False, "accept_quality_loss": True}
+    return quantkit.quantize(source, target, "int4-g32", **options)
+
+
+def _logits(checkpoint: Checkpoint) -> Tensor:
+    (states,) = final_hidden(checkpoint, [Batch.from_start(TOKENS)])
+    return final_logits(checkpoint, [states[0]])[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_experts_are_apart_and_floats_are_stacked(kind: str, tiny_model: Tiny, tmp_path: Path) -> None:
+    folder = tiny_model(kind)
+    made = _rounded(folder, tmp_path / "dst")
+    packed, before = load_file(made.path / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert not _stacked(packed)
+    assert sum(name.endswith("_proj.weight_packed") and ".experts." in name for name in packed) >= 12
+    assert quantkit.verify(made.path, folder).verdict.name == "WITHIN_BOUND"
+    floats = quantkit.convert(made.path, tmp_path / "floats", dequantize=True, tensors_only=True).path
+    after = load_file(floats / "model.safetensors")
+    assert len(after) == len(before)
+    assert len(_stacked(after)) == len(_stacked(before)) > 0
+    with torch.no_grad():
+        expected = oracle.load(floats)(TOKENS).logits[0]
+    found = _logits(run_by_transformers(open_checkpoint(made.path, tensors_only=True)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_transformers_loads_packed_experts_of_llama_4(tiny_model: Tiny, tmp_path: Path) -> None:
+    made = _rounded(tiny_model("llama4_text"), tmp_path / "dst")
+    assert not any("does not load" in note for note in made.notes)
+    with torch.no_grad():
+        found = oracle.load(made.path)(TOKENS).logits[0]
+    run = run_by_transformers(open_checkpoint(made.path, tensors_only=True))
+    torch.testing.assert_close(_logits(run), found, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_that_keep_their_floats_stay_one_tensor(tiny_model: Tiny, tmp_path: Path) -> None:
+    folder = tiny_model("llama4_text")
+    made = _rounded(folder, tmp_path / "dst", keep="*.experts.*")
+    before, after = (load_file(one / "model.safetensors") for one in (folder, made.path))
+    assert len(_stacked(before)) == 4
+    assert all(torch.equal(after[name], value) for name, value in _stacked(before).items())
