@@ -5,16 +5,18 @@ The diagonal of the Hessian that GPTQ solves for, at the cost of one pass. llama
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
 from quantkit.calibration.packaged import PackagedText
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.model.layerwise import Batch, layerwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.quality.bounds import window_length
 from quantkit.text.tokenizer import Tokenizer
+from quantkit.via_transformers.forward import observe_inputs
 
 IMPORTANCE = "importance of inputs"
 """The name of the phase in reports of progress."""
@@ -26,17 +28,22 @@ _LEAST = 0.1  # of the mean: other text may use inputs that the sample does not
 
 
 def input_importance(
-    source: Checkpoint, tokenizer: Tokenizer | None, *, progress: Progress = silent
-) -> dict[str, Tensor]:
+    source: Checkpoint, tokenizer: Tokenizer | None, *, linears: Collection[str] | None = None,
+    progress: Progress = silent,
+) -> dict[str, Tensor]:  # fmt: skip
     """The importance [I] of the inputs of each linear, by name, in float32 on the CPU, in units of its mean.
 
     The fewer tokens reach a linear, the more even it is. Linears that no token reaches, such as an expert's, and those
     whose inputs are not finite are left out.
 
     Args:
-        source: runnable; passed through block by block.
+        source: measurable; passed through block by block, by our decoder or by transformers.
         tokenizer: for samples of the packaged text; without one, or if it makes nothing of that text, they are random
             tokens.
+        linears: of these alone; None is all.
+
+    Raises:
+        UnsupportedError: if transformers cannot run the model.
     """
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
@@ -46,9 +53,7 @@ def input_importance(
         sums[linear] = sums.get(linear, 0) + rows.square().sum(0)
         counts[linear] = counts.get(linear, 0) + len(rows)
 
-    batch = Batch.from_start(_tokens(source, tokenizer))
-    (hidden,) = layerwise_hidden(source, [batch], observe=observe, progress=progress)
-    observe("lm_head", hidden)
+    observe_inputs(source, _tokens(source, tokenizer), observe, linears=linears, progress=progress)
     return {name: _weights(total, counts[name]) for name, total in sums.items() if _is_known(total)}
 
 

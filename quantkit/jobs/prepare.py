@@ -100,7 +100,7 @@ class Prepared:
     def is_weighted(self) -> bool:
         """Whether errors are weighted by the importance of inputs: when int4 is rounded, and the model can be run."""
         schemes = (scheme for module, scheme in self.scheme_map.schemes.items() if module != EMBEDDING)
-        return self.settings is None and self.source.config.runnable and any(scheme.bits == 4 for scheme in schemes)
+        return self.settings is None and self.source.config.measurable and any(scheme.bits == 4 for scheme in schemes)
 
     @cached_property
     def blocks(self) -> list[TensorBlock]:

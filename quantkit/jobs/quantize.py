@@ -222,7 +222,8 @@ def _quantizer(prepared: Prepared, drawn: Calibration | None, group: ProcessGrou
         if not (prepared.is_weighted and group.is_rank0):
             return RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
         observed = in_phase(progress, IMPORTANCE)
-        importance = cache(partial(input_importance, source, prepared.tokenizer, progress=observed))
+        linears = prepared.scheme_map.linears
+        importance = cache(partial(input_importance, source, prepared.tokenizer, linears=linears, progress=observed))
         return RtnQuantizer(source, allow_nonfinite=allow_nonfinite, importance=importance)
     if source.config.run_by is not None:
         from quantkit.jobs.lockstep import lockstep_quantizer

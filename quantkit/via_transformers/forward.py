@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quantkit.architectures.names import CANONICAL
+from quantkit.architectures.topology import linear_columns
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint, open_pair
-from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
+from quantkit.model.layerwise import Batch, Observe, head_logits, layerwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.via_transformers import Via
 from quantkit.via_transformers.linears import is_headless, is_known
@@ -25,7 +27,11 @@ from quantkit.via_transformers.stacks import unstack
 
 if TYPE_CHECKING:
     from quantkit.formats.detect import WeightKind
+    from quantkit.via_transformers.experts import Brought
     from quantkit.via_transformers.passage import Passage
+    from quantkit.via_transformers.sites import Site
+
+_HEAD = CANONICAL["head"]
 
 _CONTEXT = 2048  # of models without a longest context
 _PASSAGE = "_passage"  # kept with the checkpoint that it reads, so that both go together
@@ -40,6 +46,40 @@ def final_hidden(
     if checkpoint.config.runnable:
         return layerwise_hidden(checkpoint, batches, cache_dtype=cache_dtype, group=group, progress=progress)
     return passage_of(checkpoint).hidden([batch.tokens for batch in batches], progress)
+
+
+def observe_inputs(
+    checkpoint: Checkpoint, tokens: Tensor, observe: Observe, *, linears: Collection[str] | None = None,
+    progress: Progress = silent,
+) -> None:  # fmt: skip
+    """Send samples [B, T] through a model, with one block's weights in memory at a time.
+
+    Args:
+        observe: called with the name of each linear that they reach, the head too, and its inputs [..., I] in float32,
+            those of each use; an expert's are the tokens that are sent to it.
+        linears: of these alone; None is all.
+
+    Raises:
+        UnsupportedError: if transformers fails.
+    """
+    if checkpoint.config.runnable:
+
+        def wanted(linear: str, inputs: Tensor) -> None:
+            if linears is None or linear in linears:
+                observe(linear, inputs)
+
+        (hidden,) = layerwise_hidden(checkpoint, [Batch.from_start(tokens)], observe=wanted, progress=progress)
+        wanted(_HEAD, hidden)
+        return
+    from quantkit.via_transformers.sites import find_sites
+
+    def reached(site: Site, brought: Brought) -> None:
+        for linear, _, _ in site.rows:
+            observe(linear, brought.inputs.float())
+
+    passage = passage_of(checkpoint)
+    own = [linear for linear in linear_columns(checkpoint.config) if linears is None or linear in linears]
+    passage.hidden([tokens], progress, sites=find_sites(passage.lazy, own)[0], reached=reached)
 
 
 def final_logits(checkpoint: Checkpoint, hidden: Sequence[Tensor], *, group: ProcessGroup = SINGLE) -> list[Tensor]:

@@ -170,9 +170,22 @@ class Passage:
                     if place == last:
                         break  # the head is not needed
 
-    def hidden(self, batches: Sequence[Tensor], progress: Progress = silent) -> list[Tensor]:
-        """The states [B, T, D] of each batch, in float32, that the model without its head returns."""
+    def hidden(
+        self, batches: Sequence[Tensor], progress: Progress = silent, *, sites: Sequence[Site] = (),
+        reached: Callable[[Site, Brought], None] = _unseen,
+    ) -> list[Tensor]:  # fmt: skip
+        """The states [B, T, D] of each batch, in float32, that the model without its head returns.
+
+        Args:
+            reached: called with each of `sites` that a batch reaches, every time, and with what it brings. Batches go
+                on to the head only if one of the sites is there.
+
+        Raises:
+            UnsupportedError: if the model fails.
+        """
         found: list[Tensor] = []
+        body = set(self.lazy.body.modules())
+        to_head = any(self.lazy.model.get_submodule(site.module) not in body for site in sites)
 
         def arrived(index: int, place: Hashable, value: Any) -> None:
             if place == _HIDDEN:
@@ -181,11 +194,11 @@ class Passage:
         handle = self.lazy.body.register_forward_hook(lambda module, args, output: stop(_HIDDEN, output[0]))
         listed = [part for part in self.lazy.parts if self.lazy.is_listed(part)]
         try:
-            with self._hooked((), _unseen), closing(self._rounds(batches, Spill(), arrived)) as rounds:
+            with self._hooked(sites, reached), closing(self._rounds(batches, Spill(), arrived)) as rounds:
                 for place in rounds:
                     if isinstance(place, Part) and place.name in listed:
                         progress("layers", listed.index(place.name), len(listed), "layers")
-                    elif place == _HIDDEN:
+                    elif place == _HIDDEN and not to_head:
                         break
         finally:
             handle.remove()

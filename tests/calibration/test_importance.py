@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_calibrated_experts import _saved
 from torch import Tensor
 
 import quantkit
+from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.topology import linear_columns
 from quantkit.calibration import importance
 from quantkit.calibration.importance import input_importance
@@ -20,6 +23,8 @@ from quantkit.errors import ResumeError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
+from quantkit.jobs.prepare import prepare
+from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.model.layerwise import Batch
 from quantkit.quality.gate import RtnBaseline
 from quantkit.quality.measures import compare_batches
@@ -27,6 +32,10 @@ from quantkit.solver.columns import TORCH
 from quantkit.solver.rounding import quantize_searched
 from quantkit.tensors.qtensor import Solver, quantize_rtn
 from quantkit.tensors.scheme import SCHEMES
+from quantkit.via_transformers import VIAS
+from quantkit.via_transformers.forward import passage_of
+
+Tiny = Callable[[str], Path]
 
 
 def _uneven(folder: Path, **changes: Any) -> Path:
@@ -92,6 +101,98 @@ def test_a_linear_whose_inputs_are_not_finite_has_none(tmp_path: Path) -> None:
     found = input_importance(open_checkpoint(oracle.save(model, tmp_path / "model")), None)
     assert {name.split(".")[2] for name in found} == {"0"}
     assert "model.layers.0.mlp.down_proj" in found
+
+
+def _for_transformers(folder: Path, dst: Path) -> Checkpoint:
+    """A model as `quantize` opens it for transformers to run: its linears are known."""
+    return prepare(QuantizeOptions(folder, dst, "int4-g32", method="rtn", via="transformers")).source
+
+
+def _by_canonical_name(own: Checkpoint, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What was found for linears on disk, each of which is one linear."""
+    names = {tensor.module: tensor.parts[0].removesuffix(".weight") for tensor in disk_tensors(own.config)}
+    return {names[module]: value for module, value in found.items()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mixtral", "qwen3_moe"])
+def test_it_is_the_same_where_transformers_runs_the_model(kind: str, tiny_model: Tiny, tmp_path: Path) -> None:
+    own, other = open_checkpoint(tiny_model(kind)), _for_transformers(tiny_model(kind), tmp_path / "dst")
+    tokenizer, _ = checked_tokenizer(own)
+    expected = input_importance(own, tokenizer)
+    found = _by_canonical_name(own, input_importance(other, tokenizer))
+    others = {name for name in expected if name.endswith(".mlp.gate")}  # routers
+    others |= {"lm_head"} if own.config.tied_embeddings else set()
+    assert found.keys() == expected.keys() - others
+    for name, one in found.items():
+        torch.testing.assert_close(one, expected[name], rtol=1e-4, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_rounding_gives_the_same_codes_where_transformers_runs_the_model(
+    kind: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    own, other = (
+        quantkit.quantize(tiny_model(kind), tmp_path / via, "int4-g32", method="rtn", via=via, source_check=False)
+        for via in VIAS
+    )
+    one, two = (load_file(result.path / "model.safetensors") for result in (own, other))
+    assert one.keys() == two.keys()
+    packed = [name for name in one if name.endswith("_packed")]
+    assert packed
+    differing = [name for name in packed if not torch.equal(one[name], two[name])]
+    assert len(differing) <= len(packed) // 10
+    weighted = [
+        module for module, record in other.manifest["modules"].items() if record.get("solver") == Solver.WEIGHTED
+    ]
+    assert len(weighted) == len(packed)
+    assert [text["rounding_kl"] for text in other.manifest["quality"]["texts"]] == [None, None]  # its own baseline
+    kls = ([text["kl"] for text in result.manifest["quality"]["texts"]] for result in (own, other))
+    assert next(kls) == pytest.approx(next(kls), rel=0.01)
+
+
+def test_uses_of_a_linear_are_summed_and_one_without_any_has_none(tiny_model: Tiny, tmp_path: Path) -> None:
+    """Of HRM, a pass runs the same layers several times; of Bart, a decoder without encoder skips its attention."""
+    source, seen = _for_transformers(tiny_model("hrm_text"), tmp_path / "dst"), dict[str, list[Tensor]]()
+    model = oracle.load(tiny_model("hrm_text"))
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(
+            lambda _, inputs, name=name: seen.setdefault(name, []).append(inputs[0].flatten(0, -2)) if inputs else None
+        )
+    oracle.logits(model, importance._tokens(source, None))
+    found = input_importance(source, None)
+    targets = passage_of(source).lazy.targets
+    uses = {name: seen[targets[f"{name}.weight"][0].removesuffix(".weight")] for name in found}
+    assert max(map(len, uses.values())) > 1
+    for name, inputs in uses.items():
+        torch.testing.assert_close(found[name], _expected(torch.cat(inputs)), rtol=1e-3, atol=0)
+    bart = _for_transformers(tiny_model("bart"), tmp_path / "bart")
+    missing = set(linear_columns(bart.config)) - input_importance(bart, None).keys()
+    assert missing
+    assert all("encoder_attn" in name for name in missing)
+
+
+def test_samples_go_on_to_the_head_only_for_its_own(
+    tiny_model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _for_transformers(tiny_model("llama"), tmp_path / "dst")
+    head, inner = "lm_head", "model.layers.0.mlp.down_proj"
+    loaded, load = list[str](), source.load
+
+    def watched(name: str) -> Any:
+        loaded.append(name)
+        return load(name)
+
+    monkeypatch.setattr(source, "load", watched)
+    assert input_importance(source, None, linears=[inner]).keys() == {inner}
+    assert f"{head}.weight" not in loaded
+    assert input_importance(source, None, linears=[inner, head]).keys() == {inner, head}
+    assert f"{head}.weight" in loaded
+
+
+def test_a_plan_has_the_step(tiny_model: Tiny, tmp_path: Path) -> None:
+    steps = quantkit.plan.quantize(tiny_model("qwen3_next"), tmp_path / "dst", "int4-g32", method="rtn").steps
+    assert list(steps) == ["check of the source", importance.IMPORTANCE, "quantize", "gate"]
+    assert steps[importance.IMPORTANCE] > 0
 
 
 def _kl(source: Checkpoint, other: Checkpoint) -> float:
