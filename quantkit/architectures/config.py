@@ -109,8 +109,8 @@ class OpaqueTensor:
         dtype: the type of its elements, or of the floats that they encode.
         role: the kind of weight: ``linear``; ``head`` or ``tower``, an output head or a linear of a vision or audio
             part, which stay floats unless a recipe names them; ``recurrent``, a linear in a module with a state, which
-            stays a float unless a recipe names it alone; ``float``, a linear that always does: a router, a tied head.
-            Empty for all other tensors.
+            stays a float unless a recipe names it alone; ``float``, a linear that always does: a router, a tied head;
+            ``embedding``, the embedding, if it is to be quantized. Empty for all other tensors.
         layer: the number of its block, if it is in one.
         alias: the name of a linear's module in readers, if it differs from the name on disk.
         stack: of a linear of an expert, where it is in the tensor that holds all of them as long as none is quantized.

@@ -344,6 +344,8 @@ def _opaque(tensor: OpaqueTensor) -> Parameter:
     """A tensor of a model of unknown architecture: a linear's weight, or one that is copied unchanged."""
     if not tensor.role:
         return Parameter("", tensor.name, "", (), tensor.shape, tensor.layer)
+    if tensor.role == "embedding":
+        return Parameter(tensor.role, tensor.module, "weight", (), tensor.shape, tensor.layer)
     linear = _OPAQUE_FLOAT if tensor.role == "float" else _OPAQUE
     return Parameter(tensor.role, tensor.module, "weight", linear.dims, tensor.shape, tensor.layer, linear=linear)
 

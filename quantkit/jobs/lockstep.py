@@ -25,13 +25,13 @@ def surveyed(prepared: Prepared, drawn: Calibration) -> Prepared:
         UnsupportedError: if transformers cannot run the model, or no linear can be solved.
     """
     passage = passage_of(prepared.source)
-    sites, kept = find_sites(passage.lazy, prepared.scheme_map.schemes)
+    sites, kept = find_sites(passage.lazy, prepared.scheme_map.linears)
     survey = passage.survey(sites, drawn.tokens[:1])
     for reason, own in ((_UNREACHED, survey.unreached), (_REPEATED, survey.repeated)):
         kept |= {module: reason for site in own for module, _, _ in site.rows}
     chosen = {module: reason for module, reason in kept.items() if module in prepared.scheme_map.schemes}
     notes = [f"{prepared.source.path}: {line}" for line in _lines(chosen)]
-    if chosen.keys() == prepared.scheme_map.schemes.keys():
+    if chosen.keys() == prepared.scheme_map.linears.keys():
         module, reason = next(iter(chosen.items()))
         raise UnsupportedError(
             "GPTQ can solve no linear layer of this model", path=prepared.source.path, found=f"'{module}': {reason}",

@@ -37,7 +37,7 @@ from quantkit.jobs.labels import model_name
 from quantkit.jobs.option_fields import command_words, declared
 from quantkit.jobs.output import option_key
 from quantkit.jobs.quantize_options import Method, QuantizeOptions
-from quantkit.jobs.scheme_map import SchemeMap, requested_recipe
+from quantkit.jobs.scheme_map import SchemeMap, of_embedding, requested_recipe, with_head_on_disk
 from quantkit.jobs.settings import GptqSettings, gptq_settings
 from quantkit.jobs.target import NATIVE, dropped_kv_cache, shard_bytes
 from quantkit.jobs.weights_only import kept_parts, kept_recurrent
@@ -47,7 +47,7 @@ from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
-from quantkit.via_transformers.forward import open_to_run
+from quantkit.via_transformers.forward import open_to_run, passage_of
 from quantkit.via_transformers.linears import with_linears
 from quantkit.via_transformers.stacks import unstack
 
@@ -167,6 +167,11 @@ def prepare(options: QuantizeOptions) -> Prepared:
     if not source.config.runnable:
         source.config, linears_by, more = with_linears(source.config, source.extra_config, source.path)
         notes += [*more, *left_behind(source)]
+    if source.config.run_by is not None and (named := of_embedding(recipe)) is not None and named.scheme is not None:
+        from quantkit.via_transformers.embedding import with_embedding
+
+        source.config = with_embedding(source.config, passage_of(source).lazy, source.path)
+    recipe = with_head_on_disk(recipe, source.config)
     scheme_map, more = _assigned(source, recipe, dst, target, strict=options.strict)
     if source.config.run_by is not None:
         notes.append(f"{source.path}: run by {source.config.run_by}")
@@ -236,7 +241,8 @@ def _assigned(
     if native and (unread := unread_experts(source.config, scheme_map.schemes)):
         notes.append(f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does")
     if scheme_map.embedding is not None and isinstance(target.method, CompressedTensors):
-        notes.append(f"{dst}: {target.method.unread_embedding(tied=source.config.tied_embeddings)}")
+        tied, here_alone = source.config.tied_embeddings, source.config.run_by is not None
+        notes.append(f"{dst}: {target.method.unread_embedding(tied=tied, here_alone=here_alone)}")
     return scheme_map, notes
 
 

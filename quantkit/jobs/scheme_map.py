@@ -210,12 +210,27 @@ def _nothing(recurrent: Collection[str], others: Collection[str]) -> RequestErro
     return RequestError("the recipe keeps every linear; nothing would be quantized")
 
 
+def with_head_on_disk(recipe: Recipe, config: ModelConfig) -> Recipe:
+    """A recipe in which ``lm_head`` is the head of a model known by its tensors, if it has one with another name."""
+    heads = [tensor.module for tensor in config.tensors or () if tensor.role == "head"]
+    if len(heads) != 1 or heads[0] == _HEAD:
+        return recipe
+    renamed = (replace(one, pattern=heads[0]) if one.pattern == _HEAD else one for one in recipe.overrides)
+    return Recipe(recipe.default, tuple(renamed))
+
+
+def of_embedding(recipe: Recipe) -> Override | None:
+    """What a recipe says of the embedding; None if nothing, so that it keeps its floats."""
+    return next((one for one in reversed(recipe.overrides) if one.matches(EMBEDDING)), None)
+
+
 def _embedding_scheme(recipe: Recipe, config: ModelConfig) -> QuantScheme | None:
     """The scheme of the embedding; None if it keeps its floats. Raises `RequestError` if it does not support the
     requested one, or a head that is tied to it has another."""
-    named = next((one for one in reversed(recipe.overrides) if one.matches(EMBEDDING)), None)
+    named = of_embedding(recipe)
     found = None if named is None else named.scheme
-    if named is not None and found is not None and not config.runnable:
+    known = config.runnable or any(tensor.role == "embedding" for tensor in config.tensors or ())
+    if named is not None and found is not None and not known:
         raise RequestError(
             "the embedding of a model without a decoder here keeps its floats", found=shown(named.pattern)
         )

@@ -116,11 +116,14 @@ def _missing() -> list[str]:
 
 def run_by_transformers(source: StoredCheckpoint) -> StoredCheckpoint:
     """A source that is known by its tensors only, to be run by transformers, which also gives sizes that the config
-    spells in its own way. Raises `UnsupportedError` or `CheckpointError` if it cannot be, and `RequestError` if
-    transformers is not there."""
+    spells in its own way, and knows whether the head is the embedding. Raises `UnsupportedError` or `CheckpointError`
+    if it cannot be, and `RequestError` if transformers is not there."""
     require_installed()
+    from quantkit.via_transformers.embedding import has_tied_head
+
     unstack(source)
-    model, config = passage_of(source).lazy.model, source.config
+    lazy, config = passage_of(source).lazy, source.config
+    model = lazy.model
     if is_headless(model):
         raise UnsupportedError(
             "the model has no output head", path=source.path, found=type(model).__name__,
@@ -130,7 +133,7 @@ def run_by_transformers(source: StoredCheckpoint) -> StoredCheckpoint:
     version = f"transformers {importlib.metadata.version('transformers')}"
     source.config = replace(
         config, run_by=version, max_context=config.max_context or _CONTEXT, vocab_size=config.vocab_size or rows,
-        hidden_size=config.hidden_size or width,
+        hidden_size=config.hidden_size or width, tied_embeddings=has_tied_head(lazy),
     )  # fmt: skip
     return source
 

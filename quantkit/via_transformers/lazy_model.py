@@ -88,8 +88,7 @@ class LazyModel:
     @property
     def first_parts(self) -> list[str]:
         """The parts that tokens enter first: models look at their devices before."""
-        embedding = self.model.get_input_embeddings()
-        part = next((self.part_of(name) for name, one in self.model.named_modules() if one is embedding), None)
+        part = None if self.embedding is None else self.part_of(self.embedding[0])
         return [] if part is None else [part]
 
     @property
@@ -104,6 +103,16 @@ class LazyModel:
         body: nn.Module = self.model.base_model
         children = dict(body.named_children())
         return children["decoder"] if list(children) == ["decoder"] else body  # a wrapper that is not called itself
+
+    def same_as(self, name: str) -> list[str]:
+        """The names of all parameters that are one with a parameter, its own among them."""
+        return list(self._shared[name])
+
+    @property
+    def embedding(self) -> tuple[str, nn.Module] | None:
+        """The module that looks tokens up, with its name; None if the model has none."""
+        found = self.model.get_input_embeddings()
+        return next(((name, one) for name, one in self.model.named_modules() if one is found), None)
 
     def load(self, part: str) -> None:
         """Give the modules of a part their weights."""

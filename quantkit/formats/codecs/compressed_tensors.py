@@ -109,8 +109,12 @@ class CompressedTensors(QuantMethod):
             return f"transformers with compressed-tensors{vllm}"
         return f"compressed-tensors' own decompressor{vllm}; transformers refuses packed zero points (seen in 5.23)"
 
-    def unread_embedding(self, *, tied: bool) -> str:
-        """A note on the readers that do not load a quantized embedding, as tried; if `tied`, it is the head too."""
+    def unread_embedding(self, *, tied: bool, here_alone: bool = False) -> str:
+        """A note on the readers that do not load a quantized embedding, as tried; if `tied`, it is the head too; with
+        `here_alone`, no form that others load can be written."""
+        if here_alone:
+            vllm = "vLLM 0.32" if tied else "vLLM 0.32 on CPUs"
+            return f"transformers does not load a packed embedding (seen in 5.23), nor does {vllm}; quantkit does"
         if tied:
             return (
                 "no other reader of compressed-tensors loads a quantized embedding that is the head too (seen in"
@@ -139,7 +143,7 @@ class Int8Activations(CompressedTensors):
             return IntQuantized(scheme)
         return Reason("its readers multiply int8 per row alone", found=scheme, expected=_INT8)
 
-    def unread_embedding(self, *, tied: bool) -> str:
+    def unread_embedding(self, *, tied: bool, here_alone: bool = False) -> str:
         return super().unread_embedding(tied=tied) if tied else _VLLM_EMBEDDING
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
