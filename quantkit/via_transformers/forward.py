@@ -145,7 +145,7 @@ def open_to_run(path: str | Path, weights: WeightKind | None = None, via: Via | 
 
     Raises:
         RequestError: as `open_checkpoint`; or if `via` names transformers, and it is not installed.
-        UnsupportedError, CheckpointError: as `open_checkpoint`; or if transformers cannot build the model.
+        UnsupportedError, CheckpointError: as `open_checkpoint`; or if the model cannot be built with transformers.
     """
     if via == "transformers":
         return run_by_transformers(open_checkpoint(path, weights, tensors_only=True))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from quantkit.json_values import shown
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.via_transformers.experts import use_experts
 from quantkit.via_transformers.linears import NotKnown, model_class, quiet, targets
+
+_ANOTHER = "a weight file is missing, or the config is another model's"
 
 
 class LazyModel:
@@ -43,7 +46,7 @@ class LazyModel:
             source: known by its tensors only; the model is the one that its config.json describes.
 
         Raises:
-            UnsupportedError: if transformers cannot build the model.
+            UnsupportedError: if the model cannot be built with transformers.
             CheckpointError: if tensors are missing, or have other shapes.
         """
         self._source = source
@@ -68,7 +71,7 @@ class LazyModel:
         for name, (target, _) in found.items():
             for part in dict.fromkeys(self._parts[one] for one in self._shared.get(target, [target])):
                 self._tensors[part].append(name)
-        self._require_all(found)
+        self._require_all()
 
     def part_of(self, module: str) -> str | None:
         """The part that a module is, or is in; None for one around parts."""
@@ -163,9 +166,9 @@ class LazyModel:
             info, _ = convert_and_load_state_dict_in_model(self.model, dict(tensors), loading)
         return info
 
-    def _require_all(self, found: Iterable[str]) -> None:
+    def _require_all(self) -> None:
         """Raise a `CheckpointError` unless all parameters and saved buffers get tensors of their shapes."""
-        shapes = {name: self.shape(name) for name in found}
+        shapes = {name: self.shape(name) for name in self.targets}
         buffers = dict(self.model.named_buffers())
         info = self._convert({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, "meta")
         for name, buffer in buffers.items():
@@ -174,13 +177,42 @@ class LazyModel:
         missing = [
             name for name in self._parts if all(one in info.missing_keys for one in self._shared.get(name, [name]))
         ]
-        problems = {str(name): f"shape {list(shape)}" for name, shape, _ in info.mismatched_keys}
-        problems |= {name: shown(reason.splitlines()[-1]) for name, reason in info.conversion_errors.items()}
-        if name := next(iter([*problems, *missing]), None):
-            raise CheckpointError(
-                f"transformers finds no tensor for '{name}'", path=self._source.path, found=problems.get(name),
-                hint="a weight file is missing, or the config is another model's",
-            )  # fmt: skip
+        mismatched = {str(name): (tuple(shape), tuple(wanted)) for name, shape, wanted in info.mismatched_keys}
+        if name := next(iter(sorted(mismatched)), None) or next(iter(info.conversion_errors), None):
+            reason = info.conversion_errors.get(name)
+            raise self._unfit(name, *mismatched.get(name, (None, None)), reason and shown(reason.splitlines()[-1]))
+        if missing:
+            raise CheckpointError(f"no tensor on disk is '{missing[0]}'", path=self._source.path, hint=_ANOTHER)
+
+    def _unfit(
+        self, target: str, shape: tuple[int, ...] | None, expected: tuple[int, ...] | None, reason: str | None
+    ) -> CheckpointError:  # fmt: skip
+        """The error for tensors on disk that do not make a parameter: the one with another shape, if that is known."""
+        shapes = {name: self.shape(name) for name, (parameter, _) in self.targets.items() if parameter == target}
+        first = next(iter(shapes), target)
+        odd = (first, expected) if list(shapes.values()) == [shape] else _odd(shapes)
+        if odd is not None and odd[1] is not None:
+            problem, shape, expected = f"tensor '{odd[0]}' has another shape", self.shape(odd[0]), odd[1]
+        else:
+            more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
+            problem = f"tensors '{first}'{more} do not make '{target}' of the model"
+        return CheckpointError(
+            problem, path=self._source.path, found=reason if shape is None else f"shape {list(shape)}",
+            expected=None if expected is None else f"shape {list(expected)}", hint=_ANOTHER,
+        )  # fmt: skip
+
+
+def _odd(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]] | None:
+    """The tensor that has another shape than most of those with the same name but for numbers, and their shape; None if
+    there is none."""
+    groups: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for name, shape in shapes.items():
+        groups[re.sub(r"\d+", "*", name)][name] = shape
+    for group in groups.values():
+        common, count = Counter(group.values()).most_common(1)[0]
+        if 2 * count > len(group) > count:
+            return next(name for name, shape in group.items() if shape != common), common
+    return None
 
 
 class _OnDisk:
@@ -259,7 +291,8 @@ def _built(source: Checkpoint) -> Any:
         raise UnsupportedError(problem, path=source.path, hint="`tensors_only=True` copies or rounds it") from None
     except Exception as error:  # of the code of any model, given any config
         message = shown(" ".join(str(error).split()))
-        problem = f"transformers {transformers.__version__} cannot build the model ({type(error).__name__}: {message})"
+        reason = f"{type(error).__name__}: {message}, with transformers {transformers.__version__}"
+        problem = f"the model cannot be built from its config ({reason})"
         raise UnsupportedError(problem, path=source.path, found=source.config.architecture) from error
     return model.eval().requires_grad_(False)
 

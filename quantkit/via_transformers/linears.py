@@ -81,7 +81,8 @@ def _roles(
             raise
         except Exception as error:  # of the code of any model, given any config
             message = " ".join(str(error).split())
-            raise NotKnown(f"transformers can't build the model ({type(error).__name__}: {shown(message)})") from error
+            reason = f"{type(error).__name__}: {shown(message)}"
+            raise NotKnown(f"the model cannot be built from its config ({reason})") from error
     roles = _with_linears(model, names, tensors, raw)
     turned = next((name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"), None)
     if all(role == "float" for role, _ in roles.values()) and turned:  # weights are [I, O], as GPT-2 has them

@@ -118,6 +118,10 @@ class Lockstep:
         return found
 
 
+class NotLoaded(RuntimeError):
+    """The code of a model uses a weight whose part no sample has entered."""
+
+
 class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Knows the tensors that were made while it was active, as long as they live."""
 
@@ -130,7 +134,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for one in found if isinstance(found, tuple | list) else (found,):
             if isinstance(one, Tensor):
                 if one.is_meta:  # its numbers would be what lies in memory
-                    raise RuntimeError("the model uses a weight before it enters the module that has it")
+                    raise NotLoaded("a weight is used outside the module that has it")
                 self._made.append(weakref.ref(one))
         return found
 

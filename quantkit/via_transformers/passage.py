@@ -19,7 +19,7 @@ from quantkit.memory import malloc_trim
 from quantkit.progress import Progress, silent
 from quantkit.via_transformers.experts import Brought, set_visitor
 from quantkit.via_transformers.lazy_model import LazyModel
-from quantkit.via_transformers.lockstep import Lockstep, stop
+from quantkit.via_transformers.lockstep import Lockstep, NotLoaded, stop
 from quantkit.via_transformers.sites import WEIGHT, Site
 from quantkit.via_transformers.spill import Spill
 
@@ -84,9 +84,11 @@ def typed_failures(path: Path, where: Callable[[], str] = str) -> Iterator[None]
         yield
     except QuantkitError:
         raise
+    except NotLoaded as error:
+        raise UnsupportedError(f"{error}{where()}, which is not supported", path=path) from error
     except Exception as error:  # of the code of any model
         message = shown(" ".join(str(error).split()))
-        problem = f"transformers fails{where()} ({type(error).__name__}: {message})"
+        problem = f"the model's code fails{where()} ({type(error).__name__}: {message})"
         raise UnsupportedError(problem, path=path) from error
 
 

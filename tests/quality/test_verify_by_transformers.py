@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import oracle
@@ -123,6 +125,17 @@ def test_a_perplexity_that_is_not_the_recorded_one_is_an_error(
         verify(copy)
 
 
+@pytest.mark.parametrize("kind", ["rwkv", "prophetnet"])
+def test_a_model_that_uses_weights_outside_their_modules_is_compared_by_its_weights(
+    kind: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    report = verify(tiny_model(kind), oracle.copy(tiny_model(kind), tmp_path / "copy"))
+    assert report.weights_only
+    assert re.fullmatch(
+        rf"a weight is used outside the module that has it in '{kind}.*', which is not supported", report.not_run or ""
+    )
+
+
 def test_sizes_have_the_names_that_transformers_gives_them(tmp_path: Path) -> None:
     tiny_architectures.make("xlm", tmp_path / "xlm")  # whose hidden size is `emb_dim`
     assert verify(tmp_path / "xlm", tmp_path / "xlm").run_by == RUN_BY
@@ -130,7 +143,10 @@ def test_sizes_have_the_names_that_transformers_gives_them(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("T5ForConditionalGeneration", "transformers fails in 'decoder'"), ("BertModel", "the model has no output head")],
+    [
+        ("T5ForConditionalGeneration", "the model's code fails in 'decoder'"),
+        ("BertModel", "the model has no output head"),
+    ],
 )
 def test_a_model_that_predicts_no_next_token_is_compared_by_its_weights(kind: str, reason: str, tmp_path: Path) -> None:
     sizes = {"vocab_size": 2048, "hidden_size": 64, "num_layers": 1, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -151,7 +167,7 @@ def test_what_transformers_cannot_load_is_compared_by_its_weights(hybrid: Path, 
     copy = quantkit.convert(partial, tmp_path / "copy", tensors_only=True).path
     report = verify(partial, copy)
     assert report.verdict is Verdict.SAME
-    assert report.not_run == "transformers finds no tensor for 'model.layers.0.input_layernorm.weight'"
+    assert report.not_run == "no tensor on disk is 'model.layers.0.input_layernorm.weight'"
 
 
 def test_a_carried_tensor_that_is_not_listed_is_an_error(hybrid_int4: Path, tmp_path: Path) -> None:

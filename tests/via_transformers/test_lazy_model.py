@@ -81,16 +81,31 @@ def test_a_part_that_is_unloaded_has_no_weights_and_others_keep_theirs(tiny_mode
 
 
 _EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
-_MERGED = r"no tensor for 'model\.layers\.1\.mlp\.experts\.gate_up_proj"
+_MERGED = r"model\.layers\.1\.mlp\.experts\.gate_up_proj"
+_ROUTER = "model.layers.1.block_sparse_moe.gate.weight"
 _VERSION = transformers.__version__
 DAMAGES: dict[str, tuple[dict[str, Any], int, str]] = {  # of tensors and the config, exit code, message
-    "missing": ({"model.norm.weight": None}, 3, r"no tensor for 'model\.norm\.weight'; a weight file is missing"),
-    "missing expert": ({_EXPERT: None}, 3, _MERGED),
-    "other shape": ({"model.norm.weight": torch.ones(63)}, 3, r"'model\.norm\.weight' \(found shape \[63\]\)"),
-    "expert of another shape": ({_EXPERT: torch.ones(128, 63)}, 3, _MERGED),
+    "missing": ({"model.norm.weight": None}, 3, r"no tensor on disk is 'model\.norm\.weight'; a weight file"),
+    "missing expert": ({_EXPERT: None}, 3, rf"tensors '.*w1\.weight' and 6 more do not make '{_MERGED}' of the model"),
+    "other shape": (
+        {"model.norm.weight": torch.ones(63)},
+        3,
+        r"tensor 'model\.norm\.weight' has another shape \(found shape \[63\], expected shape \[64\]\)",
+    ),
+    "renamed tensor of another shape": (
+        {_ROUTER: torch.ones(4, 63)},
+        3,
+        rf"tensor '{_ROUTER}' has another shape \(found shape \[4, 63\], expected shape \[4, 64\]\)",
+    ),
+    "expert of another shape": (
+        {_EXPERT: torch.ones(128, 63)},
+        3,
+        rf"tensor '{_EXPERT}' has another shape \(found shape \[128, 63\], expected shape \[128, 64\]\)",
+    ),
+    "other experts": ({_EXPERT.replace("2", n): torch.ones(128, 63) for n in "0123"}, 3, rf"not make '{_MERGED}'"),
     "unknown": ({"model_type": "no_one"}, 4, rf"not know 'no_one', as of version {_VERSION}; the folder was saved by"),
     "own code": ({"auto_map": {"AutoModel": "own.Model"}}, 4, "comes with code that is not run"),
-    "other values": ({"hidden_act": "no_such"}, 4, rf"{_VERSION} cannot build the model \(KeyError: .*no_such"),
+    "other values": ({"hidden_act": "no_such"}, 4, r"cannot be built from its config \(KeyError: .*no_such"),
 }
 
 
