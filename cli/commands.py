@@ -103,8 +103,9 @@ def doctor(data: str | None, **given: Any) -> None:
 @click.argument("a", type=options.PATH)
 @click.argument("b", type=options.PATH, required=False)
 @click.option("--allow-bound", is_flag=True, help="Exit with 0, not 10, if the two are within the bound.")
+@options.trust_remote_code
 @options.data
-def verify(a: Path, b: Path | None, allow_bound: bool, data: str | None) -> None:
+def verify(a: Path, b: Path | None, allow_bound: bool, trust_remote_code: bool, data: str | None) -> None:
     """Check if two models are the same, or how far apart.
 
     With A alone, its files are compared with the sha256 in its manifest, and the perplexities of a quantized model,
@@ -119,7 +120,8 @@ def verify(a: Path, b: Path | None, allow_bound: bool, data: str | None) -> None
     from quantkit.quality.verify import verify as job
 
     with ProgressDisplay() as progress:
-        report = job(a, progress=progress) if b is None else job(a, b, progress=progress)
+        given: Any = {"trust_remote_code": trust_remote_code, "progress": progress}
+        report = job(a, **given) if b is None else job(a, b, **given)
     _report(outputs, report)
     if isinstance(report, VerifyReport) and not (allow_bound and report.ok):
         sys.exit(report.verdict.value)

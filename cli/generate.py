@@ -90,6 +90,7 @@ class GenerateArgs:
     dtype: FloatName | None = option(RUN)
     backend: Any = option(RUN)  # a name that click has checked
     allow_slow: bool = option(RUN, default=False)
+    trust_remote_code: bool = option(RUN, default=False)
     device: str | None = option(RUN)
     tp: int | None = option(RUN, "With xla: number of devices that share the model. Default: all.", int)
     multi_host: bool = option(
@@ -166,6 +167,7 @@ class GenerateArgs:
             (other and (many or steps or drafts or self.n > 1 or self.device is not None or self.dtype is not None),
              "--prompts, --n, --draft, --device, --dtype, --allow-slow, --int8-cache, --compile, --eager and --warmup"
              " do not go with --backend transformers"),
+            (not other and self.trust_remote_code, "--trust-remote-code goes with --backend transformers"),
             (many and self.multi_host, "--multi-host goes with one prompt, not with --prompts"),
             (not xla and (self.tp is not None or self.multi_host), "--tp and --multi-host go with --backend xla"),
             (not drafts and self.draft_tokens is not None, "--draft-tokens goes with --draft"),

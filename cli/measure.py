@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from quantkit.evals.table import Style
 
 _MEASURED = "What is measured"
-_SHARED = ("text_column", "tasks", "window", "speed", "backend", "device", "allow_slow")  # by all processes
+_SHARED = (  # by all processes
+    "text_column", "tasks", "window", "speed", "backend", "trust_remote_code", "device", "allow_slow",
+)  # fmt: skip
 
 
 @click.command("eval", cls=Command)
@@ -59,7 +61,7 @@ _SHARED = ("text_column", "tasks", "window", "speed", "backend", "device", "allo
     click.option("--cache-logits", type=options.PATH, help="Folder that keeps the reference's results for later runs."),
     click.option("--speed", is_flag=True, help="Also measure the speed of decoding."),
 )  # fmt: skip
-@section(RUN, options.via, options.device, options.allow_slow)
+@section(RUN, options.via, options.trust_remote_code, options.device, options.allow_slow)
 @section(
     "Output", options.table, options.report, options.data,
     options.plot("KL or perplexity by bits per weight, and the worst layers"),

@@ -246,6 +246,10 @@ table = click.option(
     "--table", type=click.Choice(["terminal", "markdown", "latex", "csv"]), default="terminal", show_default=True,
     help="How tables are printed.",
 )  # fmt: skip
+trust_remote_code = click.option(
+    "--trust-remote-code", is_flag=True,
+    help="Run the code in the model's folder, with transformers. Read it first.",
+)  # fmt: skip
 tensors_only = click.option("--tensors-only", is_flag=True, help="Accept any architecture, without running the model.")
 
 
@@ -273,7 +277,7 @@ _sampling = in_order(*(
 _SHARED: dict[str, Decorator] = {
     "sampling_options": _sampling, "to": target("compressed-tensors", quantized=True), "device": device,
     "weights": weights, "dtype": dtype, "tensors_only": tensors_only, "int8_cache": int8_cache, "compiled": compiled,
-    "allow_slow": allow_slow,
+    "allow_slow": allow_slow, "trust_remote_code": trust_remote_code,
     "stop": click.option("--stop", metavar="TEXT", multiple=True, help="Stop before this text; repeatable."),
     "template": click.option(
         "--template", metavar="NAME", shell_complete=complete_files,

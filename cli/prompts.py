@@ -69,7 +69,9 @@ def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
         raise RequestError("several processes cannot share a model that transformers runs", path=args.path)
     prompt = _prompt(args)
     with ProgressDisplay(show=sys.stderr.isatty()) as progress:
-        model, tokenizer = load_by_transformers(args.path, weights=args.weights, progress=progress)
+        model, tokenizer = load_by_transformers(
+            args.path, weights=args.weights, trust_remote_code=args.trust_remote_code, progress=progress
+        )
     ids, pace = _ids(args, prompt, model.config, tokenizer), Pace()
     pieces = _continued(args, None, model.generate, model.config, tokenizer, prompt, ids, pace)
     _print(args, pieces, pace, len(ids), None, show=True)

@@ -45,7 +45,7 @@ from quantkit.quality.figures import Estimate, layer_errors, method_of
 from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
 from quantkit.quality.positions import PositionDivergence
-from quantkit.via_transformers import VIAS, Via
+from quantkit.via_transformers import VIAS, Via, require_no_code
 from quantkit.via_transformers.forward import final_hidden
 
 
@@ -55,8 +55,8 @@ def evaluate(
     tasks: str | Sequence[str] = (), task_data: str | Path | None = None, against: str | Path | None = None,
     window: int | None = None, positions: int | None = None, position_windows: int | None = None,
     cache_logits: str | Path | None = None, speed: bool = False, details: bool = False,
-    backend: Via | None = None, device: str | torch.device | None = None, allow_slow: bool = False,
-    group: ProcessGroup = SINGLE, progress: Progress | None = None,
+    backend: Via | None = None, trust_remote_code: bool = False, device: str | torch.device | None = None,
+    allow_slow: bool = False, group: ProcessGroup = SINGLE, progress: Progress | None = None,
 ) -> Evaluation:  # fmt: skip
     """Measure checkpoints, each by itself and, if there is a reference, by the divergence from it.
 
@@ -86,6 +86,8 @@ def evaluate(
         backend: what runs the models: ``own`` or ``transformers``. None is own where the family is known, or else
             transformers, if it is installed and knows the architecture. It computes perplexity and divergence only, in
             one process.
+        trust_remote_code: where transformers runs a model, run the code in its folder that config.json's ``auto_map``
+            names.
         device: where tasks are answered and speed is measured, as torch spells it; None is a GPU if there is one,
             or the CPU for a group.
         allow_slow: for tasks and speed, as for `quantkit.load`.
@@ -113,7 +115,7 @@ def evaluate(
         as_string("text_column", text_column)
         if not files:
             raise RequestError("`text_column` goes with `texts`")
-    require_flags(speed=speed, details=details, allow_slow=allow_slow)
+    require_flags(speed=speed, details=details, allow_slow=allow_slow, trust_remote_code=trust_remote_code)
     require_instance("group", group, ProcessGroup, "a ProcessGroup")
     progress = deduplicated(progress)
     by_positions = _checked_positions(positions, position_windows, against=against is not None)
@@ -128,7 +130,9 @@ def evaluate(
         require_tasks(tasks)
     if backend is not None and as_string("backend", backend) not in VIAS:
         raise RequestError("unknown value of `backend`", found=backend, expected=" or ".join(VIAS))
-    models = open_models(folders, against, window, group, backend)
+    if backend == "own":
+        require_no_code(trust_remote_code, '`backend="own"`')
+    models = open_models(folders, against, window, group, backend, trust_remote_code=trust_remote_code)
     by_others = [model for model in models if model.checkpoint.config.run_by is not None]
     for name, value in (("tasks", tasks), ("speed", speed), ("positions", by_positions)):
         if value and by_others:
@@ -141,6 +145,7 @@ def evaluate(
     chat = partial(model_chat, models[0].checkpoint.path, models[0].tokenizer)
     chosen = _texts(files, text_column, chat, use_excerpt=not tasks)
     notes = [f"{model.name}: run by {model.checkpoint.config.run_by}" for model in by_others]
+    notes += [note for model in by_others for note in model.checkpoint.notes]
     notes += [note for text in chosen for note in text.notes]
     notes += [text.note for text in chosen if text.note is not None]
     group.require_same({f"text {text.name}": text.sha256 for text in chosen})

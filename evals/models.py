@@ -22,6 +22,7 @@ from quantkit.files.safetensors_io import build_header, open_file
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
+from quantkit.formats.folder import code_files
 from quantkit.formats.output.destination import destination_errors
 from quantkit.model.decoder import Decoder
 from quantkit.model.layerwise import Batch
@@ -52,12 +53,12 @@ class Model:
 
 def open_models(
     paths: Sequence[str | Path], against: str | Path | None, window: int | None, group: ProcessGroup = SINGLE,
-    backend: Via | None = None,
+    backend: Via | None = None, *, trust_remote_code: bool = False,
 ) -> list[Model]:  # fmt: skip
     """All models, the reference first and once, by their given names or the shortest distinct ends of their paths;
-    folders may be given as ``NAME=PATH``; `backend` is the `via` of `open_to_run`. Raises `RequestError` if there is
-    none but the reference, two have one name, the window exceeds a context, or processes cannot share a model, and
-    `QuantkitError` if one cannot be opened."""
+    folders may be given as ``NAME=PATH``; `backend` and `trust_remote_code` are as for `open_to_run`. Raises
+    `RequestError` if there is none but the reference, two have one name, the window exceeds a context, or processes
+    cannot share a model, and `QuantkitError` if one cannot be opened."""
     requested = named(paths)
     if against is not None:
         name, path = named([against])[0]
@@ -72,7 +73,7 @@ def open_models(
         raise RequestError("two models have one name", found=twice[0], hint="give each another, as NAME=PATH")
     models = []
     for name, (_, path) in zip(names, requested, strict=True):
-        checkpoint = open_to_run(path, via=backend)
+        checkpoint = open_to_run(path, via=backend, trust_remote_code=trust_remote_code)
         if checkpoint.config.run_by is None:
             require_runnable(checkpoint)
             require_shareable(checkpoint, group)
@@ -153,7 +154,8 @@ class StateCache:
 
 
 def _key(checkpoint: Checkpoint, batches: Sequence[Batch]) -> str:
-    facts = [str(checkpoint.path.resolve()), manifest.identity(checkpoint.files()), __version__, torch.__version__]
+    files = [*checkpoint.files(), *code_files(checkpoint)]
+    facts = [str(checkpoint.path.resolve()), manifest.identity(files), __version__, torch.__version__]
     if checkpoint.config.run_by is not None:
         facts.append(checkpoint.config.run_by)
     digest = hashlib.sha256(json.dumps(facts).encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 
 from quantkit.architectures.rope import RopeConfig
 from quantkit.errors import CheckpointError
@@ -154,6 +155,7 @@ class ModelConfig:
         tensors: all tensors of a model that is known by them only (see `families.opaque`); else None.
         unstored: linear modules that readers have and no tensor is the weight of; None if unknown.
         run_by: what runs a model known by its tensors only, such as ``transformers 5.23.0``; None if nothing does.
+        code: the folder with the model's own code, which runs it because the user trusts it; None for code of others.
     """
 
     architecture: str
@@ -194,6 +196,7 @@ class ModelConfig:
     tensors: tuple[OpaqueTensor, ...] | None = dataclasses.field(default=None, repr=False)
     unstored: tuple[str, ...] | None = None
     run_by: str | None = None
+    code: Path | None = None
 
     @property
     def runnable(self) -> bool:
@@ -285,7 +288,7 @@ class ModelConfig:
 
     def differences(self, other: ModelConfig) -> list[str]:
         """The differences between two models except for the float type, such as ``hidden_size 128 against 256``."""
-        skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers", "tensors", "unstored", "run_by"}
+        skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers", "tensors", "unstored", "run_by", "code"}
         found = _differences(self, other, skipped) + _tensor_differences(self.tensors, other.tensors)
         if self.num_layers != other.num_layers:
             return [*found, f"num_layers {self.num_layers} against {other.num_layers}"]

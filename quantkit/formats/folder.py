@@ -34,6 +34,7 @@ SIDE_FILES = {"generation_config.json", *TOKENIZER_FILES}
 """Files that influence what a model generates, besides weights and config."""
 OTHER_FILES = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")
 
+_CODE = ".py"
 _SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".bpe", ".vocab"}
 QUANTIZED_ELSEWHERE = tuple(SETTINGS_FILES)
 """Files that hold settings of a quantization next to a config.json without any."""
@@ -69,14 +70,15 @@ def require_rows(tokenizer: Tokenizer, rows: int, path: Path | None = None) -> N
 
 def side_names(source: Checkpoint) -> tuple[str, ...]:
     """The side files that are copied to an output; for a model that is known by its tensors only, all except weights,
-    code and settings of a quantization."""
+    settings of a quantization, and code that is not run."""
     if source.config.runnable:
         return TOKENIZER_FILES + OTHER_FILES
     files = (path for path in sorted(source.path.iterdir()) if path.is_file() and not path.name.startswith("."))
+    suffixes = _SIDE_SUFFIXES | ({_CODE} if source.config.code is not None else set())
     return tuple(
         path.name
         for path in files
-        if (path.suffix in _SIDE_SUFFIXES or path.name in OTHER_FILES)
+        if (path.suffix in suffixes or path.name in OTHER_FILES)
         and not (path.name in _NOT_TAKEN or path.name.endswith(".index.json"))
         and path.stat().st_size <= MAX_BYTES
     )
@@ -86,10 +88,16 @@ def left_behind(source: Checkpoint) -> list[str]:
     """A note on files of a model that is known by its tensors only which are not copied."""
     if source.config.runnable:
         return []
-    code = sorted(path.name for path in source.path.glob("*.py"))
+    code = sorted(path.name for path in source.path.glob(f"*{_CODE}")) if source.config.code is None else []
     folders = sorted(path.name for path in source.path.iterdir() if path.is_dir() and not path.name.startswith("."))
     found = [*code, *(f"{name}/" for name in folders)]
     return [f"{source.path}: not copied: {', '.join(found)}; copy what the model needs"] if found else []
+
+
+def code_files(source: Checkpoint) -> list[SourceFile]:
+    """The code of a model's folder, opened; none if it is not run."""
+    code = source.config.code
+    return [] if code is None else [SourceFile(path) for path in sorted(code.glob(f"*{_CODE}")) if path.is_file()]
 
 
 def present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:

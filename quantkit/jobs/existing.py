@@ -112,7 +112,7 @@ class Existing:
         path = self.dst if self.dst.is_dir() else self.dst.with_name(work.encoder.files()[0])
         with _as_written(self.dst):
             result = open_checkpoint(path, tensors_only=not work.source.config.runnable)
-            unstack(result)
+            unstack(result, work.source.config.code)
             return result
 
     def differs(self, *names: str) -> DestinationError:

@@ -111,12 +111,14 @@ def load_xla(
 
 
 def load_by_transformers(
-    path: str | Path, *, weights: WeightKind | None = None, progress: Progress | None = None
+    path: str | Path, *, weights: WeightKind | None = None, trust_remote_code: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[TransformersModel, Tokenizer]:  # fmt: skip
     """What `load` does, for a model that transformers runs, whether there is a decoder here or not.
 
     Args:
         path, weights: as for `load`.
+        trust_remote_code: run the code in the folder that config.json's ``auto_map`` names.
         progress: called for each part of the model; None reports nothing.
 
     Returns:
@@ -127,7 +129,8 @@ def load_by_transformers(
     """
     from quantkit.runtime.by_transformers import TransformersModel
 
-    checkpoint = open_to_run(as_path("path", path), weights, "transformers")
+    require_flags(trust_remote_code=trust_remote_code)
+    checkpoint = open_to_run(as_path("path", path), weights, "transformers", trust_remote_code=trust_remote_code)
     tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(checkpoint.path)
     return TransformersModel(checkpoint, progress=deduplicated(progress)), tokenizer
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, DestinationError, QualityError, QuantkitError, ResumeError
 from quantkit.files.hub import origin
@@ -23,7 +24,7 @@ from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.container import Encoder, StoredCheckpoint, Written
 from quantkit.formats.detect import open_unfinished
-from quantkit.formats.folder import TOKENIZER_FILES, json_bytes, tokenizer_files
+from quantkit.formats.folder import TOKENIZER_FILES, code_files, json_bytes, tokenizer_files
 from quantkit.formats.output.destination import MANIFEST, not_ours, output_files
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import SafePoint
@@ -78,7 +79,7 @@ def source_hashes(source: StoredCheckpoint) -> manifest.SourceHashes:
     """The sha256 of all files of a source that an output depends on."""
     path = source.path
     extra = tokenizer_files(path) if path.is_dir() else []  # a single file contains its tokenizer
-    return manifest.SourceHashes([*source.files(), *extra], path if path.is_dir() else path.parent)
+    return manifest.SourceHashes([*source.files(), *extra, *code_files(source)], path if path.is_dir() else path.parent)
 
 
 def option_key(name: str) -> str:
@@ -224,7 +225,7 @@ class Writer:
         """
         self.finish()
         path = self.path if self._in_folder else self.path / self._encoder.files()[0]
-        return _read_back(path, tensors_only=not self._work.source.config.runnable)
+        return _read_back(path, self._work.source.config)
 
     def finish(self) -> None:
         """Complete the weights and write the side files, as `seal` does, without opening the result."""
@@ -316,16 +317,16 @@ def content_hash(content: bytes | Path) -> str:
     return sha256(_content(content) if isinstance(content, Path) else content).hexdigest()
 
 
-def _read_back(path: Path, *, tensors_only: bool) -> StoredCheckpoint:
-    """Open what was written, with our reader and with the safetensors library; headers only.
+def _read_back(path: Path, config: ModelConfig) -> StoredCheckpoint:
+    """Open what was written of a source with a config, by our reader and by the safetensors library; headers only.
 
     Raises:
         DestinationError: if the files are not the model of the config: something changed them.
         RuntimeError: if the library finds other tensors.
     """
     try:
-        result = open_unfinished(path, tensors_only=tensors_only)
-        unstack(result)
+        result = open_unfinished(path, tensors_only=not config.runnable)
+        unstack(result, config.code)
         for file in sorted(path.glob("*.safetensors")):
             require_readable(file)
     except CheckpointError as error:

@@ -175,6 +175,9 @@ def prepare(options: QuantizeOptions) -> Prepared:
     scheme_map, more = _assigned(source, recipe, dst, target, strict=options.strict)
     if source.config.run_by is not None:
         notes.append(f"{source.path}: run by {source.config.run_by}")
+    if options.trust_remote_code and source.config.code is None:
+        why = "config.json names no code" if source.config.run_by is not None else "quantkit runs the model itself"
+        notes.append(f"{source.path}: `trust_remote_code=True` has no effect: {why}")
     if not source.config.runnable:
         if recurrent := kept_recurrent(source.config, scheme_map.schemes):
             notes.append(f"{source.path}: {recurrent}; a recipe that names them alone may give them int8")
@@ -194,7 +197,7 @@ def _opened(options: QuantizeOptions) -> StoredCheckpoint:
         source = open_checkpoint(path, weights, tensors_only=True)
         unstack(source)
         return source
-    source = open_to_run(path, weights, options.via)
+    source = open_to_run(path, weights, options.via, trust_remote_code=options.trust_remote_code)
     if source.config.run_by is not None:
         _ = replace(options, via="transformers")  # raises for options that do not go with it
     return source

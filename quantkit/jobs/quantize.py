@@ -123,7 +123,7 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         _write(prepared.blocks, quantizer, writer, writer.written, durable=settings is not None)
         result = writer.seal()
         if source.config.run_by is not None:
-            result = run_by_transformers(result)
+            result = run_by_transformers(result, code=source.config.code)
             prepared = _with_loading(prepared, result)
         size = weight_size(result)
         gate, certificate = _check(prepared, result, writer, quantizer, progress)
@@ -173,7 +173,7 @@ def _skipped(prepared: Prepared, group: ProcessGroup, began: float, progress: Pr
         certificate = there.passed(PositionCertificate, "positions", accepted=accepted, **stated)
     opened = there.opened(work)
     if prepared.source.config.run_by is not None:
-        prepared = _with_loading(prepared, run_by_transformers(opened))
+        prepared = _with_loading(prepared, run_by_transformers(opened, code=prepared.source.config.code))
     size = weight_size(opened)
     there.require_files(work, model_card_files(prepared, drawn, *size, gate, certificate))
     found = _result(prepared, drawn, size, gate, certificate, began, there.manifest, skipped=True)
@@ -209,7 +209,7 @@ def _with_loading(prepared: Prepared, result: Checkpoint) -> Prepared:
     """A job that knows whether transformers loads the packed result, with a note if it does not."""
     from quantkit.via_transformers.packed_loading import loading_problem
 
-    if (problem := loading_problem(result.path)) is None:
+    if (problem := loading_problem(result.path, prepared.source.config.code)) is None:
         return prepared
     remedy = "`quantkit convert` with `dequantize=True` makes a folder that it loads"
     note = f"{prepared.dst}: {result.config.run_by} does not load the packed weights ({problem}); {remedy}"

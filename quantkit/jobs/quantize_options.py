@@ -18,7 +18,7 @@ from quantkit.jobs.option_fields import OTHER, IfExists, declared, option, requi
 from quantkit.jobs.target import NATIVE, quantized_target
 from quantkit.json_values import shown
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
-from quantkit.via_transformers import VIAS, Via
+from quantkit.via_transformers import VIAS, Via, require_no_code
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +96,8 @@ class QuantizeOptions:
             are compared.
         via: what runs the model for calibration and for the gate: ``own`` or ``transformers``. None is own where the
             family is known, or else transformers, if it is installed and knows the architecture.
+        trust_remote_code: where transformers runs the model, run the code in the folder of `src` that config.json's
+            ``auto_map`` names, and copy it to `dst`. Without, transformers' own class is used, if it has one.
     """
 
     src: str | Path
@@ -175,6 +177,7 @@ class QuantizeOptions:
     via: Via | None = option(
         OTHER, "What runs the model. Default: own code where it knows the family, else transformers.", choices=VIAS
     )
+    trust_remote_code: bool = option(OTHER, default=False)
 
     def __post_init__(self) -> None:
         """Raise a `RequestError` for a value of the wrong type or out of range, and for options that exclude each
@@ -191,6 +194,8 @@ class QuantizeOptions:
             raise RequestError("unknown value of `via`", found=self.via, expected=" or ".join(VIAS))
         if self.via is not None and self.tensors_only:
             raise RequestError("`via` and `tensors_only=True` exclude each other: then nothing runs the model")
+        if self.tensors_only or self.via == "own":
+            require_no_code(self.trust_remote_code, "`tensors_only=True`" if self.tensors_only else '`via="own"`')
         if self.via == "transformers":
             self._check_transformers()
         _ = self.target, self.size

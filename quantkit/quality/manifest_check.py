@@ -123,10 +123,15 @@ class FolderReport:
         return [*out, *(one.line() for one in self.texts), "verdict: the model is as it was made"]
 
 
-def verify_model(model: str | Path, *, progress: Progress = silent) -> FolderReport:
+def verify_model(
+    model: str | Path, *, trust_remote_code: bool = False, progress: Progress = silent
+) -> FolderReport:  # fmt: skip
     """Compare a folder or a GGUF file with its manifest: the sha256 of its files and, if it was quantized, its quality.
 
     A model card may have been edited, or removed.
+
+    Args:
+        trust_remote_code: see `run_by_transformers`.
 
     Raises:
         CheckpointError: if there is no manifest, a file is missing or changed, or a file of weights,
@@ -156,7 +161,8 @@ def verify_model(model: str | Path, *, progress: Progress = silent) -> FolderRep
                 weights = WeightsOnly.from_json(made.get("quality"), path)
             else:
                 try:
-                    run_by = run_by_transformers(checkpoint).config.run_by
+                    run = run_by_transformers(checkpoint, trust_remote_code=trust_remote_code)
+                    run_by = run.config.run_by
                 except (RequestError, CheckpointError, UnsupportedError) as error:
                     not_run = why_not_run(error)
         if weights is None:

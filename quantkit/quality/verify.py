@@ -11,7 +11,7 @@ from typing import Any, overload
 import torch
 
 from quantkit.architectures.topology import parameters
-from quantkit.arguments import as_path, wrong_type
+from quantkit.arguments import as_path, require_flags, wrong_type
 from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, QualityError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, schemes, stored_name
@@ -184,11 +184,14 @@ def verify(a: str | Path, *, progress: Progress | None = None) -> FolderReport: 
 
 
 @overload
-def verify(a: str | Path, b: str | Path, *, progress: Progress | None = None) -> VerifyReport: ...
+def verify(
+    a: str | Path, b: str | Path, *, trust_remote_code: bool = False, progress: Progress | None = None
+) -> VerifyReport: ...
 
 
 def verify(
-    a: str | Path, b: str | Path | _NotGiven = _NotGiven.NOT_GIVEN, *, progress: Progress | None = None
+    a: str | Path, b: str | Path | _NotGiven = _NotGiven.NOT_GIVEN, *, trust_remote_code: bool = False,
+    progress: Progress | None = None,
 ) -> VerifyReport | FolderReport:  # fmt: skip
     """Report whether two models are the same, or how much they differ; or whether one model is as quantkit made it.
 
@@ -204,6 +207,8 @@ def verify(
 
     Args:
         a, b: the models; for one alone `b` is left out, and None is refused.
+        trust_remote_code: where transformers runs the models, run the code in their folders that config.json's
+            ``auto_map`` names.
         progress: called for every tensor and layer; None shows nothing.
 
     Returns:
@@ -216,15 +221,16 @@ def verify(
             when it was made.
         QuantkitError: if a folder cannot be read.
     """
+    require_flags(trust_remote_code=trust_remote_code)
     first, progress = as_path("a", a), deduplicated(progress)
     if b is None:
         raise wrong_type("b", b, "a path", hint="leave it out to check one model alone")
     if isinstance(b, _NotGiven):
-        return verify_model(first, progress=progress)
-    return _verify_pair(first, as_path("b", b), progress)
+        return verify_model(first, trust_remote_code=trust_remote_code, progress=progress)
+    return _verify_pair(first, as_path("b", b), progress, trust_remote_code=trust_remote_code)
 
 
-def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
+def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: bool) -> VerifyReport:
     reference, other = open_pair_to_compare(a, b)
     formats = stored_format(reference), stored_format(other)
     not_certified = [why for one in (reference, other) if (why := failed_certificate(one.path)) is not None]
@@ -263,7 +269,9 @@ def _verify_pair(a: Path, b: Path, progress: Progress) -> VerifyReport:
     not_run = None
     if comparable and not runnable:
         try:
-            reference, other = run_by_transformers(reference), run_by_transformers(other)
+            reference, other = (
+                run_by_transformers(one, trust_remote_code=trust_remote_code) for one in (reference, other)
+            )
             problems += _token_problems(reference, other)
             probes = _probed(reference, other, bound, progress)
         except (RequestError, CheckpointError, UnsupportedError) as error:

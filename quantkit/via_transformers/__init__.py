@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from quantkit.errors import RequestError
+
 Via = Literal["own", "transformers"]
 """What runs a model: our decoder, or transformers."""
 
 VIAS = get_args(Via)
+
+
+def require_no_code(trust_remote_code: bool, found: str) -> None:
+    """Raise a `RequestError` if code in a model's folder is trusted where none is run, because of what was found."""
+    if trust_remote_code:
+        problem = "`trust_remote_code=True` goes with models that transformers runs"
+        raise RequestError(problem, found=found)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quantkit.architectures.families import is_known_family
 from quantkit.architectures.names import CANONICAL
 from quantkit.architectures.topology import linear_columns
 from quantkit.distributed.group import SINGLE, ProcessGroup
@@ -19,10 +20,12 @@ from quantkit.errors import QuantkitError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint, open_pair
+from quantkit.json_values import shown
 from quantkit.model.layerwise import Batch, Observe, head_logits, layerwise_hidden
 from quantkit.progress import Progress, silent
 from quantkit.via_transformers import Via
 from quantkit.via_transformers.linears import is_headless, is_known
+from quantkit.via_transformers.own_code import code_file, needs_code, require_here, takes_code, untrusted
 from quantkit.via_transformers.stacks import unstack
 
 if TYPE_CHECKING:
@@ -114,13 +117,31 @@ def _missing() -> list[str]:
     return [name for name in ("transformers", "greenlet") if importlib.util.find_spec(name) is None]
 
 
-def run_by_transformers(source: StoredCheckpoint) -> StoredCheckpoint:
+def run_by_transformers(
+    source: StoredCheckpoint, *, trust_remote_code: bool = False, code: Path | None = None
+) -> StoredCheckpoint:  # fmt: skip
     """A source that is known by its tensors only, to be run by transformers, which also gives sizes that the config
-    spells in its own way, and knows whether the head is the embedding. Raises `UnsupportedError` or `CheckpointError`
-    if it cannot be, and `RequestError` if transformers is not there."""
+    spells in its own way, and knows whether the head is the embedding. A note says if its folder has code that is not
+    run.
+
+    Args:
+        trust_remote_code: run code that its config.json names, as `AutoModelForCausalLM` does with this argument.
+        code: a folder with the same code, which is trusted, to be run instead.
+
+    Raises:
+        RequestError: if transformers is not there, or code is needed and not trusted, or cannot be imported.
+        UnsupportedError, CheckpointError: if the model cannot be built, or the code is not there.
+    """
     require_installed()
     from quantkit.via_transformers.embedding import has_tied_head
 
+    raw = source.extra_config
+    if code is None and trust_remote_code and takes_code(raw):
+        code = source.path
+    if code is None and needs_code(raw):
+        require_here(raw, source.path)
+        raise untrusted(raw, source.path)
+    source.config = replace(source.config, code=code)
     unstack(source)
     lazy, config = passage_of(source).lazy, source.config
     model = lazy.model
@@ -131,6 +152,11 @@ def run_by_transformers(source: StoredCheckpoint) -> StoredCheckpoint:
         )  # fmt: skip
     rows, width = model.get_input_embeddings().weight.shape
     version = f"transformers {importlib.metadata.version('transformers')}"
+    if code is not None:
+        version += " with the folder's own code"
+    elif (file := code_file(raw)) is not None:
+        used = f"transformers' own {type(model).__name__} for {shown(raw.get('model_type'))} is used"
+        source.notes.append(f"{source.path}: its code ({file}) is not run: {used}")
     source.config = replace(
         config, run_by=version, max_context=config.max_context or _CONTEXT, vocab_size=config.vocab_size or rows,
         hidden_size=config.hidden_size or width, tied_embeddings=has_tied_head(lazy),
@@ -138,25 +164,37 @@ def run_by_transformers(source: StoredCheckpoint) -> StoredCheckpoint:
     return source
 
 
-def open_to_run(path: str | Path, weights: WeightKind | None = None, via: Via | None = None) -> StoredCheckpoint:
+def open_to_run(
+    path: str | Path, weights: WeightKind | None = None, via: Via | None = None, *, trust_remote_code: bool = False
+) -> StoredCheckpoint:  # fmt: skip
     """`open_checkpoint`, for a model that is to be run: by our decoder where it knows the family, or else by
-    transformers, if it is installed and knows the architecture; by nothing else than `via`, if that is given. A folder
-    that was made from tensors only, and that neither runs, is opened as it is.
+    transformers, if it is installed and knows the architecture, or the folder has the code; by nothing else than `via`,
+    if that is given. A folder that was made from tensors only, and that neither runs, is opened as it is.
+
+    Args:
+        trust_remote_code: see `run_by_transformers`.
 
     Raises:
-        RequestError: as `open_checkpoint`; or if `via` names transformers, and it is not installed.
+        RequestError: as `open_checkpoint` and `run_by_transformers`; or if the family is not known, and transformers is
+            not installed.
         UnsupportedError, CheckpointError: as `open_checkpoint`; or if the model cannot be built with transformers.
     """
     if via == "transformers":
-        return run_by_transformers(open_checkpoint(path, weights, tensors_only=True))
+        source = open_checkpoint(path, weights, tensors_only=True)
+        return run_by_transformers(source, trust_remote_code=trust_remote_code)
     try:
         source = open_checkpoint(path, weights)
     except UnsupportedError:
-        if via is not None or (found := _known_to_transformers(path, weights)) is None:
+        found = None if via is not None else _by_tensors(path, weights)
+        if found is None:
+            raise
+        if not is_known_family(found.extra_config):
+            _require_installed_for(found)
+        if not _runs(found, trust_remote_code=trust_remote_code):
             raise
         source = found
-    by_transformers = via is None and not source.config.runnable and _is_known(source)
-    return run_by_transformers(source) if by_transformers else source
+    by_transformers = via is None and not source.config.runnable and _runs(source, trust_remote_code=trust_remote_code)
+    return run_by_transformers(source, trust_remote_code=trust_remote_code) if by_transformers else source
 
 
 def open_pair_to_compare(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
@@ -164,8 +202,8 @@ def open_pair_to_compare(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint
     try:
         pair = open_pair(a, b)
     except UnsupportedError:
-        first, second = _known_to_transformers(a), _known_to_transformers(b)
-        if first is None or second is None:
+        first, second = _by_tensors(a), _by_tensors(b)
+        if first is None or second is None or not (_runs(first) and _runs(second)):
             raise
         pair = first, second
     for one in pair:
@@ -173,17 +211,32 @@ def open_pair_to_compare(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint
     return pair
 
 
-def _known_to_transformers(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint | None:
-    """A model by its tensors only, if transformers is there and knows its architecture."""
+def _by_tensors(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint | None:
+    """A model by its tensors only; None if it is none that can be opened so."""
     try:
-        source = open_checkpoint(path, weights, tensors_only=True)
+        return open_checkpoint(path, weights, tensors_only=True)
     except (RequestError, UnsupportedError):  # damage is an error in any case
         return None
-    return source if _is_known(source) else None
 
 
-def _is_known(source: StoredCheckpoint) -> bool:
-    return is_installed() and is_known(source.extra_config)
+def _runs(source: StoredCheckpoint, *, trust_remote_code: bool = False) -> bool:
+    """Whether transformers is there, and it knows the architecture or the folder has the code."""
+    if not is_installed():
+        return False
+    file = code_file(source.extra_config)
+    has_code = file is not None and (trust_remote_code or (source.path / file).is_file())
+    return has_code or is_known(source.extra_config)
+
+
+def _require_installed_for(source: StoredCheckpoint) -> None:
+    """Raise a `RequestError` unless what runs an architecture that has no decoder here is there."""
+    if missing := _missing():
+        raise RequestError(
+            f"{' and '.join(missing)} must be installed to run this architecture", path=source.path,
+            found=source.config.architecture,
+            hint="pip install 'quantkit[transformers]'; or `tensors_only=True` of quantize and convert takes its"
+            " tensors as they are",
+        )  # fmt: skip
 
 
 def why_not_run(error: QuantkitError) -> str:

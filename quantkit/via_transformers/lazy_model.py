@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import OpaqueTensor, Stack
 from quantkit.architectures.disk import stacked_tensors
-from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.json_values import shown
 from quantkit.tensors.qtensor import QuantTensor
@@ -47,6 +47,7 @@ class LazyModel:
 
         Raises:
             UnsupportedError: if the model cannot be built with transformers.
+            RequestError: if the code of its folder is trusted, and cannot be imported.
             CheckpointError: if tensors are missing, or have other shapes.
         """
         self._source = source
@@ -277,9 +278,7 @@ def _built(source: Checkpoint) -> Any:
     transformers: Any = importlib.import_module("transformers")
     try:
         with quiet():
-            if "auto_map" in source.extra_config:
-                raise NotKnown("the model comes with code that is not run")
-            cls, config = model_class(transformers, source.extra_config)
+            cls, config = model_class(source.extra_config, source.config.code)
             with _without_weights():
                 model = cls(config)
             model.tie_weights()
@@ -289,6 +288,8 @@ def _built(source: Checkpoint) -> Any:
         saved = f"; the folder was saved by {shown(by)}" if isinstance(by, str) else ""
         problem = f"{reason}, as of version {transformers.__version__}{saved}"
         raise UnsupportedError(problem, path=source.path, hint="`tensors_only=True` copies or rounds it") from None
+    except QuantkitError:
+        raise
     except Exception as error:  # of the code of any model, given any config
         message = shown(" ".join(str(error).split()))
         reason = f"{type(error).__name__}: {message}, with transformers {transformers.__version__}"

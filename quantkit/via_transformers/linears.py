@@ -27,13 +27,15 @@ from quantkit.architectures.families.opaque import (
     recurrent_modules,
     with_roles,
 )
-from quantkit.errors import UnsupportedError
+from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.json_values import shown, within
+from quantkit.via_transformers.own_code import named_classes, own_classes
 
 Role = tuple[str, str | None]
 _COUNTED = re.compile(r"(.+_)?(layers?|blocks|stages|depths?|experts)")  # what is counted stands last in such names
 _STATES = frozenset({"update_recurrent_state", "update_conv_state"})  # of transformers' cache
-_NOT_OF_THE_MODEL = ("quantization_config", "auto_map", "_name_or_path")
+_SETTINGS = ("quantization_config",)
+_NOT_OF_THE_MODEL = (*_SETTINGS, "auto_map", "_name_or_path")
 
 
 def with_linears(config: ModelConfig, raw: Mapping[str, Any], path: Path) -> tuple[ModelConfig, str, list[str]]:
@@ -51,11 +53,12 @@ def with_linears(config: ModelConfig, raw: Mapping[str, Any], path: Path) -> tup
     """
     assert config.tensors is not None
     try:
-        name, roles, unstored = _roles(config.tensors, raw, path)
+        name, roles, unstored = _roles(config.tensors, raw, path, config.code)
     except NotKnown as reason:
         why = f"{path}: {reason}; linear layers are recognized by their names"
         return with_roles(config, named_roles(raw, config.tensors)), "names", [why]
-    return with_roles(config, roles, unstored), f"the modules of transformers' {name}", []
+    whose = "transformers'" if config.code is None else "the folder's"
+    return with_roles(config, roles, unstored), f"the modules of {whose} {name}", []
 
 
 class NotKnown(Exception):
@@ -63,21 +66,21 @@ class NotKnown(Exception):
 
 
 def _roles(
-    tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any], path: Path
+    tensors: tuple[OpaqueTensor, ...], raw: Mapping[str, Any], path: Path, code: Path | None
 ) -> tuple[str, dict[str, Role], tuple[str, ...]]:  # fmt: skip
     """The class, role and alias of the tensors that are weights of linears, and the linears that have none."""
     try:
-        transformers: Any = importlib.import_module("transformers")
+        importlib.import_module("transformers")
     except ImportError:
         raise NotKnown("transformers is not installed") from None
     with quiet():
         try:
-            found, config = model_class(transformers, raw)
+            found, config = model_class(raw, code)
             with torch.device("meta"):
                 model = found(config)
             alone = (tensor for tensor in tensors if may_be_linear(tensor) and tensor.stack is None)
             names = targets(model, [tensor.name for tensor in alone])
-        except NotKnown:
+        except (NotKnown, QuantkitError):
             raise
         except Exception as error:  # of the code of any model, given any config
             message = " ".join(str(error).split())
@@ -95,10 +98,10 @@ def _roles(
 
 
 def is_known(raw: Mapping[str, Any]) -> bool:
-    """Whether the installed transformers knows the architecture of a config.json, by its own code."""
+    """Whether the installed transformers knows the architecture of a config.json."""
     mapping: Any = importlib.import_module("transformers.models.auto.configuration_auto")
     kind = raw.get("model_type")
-    return isinstance(kind, str) and kind in mapping.CONFIG_MAPPING and "auto_map" not in raw
+    return isinstance(kind, str) and kind in mapping.CONFIG_MAPPING
 
 
 def is_headless(model: Any) -> bool:
@@ -107,27 +110,40 @@ def is_headless(model: Any) -> bool:
     return type(model) is mapping.MODEL_MAPPING.get(type(model.config), None)
 
 
-def model_class(transformers: Any, raw: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The class of a model and its config, from its config.json. Raises `NotKnown` if transformers has no class for it,
-    or its numbers are absurd."""
+def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, Any]:
+    """The class of a model and its config, from its config.json.
+
+    Args:
+        code: the folder whose code is run; None for a class of transformers.
+
+    Raises:
+        NotKnown: if transformers has no class for it, or its numbers are absurd.
+        QuantkitError: as `own_classes`.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     kind, classes = raw.get("model_type"), raw.get("architectures")
+    if code is not None:
+        _require_sane(raw)
+        found, known = own_classes(raw, code)
+        return found, _config(known, {**raw, "_name_or_path": str(code)}, _SETTINGS)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise NotKnown(f"transformers does not know {shown(kind)}")
     _require_sane(raw)
-    stated = {key: value for key, value in raw.items() if key not in _NOT_OF_THE_MODEL}
-    known = CONFIG_MAPPING[kind]
-    config = known.from_dict(known._decode_special_floats(copy.deepcopy(stated)))  # infinities, as its own files spell
-    names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
-    named = (getattr(transformers, name, None) for name in names)
-    models = (one for one in named if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel))
+    config = _config(CONFIG_MAPPING[kind], raw, _NOT_OF_THE_MODEL)
     known_classes = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)
-    found: Any = next(models, None) or next(filter(None, (one.get(type(config), None) for one in known_classes)), None)
+    by_type = filter(None, (one.get(type(config), None) for one in known_classes))
+    found = next(named_classes(raw), None) or next(by_type, None)
     if not isinstance(found, type):
         raise NotKnown(f"transformers has no class for {shown(classes or kind)}")
     return found, config
+
+
+def _config(known: Any, raw: Mapping[str, Any], skipped: Sequence[str]) -> Any:
+    """A config of a class, from a config.json without some of its keys."""
+    stated = {key: value for key, value in raw.items() if key not in skipped}
+    return known.from_dict(known._decode_special_floats(copy.deepcopy(stated)))  # infinities, as its own files spell
 
 
 def _require_sane(raw: Mapping[str, Any]) -> None:

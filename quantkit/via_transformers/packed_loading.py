@@ -9,21 +9,30 @@ import io
 from pathlib import Path
 from typing import Any
 
-from quantkit.json_values import shown
+from quantkit.json_values import read_json, shown
 from quantkit.via_transformers.linears import quiet
+from quantkit.via_transformers.own_code import own_classes
 
 
-def loading_problem(folder: Path) -> str | None:
+def loading_problem(folder: Path, code: Path | None = None) -> str | None:
     """Why transformers does not load a folder with packed weights as it is, in words; None if it does, or if
-    the packages that it loads them with are not installed."""
+    the packages that it loads them with are not installed.
+
+    Args:
+        code: a folder with the same code, which is trusted and was run before. The folder's own is not imported, as its
+            name, while it is under construction, would stay in transformers' cache of modules.
+    """
     if any(importlib.util.find_spec(name) is None for name in ("compressed_tensors", "accelerate")):
         return None
-    transformers: Any = importlib.import_module("transformers")
+    given: dict[str, Any] = {"device_map": "meta", "local_files_only": True, "output_loading_info": True}
     try:
         with quiet(), contextlib.redirect_stderr(io.StringIO()):  # compressed-tensors shows its progress
-            _, info = transformers.AutoModelForCausalLM.from_pretrained(
-                str(folder), device_map="meta", local_files_only=True, output_loading_info=True
-            )
+            if code is None:
+                auto: Any = importlib.import_module("transformers").AutoModelForCausalLM
+                _, info = auto.from_pretrained(str(folder), trust_remote_code=False, **given)
+            else:
+                cls, known = own_classes(read_json(folder / "config.json"), code)
+                _, info = cls.from_pretrained(str(folder), config=known.from_pretrained(str(folder)), **given)
     except Exception as error:  # of the code of any model
         return f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
     for kind in ("missing", "unexpected", "mismatched"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,29 +26,29 @@ _LINEARS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "
 """The linears of an expert, by the parameter of transformers that holds them."""
 
 
-def unstack(source: StoredCheckpoint) -> None:
+def unstack(source: StoredCheckpoint, code: Path | None = None) -> None:
     """Let a model that is known by its tensors have one for each linear of an expert, named by transformers' module,
     where one on disk holds all experts, or would hold them if they were floats. Does nothing if transformers is not
-    there or does not know the model."""
+    there or does not know the model. `code` is a folder whose code is run for it; None for that of the source's config.
+    """
     tensors = source.config.tensors
     if tensors is None or not isinstance(source, HFCheckpoint) or any(one.stack is not None for one in tensors):
         return
     if not any(len(one.shape) == 3 or ".experts." in one.name for one in tensors):
         return
-    if (model := _model(source.extra_config)) is not None:
+    if (model := _model(source.extra_config, code or source.config.code)) is not None:
         parts = _parts(model, tensors) | _stacks(model, tensors)
         if parts:
             source.regroup(tuple(chain.from_iterable(parts.get(one.name, [one]) for one in tensors)))
 
 
-def _model(raw: Mapping[str, Any]) -> Any:
+def _model(raw: Mapping[str, Any], code: Path | None) -> Any:
     """The model of a config.json without weights; None if transformers cannot build it, which others report."""
     if importlib.util.find_spec("transformers") is None:
         return None
-    transformers: Any = importlib.import_module("transformers")
     try:
         with quiet():
-            cls, config = model_class(transformers, raw)
+            cls, config = model_class(raw, code)
             with torch.device("meta"):
                 return cls(config)
     except Exception:  # of the code of any model, given any config

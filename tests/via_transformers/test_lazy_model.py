@@ -104,7 +104,6 @@ DAMAGES: dict[str, tuple[dict[str, Any], int, str]] = {  # of tensors and the co
     ),
     "other experts": ({_EXPERT.replace("2", n): torch.ones(128, 63) for n in "0123"}, 3, rf"not make '{_MERGED}'"),
     "unknown": ({"model_type": "no_one"}, 4, rf"not know 'no_one', as of version {_VERSION}; the folder was saved by"),
-    "own code": ({"auto_map": {"AutoModel": "own.Model"}}, 4, "comes with code that is not run"),
     "other values": ({"hidden_act": "no_such"}, 4, r"cannot be built from its config \(KeyError: .*no_such"),
 }
 

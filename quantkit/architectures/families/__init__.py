@@ -27,6 +27,13 @@ def families() -> dict[str, Family]:
     return {family.model_type: family for module in modules for family in getattr(module, "FAMILIES", ())}
 
 
+def is_known_family(raw: Mapping[str, Any]) -> bool:
+    """Whether a Hugging Face ``config.json`` names a family that the decoder runs, or none at all."""
+    kind = raw.get("model_type")
+    family = families().get(kind) if isinstance(kind, str) else None
+    return not isinstance(kind, str) or (family is not None and family.runs)
+
+
 def config_from_hf(raw: Mapping[str, Any], path: object) -> ModelConfig:
     """Read a Hugging Face ``config.json``.
 

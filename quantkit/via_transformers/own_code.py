@@ -1,0 +1,145 @@
+"""Code in a model's folder, which config.json's ``auto_map`` names: which file, whether it is needed, and its classes.
+
+Where transformers has a class for the model type, `AutoModelForCausalLM` uses that, unless the code is trusted.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.json_values import shown
+
+TRUST = "`trust_remote_code=True`"
+_CONFIG, _MODEL = "AutoConfig", "AutoModelForCausalLM"
+_COPY = "copy all *.py files of the model's repository"
+_ELSEWHERE = "--"  # between a repository and what it has
+
+
+def code_file(raw: Mapping[str, Any]) -> str | None:
+    """The file with the code of the model, or else of the config, that a config.json names; None if it names none."""
+    named = _references(raw)
+    reference = named.get(_MODEL, named.get(_CONFIG))
+    return None if reference is None else f"{reference.rpartition('.')[0]}.py"
+
+
+def require_here(raw: Mapping[str, Any], folder: Path) -> None:
+    """Refuse code that a config.json names and that is not in the model's folder.
+
+    Raises:
+        RequestError: if it is in another repository.
+        CheckpointError: if the file is not there, or the name is none of a file and a class.
+    """
+    for reference in _references(raw).values():
+        if _ELSEWHERE in reference:
+            where = reference.partition(_ELSEWHERE)[0] + _ELSEWHERE
+            raise RequestError(
+                "config.json names code of another repository, which is not fetched", path=folder,
+                found=shown(reference), hint=f"copy its *.py files here, and remove {shown(where)} from 'auto_map'",
+            )  # fmt: skip
+        module, _, name = reference.partition(".")
+        if not (module.isidentifier() and name.isidentifier()):
+            problem = "config.json names code outside the folder, or no class"
+            raise CheckpointError(problem, path=folder, found=shown(reference), expected="modeling_x.Model")
+        if not (folder / f"{module}.py").is_file():
+            raise CheckpointError(
+                "a code file that config.json names is missing", path=folder / f"{module}.py", hint=_COPY
+            )
+
+
+def needs_code(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json names code for its model, and the installed transformers has no class for it."""
+    return _MODEL in _references(raw) and not _has_class(raw)
+
+
+def takes_code(raw: Mapping[str, Any]) -> bool:
+    """Whether `AutoModelForCausalLM` uses code that a config.json names if that is trusted: always, except where the
+    user has registered classes."""
+    config = _known_config(raw)
+    return bool(_references(raw)) and (config is None or config.__module__.startswith("transformers."))
+
+
+def named_classes(raw: Mapping[str, Any]) -> Iterator[Any]:
+    """The classes of transformers that a config.json names in ``architectures``."""
+    transformers: Any = importlib.import_module("transformers")
+    names = raw.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            yield found
+
+
+def own_classes(raw: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
+    """The classes of a model and of its config, as `AutoModelForCausalLM` takes them for trusted code in a folder; this
+    runs the code.
+
+    Raises:
+        RequestError, CheckpointError: as `require_here`; or if packages or files that the code imports are missing.
+        UnsupportedError: if the code fails, or has no causal language model.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    require_here(raw, folder)
+    named, kind = _references(raw), shown(raw.get("model_type"))
+    config = _imported(named[_CONFIG], folder) if _CONFIG in named else _known_config(raw)
+    if config is None:
+        raise UnsupportedError(f"transformers does not know {kind}, and 'auto_map' has no '{_CONFIG}'", path=folder)
+    found = _imported(named[_MODEL], folder) if _MODEL in named else MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None)
+    if not isinstance(found, type):
+        raise UnsupportedError(f"transformers has no class for {kind}, and 'auto_map' has no '{_MODEL}'", path=folder)
+    return found, config
+
+
+def untrusted(raw: Mapping[str, Any], folder: Path) -> RequestError:
+    """The error for code that is needed, and not trusted."""
+    kind = shown(raw.get("model_type"))
+    return RequestError(
+        f"transformers has no class for {kind}: the model needs the code in its folder, which is not run"
+        " unless you trust it", path=folder, found=code_file(raw), hint=f"read the code, then pass {TRUST}",
+    )  # fmt: skip
+
+
+def _references(raw: Mapping[str, Any]) -> dict[str, str]:
+    """The classes of the config and the model that a config.json names, by the name of transformers' class for it."""
+    named = raw.get("auto_map")
+    found = {key: named.get(key) for key in (_CONFIG, _MODEL)} if isinstance(named, dict) else {}
+    return {key: value for key, value in found.items() if isinstance(value, str)}
+
+
+def _has_class(raw: Mapping[str, Any]) -> bool:
+    """Whether transformers has a class for a model by itself: by its type, or of a name in ``architectures``."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    config = _known_config(raw)
+    if config is None:
+        return False
+    others = (one for one in named_classes(raw) if one is not MODEL_MAPPING.get(config, None))
+    return config in MODEL_FOR_CAUSAL_LM_MAPPING or any(others)
+
+
+def _known_config(raw: Mapping[str, Any]) -> Any:
+    """The class that transformers, or the user of its Python API, has for a config.json; None if there is none."""
+    mapping: Any = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    kind = raw.get("model_type")
+    return mapping[kind] if isinstance(kind, str) and kind in mapping else None
+
+
+def _imported(reference: str, folder: Path) -> Any:
+    """A class of the code in a folder, imported as transformers does, from a copy in its cache of modules."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    try:
+        return get_class_from_dynamic_module(reference, str(folder), local_files_only=True)
+    except ImportError as error:
+        problem = "the code in the folder cannot be imported"
+        raise RequestError(problem, path=folder, found=" ".join(str(error).split())) from error
+    except (Exception, SystemExit) as error:  # of any code
+        if isinstance(error, FileNotFoundError) and str(error.filename).endswith(".py"):
+            raise CheckpointError(
+                "a code file that another imports is missing", path=error.filename, hint=_COPY
+            ) from error
+        reason = f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
+        raise UnsupportedError(f"the code in the folder fails ({reason})", path=folder, found=reference) from error
