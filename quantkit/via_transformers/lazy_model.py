@@ -27,6 +27,7 @@ from quantkit.tensors.qtensor import QuantTensor
 from quantkit.via_transformers.experts import use_experts
 from quantkit.via_transformers.linears import NotKnown, model_class, quiet, targets
 
+_Shape = tuple[int, ...]
 _ANOTHER = "a weight file is missing, or the config is another model's"
 
 
@@ -181,32 +182,34 @@ class LazyModel:
         mismatched = {str(name): (tuple(shape), tuple(wanted)) for name, shape, wanted in info.mismatched_keys}
         if name := next(iter(sorted(mismatched)), None) or next(iter(info.conversion_errors), None):
             reason = info.conversion_errors.get(name)
-            raise self._unfit(name, *mismatched.get(name, (None, None)), reason and shown(reason.splitlines()[-1]))
+            raise self._unfit(name, mismatched.get(name), reason and shown(reason.splitlines()[-1]))
         if missing:
             raise CheckpointError(f"no tensor on disk is '{missing[0]}'", path=self._source.path, hint=_ANOTHER)
 
-    def _unfit(
-        self, target: str, shape: tuple[int, ...] | None, expected: tuple[int, ...] | None, reason: str | None
-    ) -> CheckpointError:  # fmt: skip
-        """The error for tensors on disk that do not make a parameter: the one with another shape, if that is known."""
+    def _unfit(self, target: str, mismatch: tuple[_Shape, _Shape] | None, reason: str | None) -> CheckpointError:
+        """The error for tensors on disk that do not make a parameter: the one with another shape, if that is known.
+
+        Args:
+            mismatch: the shapes that they make, and that the parameter has; None if they make none, for the `reason`.
+        """
         shapes = {name: self.shape(name) for name, (parameter, _) in self.targets.items() if parameter == target}
         first = next(iter(shapes), target)
-        odd = (first, expected) if list(shapes.values()) == [shape] else _odd(shapes)
-        if odd is not None and odd[1] is not None:
-            problem, shape, expected = f"tensor '{odd[0]}' has another shape", self.shape(odd[0]), odd[1]
+        if mismatch is not None and list(shapes.values()) == [mismatch[0]]:
+            problem = f"tensor '{first}' has another shape"
+        elif (odd := _odd(shapes)) is not None:
+            problem, mismatch = f"tensor '{odd[0]}' has another shape", (shapes[odd[0]], odd[1])
+        elif len(shapes) > 1:
+            problem = f"tensors '{first}' and {len(shapes) - 1} more do not make '{target}' of the model"
         else:
-            more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
-            problem = f"tensors '{first}'{more} do not make '{target}' of the model"
-        return CheckpointError(
-            problem, path=self._source.path, found=reason if shape is None else f"shape {list(shape)}",
-            expected=None if expected is None else f"shape {list(expected)}", hint=_ANOTHER,
-        )  # fmt: skip
+            problem = f"tensor '{first}' does not make '{target}' of the model"
+        found, expected = (reason, None) if mismatch is None else (f"shape {list(one)}" for one in mismatch)
+        return CheckpointError(problem, path=self._source.path, found=found, expected=expected, hint=_ANOTHER)
 
 
-def _odd(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]] | None:
+def _odd(shapes: Mapping[str, _Shape]) -> tuple[str, _Shape] | None:
     """The tensor that has another shape than most of those with the same name but for numbers, and their shape; None if
     there is none."""
-    groups: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    groups: dict[str, dict[str, _Shape]] = defaultdict(dict)
     for name, shape in shapes.items():
         groups[re.sub(r"\d+", "*", name)][name] = shape
     for group in groups.values():
@@ -292,8 +295,8 @@ def _built(source: Checkpoint) -> Any:
         raise
     except Exception as error:  # of the code of any model, given any config
         message = shown(" ".join(str(error).split()))
-        reason = f"{type(error).__name__}: {message}, with transformers {transformers.__version__}"
-        problem = f"the model cannot be built from its config ({reason})"
+        why = f"{type(error).__name__}: {message}, with transformers {transformers.__version__}"
+        problem = f"the model cannot be built from its config ({why})"
         raise UnsupportedError(problem, path=source.path, found=source.config.architecture) from error
     return model.eval().requires_grad_(False)
 

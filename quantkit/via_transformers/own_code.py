@@ -77,7 +77,8 @@ def own_classes(raw: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
     runs the code.
 
     Raises:
-        RequestError, CheckpointError: as `require_here`; or if packages or files that the code imports are missing.
+        RequestError, CheckpointError: as `require_here`; or if packages or files that the code imports are missing, or
+            transformers' cache of modules cannot be written.
         UnsupportedError: if the code fails, or has no causal language model.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -129,10 +130,9 @@ def _known_config(raw: Mapping[str, Any]) -> Any:
 
 def _imported(reference: str, folder: Path) -> Any:
     """A class of the code in a folder, imported as transformers does, from a copy in its cache of modules."""
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
+    modules: Any = importlib.import_module("transformers.dynamic_module_utils")
     try:
-        return get_class_from_dynamic_module(reference, str(folder), local_files_only=True)
+        return modules.get_class_from_dynamic_module(reference, str(folder), local_files_only=True)
     except ImportError as error:
         problem = "the code in the folder cannot be imported"
         raise RequestError(problem, path=folder, found=" ".join(str(error).split())) from error
@@ -141,5 +141,16 @@ def _imported(reference: str, folder: Path) -> Any:
             raise CheckpointError(
                 "a code file that another imports is missing", path=error.filename, hint=_COPY
             ) from error
+        if isinstance(error, OSError) and _is_around(error.filename, modules.HF_MODULES_CACHE):
+            raise RequestError(
+                "transformers' cache of modules cannot be written", path=modules.HF_MODULES_CACHE, found=error.strerror,
+                hint="let the environment variable HF_MODULES_CACHE be a folder that can",
+            ) from error  # fmt: skip
         reason = f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
         raise UnsupportedError(f"the code in the folder fails ({reason})", path=folder, found=reference) from error
+
+
+def _is_around(path: object, folder: str) -> bool:
+    """Whether a path of an error is in a folder, or has it in itself."""
+    one, other = Path(str(path)), Path(folder)
+    return one.is_relative_to(other) or other.is_relative_to(one)

@@ -111,7 +111,7 @@ def test_the_card_states_the_code_and_its_commands_run_it(
     assert quantkit.inspect(made.path).run_by == RUN_BY
 
 
-def test_verify_and_evaluate_run_it(src: Path, made: quantkit.QuantizeResult) -> None:
+def test_verify_and_evaluate_run_it(src: Path, made: quantkit.QuantizeResult, capfd: Capture) -> None:
     alone = quantkit.verify(made.path, **TRUST)
     assert alone.run_by == RUN_BY
     assert alone.texts
@@ -120,6 +120,10 @@ def test_verify_and_evaluate_run_it(src: Path, made: quantkit.QuantizeResult) ->
     assert 0 < pair.probes["speech"].divergence.kl < 0.1
     found = quantkit.evaluate(made.path, against=src, window=256, **TRUST)
     assert any(RUN_BY in note for note in found.notes)
+    code, out, _ = run(capfd, "verify", made.path, "--trust-remote-code")
+    assert (code, f"run by {RUN_BY}" in out) == (0, True)
+    code, _, err = run(capfd, "eval", made.path, "--window", "256", "--trust-remote-code")
+    assert (code, f"run by {RUN_BY}" in err) == (0, True)
 
 
 def test_a_resumed_or_repeated_run_has_the_same_code(
@@ -261,6 +265,16 @@ def test_code_that_cannot_be_run_is_an_error_of_its_kind(damage: str, src: Path,
     with pytest.raises(kind, match=message):
         _quantize(source, tmp_path / "dst", **TRUST)
     assert not (tmp_path / "dst").exists()
+
+
+def test_a_cache_of_modules_that_cannot_be_written_is_named(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "file" / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(RequestError, match=r"cache of modules cannot be written .*; let .* HF_MODULES_CACHE be"):
+        _quantize(src, tmp_path / "dst", **TRUST)
 
 
 REFUSED: list[dict[str, Any]] = [
