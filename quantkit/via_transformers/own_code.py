@@ -41,8 +41,8 @@ def require_here(raw: Mapping[str, Any], folder: Path) -> None:
                 found=shown(reference), hint=f"copy its *.py files here, and remove {shown(where)} from 'auto_map'",
             )  # fmt: skip
         module, _, name = reference.partition(".")
-        if not (module.isidentifier() and name.isidentifier()):
-            problem = "config.json names code outside the folder, or no class"
+        if not (Path(module).name == module and module and name.isidentifier()):
+            problem = "config.json names no class in a file of the folder"
             raise CheckpointError(problem, path=folder, found=shown(reference), expected="modeling_x.Model")
         if not (folder / f"{module}.py").is_file():
             raise CheckpointError(

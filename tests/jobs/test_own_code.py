@@ -248,7 +248,9 @@ DAMAGES: dict[str, tuple[dict[str, str | None], dict[str, str], type[QuantkitErr
     "failing": ({MODELING: "raise SystemExit\n"}, {}, UnsupportedError, "code in the folder fails .SystemExit"),
     "no class": ({MODELING: "pass\n"}, {}, UnsupportedError, "fails .AttributeError"),
     "other repository": ({}, {"AutoModelForCausalLM": _OTHER}, RequestError, "code of another repository"),
-    "outside": ({}, {"AutoModelForCausalLM": "../x.Own"}, CheckpointError, "outside the folder, or no class"),
+    "outside": ({}, {"AutoModelForCausalLM": "../x.Own"}, CheckpointError, "no class in a file of the folder"),
+    "absolute": ({}, {"AutoConfig": "/tmp/x.Own"}, CheckpointError, "no class in a file of the folder"),
+    "no name": ({}, {"AutoConfig": "configuration_own"}, CheckpointError, "no class in a file of the folder"),
     "no config": ({}, {"AutoConfig": ""}, UnsupportedError, "does not know 'own', and 'auto_map' has no 'AutoConfig'"),
     "no model": ({}, {"AutoModelForCausalLM": ""}, UnsupportedError, "'auto_map' has no 'AutoModelForCausalLM'"),
 }
