@@ -100,6 +100,7 @@ class _Checks:
         self._manifest: Mapping[str, Any] = {}
         self._read: list[str] = []
         self._unread: list[str] = []
+        self._by_class = False  # whether the tensors that transformers' class needs were looked for
 
     def headers(self) -> Iterator[Finding]:
         folder, view = self.folder, self.view
@@ -124,6 +125,9 @@ class _Checks:
             yield from weights.check_opened(self.folder)
         elif self.view is not None and self.view.is_read:
             yield from weights.check_read(self.view, deep=self.deep)
+        elif self.view is not None and not (self.view.known or self.view.without_head) and self.folder.config:
+            self._by_class, found = weights.check_by_transformers(self.folder)
+            yield from found
 
     def recorded_files(self, progress: Progress) -> Iterator[Finding]:
         """Whether the files are those of quantkit's manifest, if there is one."""
@@ -141,7 +145,8 @@ class _Checks:
 
     def predictions(self, progress: Progress, *, sound: bool) -> list[Finding]:
         """What is wrong with a model's predictions; it is run if it is sound so far."""
-        if self.folder.kind not in ("safetensors", "bin", "meta", "gguf") or (self.view and not self.view.is_read):
+        runs = self.view is None or self.view.is_read or self._by_class
+        if self.folder.kind not in ("safetensors", "bin", "meta", "gguf") or not runs:
             return []
         if not sound:
             self._unread.append("what it predicts: it is not run because of the errors")
@@ -169,6 +174,7 @@ class _Checks:
         what = "weights" if self.deep else "headers"
         found = [f"{what} of {count} file{'s' if count != 1 else ''}, {tensors} tensors"]
         side_files = [name for name in _SIDE_FILES if name in folder.names]
+        side_files += ["which tensors transformers' class needs"] if self._by_class else []
         return found if folder.kind == "mistral" else [*found, *side_files, *self._read]
 
     def left_out(self, compared: bool) -> list[str]:
@@ -179,7 +185,7 @@ class _Checks:
         if self.runtime is None:
             found.append("what a runtime does not load (`runtime=NAME`)")
         found += [f"{path.name}: pass its path to check it" for path in self.folder.others]
-        if view is not None and not view.known and self.folder.config:
+        if view is not None and not view.known and self.folder.config and not self._by_class:
             what = f"{view.without_head} is" if view.without_head else "its family is"
             found.append(f"which tensors the model needs: {what} not known here")
         if self.folder.kind == "mistral":

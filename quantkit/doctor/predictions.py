@@ -23,7 +23,6 @@ from quantkit.doctor.folder import Folder
 from quantkit.errors import CheckpointError, NonFiniteError, QuantkitError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView, parameter_count, schemes
 from quantkit.formats.containers.meta import to_interleaved, to_rotate_half
-from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.progress import Progress, in_phase
 from quantkit.quality.bounds import BOUNDS, coarsest, measured_windows
@@ -33,6 +32,7 @@ from quantkit.quality.source_check import SourceCheck, check_source
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.tokenizer import Tokenizer
+from quantkit.via_transformers.forward import open_to_run
 
 MAX_PARAMETERS = 2 * 10**9
 """The size of a model that is run: minutes on two cores."""
@@ -57,7 +57,7 @@ def check(folder: Folder, recorded: Mapping[str, Any], progress: Progress) -> Pr
     """Run a model, one block in memory at a time; `recorded` is its manifest, empty if it has none."""
     found = Predictions([])
     try:
-        model = open_checkpoint(folder.path)
+        model = open_to_run(folder.path)
         tokenizer, _ = checked_tokenizer(model)
         count = parameter_count(model)
         if tokenizer is None:
@@ -107,7 +107,8 @@ class _Run:
             if loss >= bound:
                 figures = f"perplexity {math.exp(loss):.4g}; {math.exp(bound):.4g} from the frequencies of tokens alone"
                 yield finding("poor-prediction", where, figures)
-        yield from self._other_reading(where, own)
+        if self._model.config.runnable:
+            yield from self._other_reading(where, own)
 
     def _losses(self, windows: list[Tensor], model: Checkpoint | None = None) -> list[Tensor]:
         """Minus log probabilities [W * (T - 1)] of each token of windows [W, T] after the first."""

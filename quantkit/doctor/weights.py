@@ -72,6 +72,24 @@ def check_opened(folder: Folder) -> Iterator[Finding]:
         yield finding("refused", folder.path.name, str(error))
 
 
+def check_by_transformers(folder: Folder) -> tuple[bool, list[Finding]]:
+    """Whether transformers is installed and has a class for a family that is not known here, and what that lacks."""
+    from quantkit.via_transformers.forward import open_to_look_at, passage_of  # which import torch
+    from quantkit.via_transformers.stacks import unstack
+
+    source = None
+    try:
+        source = open_to_look_at(folder.root)
+        if source is not None:
+            unstack(source)
+            passage_of(source)
+    except CheckpointError as error:
+        return source is not None, [] if source is None else [finding("refused", folder.path.name, str(error))]
+    except QuantkitError:  # sound, as far as that is known
+        return False, []
+    return source is not None, []
+
+
 def _unreadable(folder: Folder, path: Path, error: QuantkitError, *, is_listed: bool) -> Finding:
     name, text = path.name, error.problem
     facts = ", ".join(f"{label} {one}" for label, one in (("found", error.found), ("expected", error.expected)) if one)

@@ -9,8 +9,9 @@ from typing import Any
 
 from quantkit.architectures.rope import RopeConfig
 from quantkit.arguments import as_path, require_flags
+from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
-from quantkit.formats.container import weight_size
+from quantkit.formats.container import StoredCheckpoint, weight_size
 from quantkit.formats.detect import WeightKind, made_of_tensors, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.kv_cache import cache_text
@@ -143,7 +144,7 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
     """
     require_flags(tensors_only=tensors_only)
     path = as_path("path", path)
-    checkpoint = open_checkpoint(path, weights, tensors_only=tensors_only or made_of_tensors(path))
+    checkpoint = _opened(path, weights, tensors_only=tensors_only or made_of_tensors(path))
     made = manifest_or_empty(checkpoint.path)
     if not checkpoint.config.runnable and isinstance(run_by := made.get("run_by"), str):
         checkpoint.config = replace(checkpoint.config, run_by=run_by)
@@ -169,6 +170,17 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         kv_cache=None if cache is None else {"scheme": cache.scheme, "layers": cache.layers_with_scales},
         positions=None if made.get("positions") is None else PositionCertificate.from_json(made["positions"], path),
     )  # fmt: skip
+
+
+def _opened(path: Path, weights: WeightKind | None, *, tensors_only: bool) -> StoredCheckpoint:
+    try:
+        return open_checkpoint(path, weights, tensors_only=tensors_only)
+    except UnsupportedError:
+        from quantkit.via_transformers.forward import open_to_look_at  # which imports torch
+
+        if (found := open_to_look_at(path, weights)) is None:
+            raise
+        return found
 
 
 def _maker(quantkit_version: object = None, job: object = None, **how: object) -> str:

@@ -151,7 +151,7 @@ def run_by_transformers(
             expected="a language model's class in config.json's 'architectures'",
         )  # fmt: skip
     rows, width = model.get_input_embeddings().weight.shape
-    version = f"transformers {importlib.metadata.version('transformers')}"
+    version = _version()
     if code is not None:
         version += " with the folder's own code"
     elif (file := code_file(raw)) is not None:
@@ -197,6 +197,19 @@ def open_to_run(
     return run_by_transformers(source, trust_remote_code=trust_remote_code) if by_transformers else source
 
 
+def open_to_look_at(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint | None:
+    """A model that has no decoder here, by its tensors, if transformers knows it; None otherwise. It is not built.
+
+    Raises:
+        CheckpointError: if it is damaged.
+    """
+    found = _by_tensors(path, weights)
+    if found is None or not is_installed() or not is_known(found.extra_config):
+        return None
+    found.config = replace(found.config, run_by=_version())
+    return found
+
+
 def open_pair_to_compare(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredCheckpoint]:
     """`open_pair`, also for models of an architecture that only transformers knows."""
     try:
@@ -209,6 +222,10 @@ def open_pair_to_compare(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint
     for one in pair:
         unstack(one)
     return pair
+
+
+def _version() -> str:
+    return f"transformers {importlib.metadata.version('transformers')}"
 
 
 def _by_tensors(path: str | Path, weights: WeightKind | None = None) -> StoredCheckpoint | None:

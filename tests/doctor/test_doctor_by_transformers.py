@@ -1,0 +1,70 @@
+"""Models of families that only transformers knows, looked at by `doctor` and `inspect`."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import oracle
+import pytest
+from safetensors.torch import load_file, save_file
+
+import quantkit
+from quantkit.errors import UnsupportedError
+
+CLASS = "which tensors transformers' class needs"
+
+
+def test_a_model_is_looked_at_by_the_class_of_transformers(hybrid: Path, hybrid_int4: Path) -> None:
+    for folder in (hybrid, hybrid_int4):
+        found = quantkit.diagnose(folder)
+        assert not found.findings
+        assert CLASS in found.looked_at
+        assert not any("its family is not known here" in one for one in found.left_out)
+
+
+def test_stacked_experts_that_were_quantized_are_all_there(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    made = quantkit.quantize(
+        tiny_model("zaya"), tmp_path / "dst", "int4-g32", method="rtn", source_check=False, accept_quality_loss=True
+    )
+    found = quantkit.diagnose(made.path)
+    assert not found.findings
+    assert CLASS in found.looked_at
+
+
+def test_a_tensor_that_the_class_needs_is_missed(hybrid: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(hybrid, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (found,) = quantkit.diagnose(folder).findings
+    assert found.rule.name == "refused"
+    assert "model.norm.weight" in found.what
+
+
+def test_what_it_predicts_is_measured(hybrid: Path) -> None:
+    found = quantkit.diagnose(hybrid, deep=True)
+    assert [one.rule.name for one in found.findings] == ["no-prediction"]  # its weights are random
+
+
+def test_without_transformers_its_family_is_not_known(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else there(name))
+    found = quantkit.diagnose(hybrid)
+    assert CLASS not in found.looked_at
+    assert any("its family is not known here" in one for one in found.left_out)
+    with pytest.raises(UnsupportedError, match="architecture is not supported"):
+        quantkit.inspect(hybrid)
+
+
+def test_inspect_shows_what_transformers_runs(hybrid: Path, tmp_path: Path) -> None:
+    found = quantkit.inspect(hybrid)
+    assert found.run_by is not None
+    assert found.run_by.startswith("transformers ")
+    assert found.tensors == quantkit.inspect(hybrid, tensors_only=True).tensors
+    unknown = shutil.copytree(hybrid, tmp_path / "model")
+    oracle.edit_json(unknown / "config.json", model_type="nonesuch")
+    with pytest.raises(UnsupportedError, match="architecture is not supported"):
+        quantkit.inspect(unknown)
