@@ -66,7 +66,7 @@ def measure(name: str, folder: Path, texts: Tensor, scheme: str, samples: int) -
             found[f"{method}_changed"] = changed
         try:
             own = logits(folder / method, texts)
-        except RuntimeError:  # of transformers' own loader, which does not read packed weights of every class
+        except NotLoadedError:
             quantkit.convert(folder / method, folder / f"{method}-floats", dequantize=True)
             own, found["loaded"] = logits(folder / f"{method}-floats", texts), "dequantized"
         kl = (reference.exp() * (reference - own)).sum(-1).flatten().double()
@@ -75,11 +75,23 @@ def measure(name: str, folder: Path, texts: Tensor, scheme: str, samples: int) -
     return found
 
 
+class NotLoadedError(Exception):
+    """transformers does not load a folder as it is."""
+
+
 def logits(folder: Path, texts: Tensor) -> Tensor:
     """Logarithms of probabilities [W, T, V]."""
     packed = "quantization_config" in json.loads((folder / "config.json").read_text())
     settings = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if packed else {}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings).eval()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, **settings
+        )
+    except RuntimeError as error:  # of transformers' own loader, which does not read packed weights of every class
+        raise NotLoadedError from error
+    if info["missing_keys"]:  # which it fills with random numbers
+        raise NotLoadedError
+    model.eval()
     with torch.inference_mode():
         return torch.cat([model(some, use_cache=False).logits.float().log_softmax(-1) for some in texts.split(4)])
 
@@ -91,10 +103,13 @@ def _changed(source: Path, result: Path) -> list[str]:
         for folder in (source, result)
     )
     packed = {name.rpartition(".weight_")[0] for name in after if ".weight_" in name}
+    experts = {name for name, value in before.items() if value.dim() == 3 and name not in after}  # one by one now
     return [
         name
         for name, value in before.items()
-        if name.removesuffix(".weight") not in packed and not (name in after and torch.equal(after[name], value))
+        if name not in experts
+        and name.removesuffix(".weight") not in packed
+        and not (name in after and torch.equal(after[name], value))
     ]
 
 
