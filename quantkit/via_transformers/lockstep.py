@@ -9,7 +9,7 @@ the batch goes on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,8 @@ class Lockstep:
             if stops[-1] is not None:
                 arrived(index, stops[-1].key, stops[-1].value)
                 stops[-1].value = None
-                self._spill.keep(index, self._trackers[index].storages(), self._own)
+                tracker = self._trackers[index]
+                self._spill.keep(index, tracker.storages(), tracker.written(), self._own)
         return stops[0] if stops else None
 
     def close(self) -> None:
@@ -123,13 +124,16 @@ class NotLoaded(RuntimeError):
 
 
 class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows the tensors that were made while it was active, as long as they live."""
+    """Knows the tensors that were made while it was active, as long as they live, and the storages written to."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: list[weakref.ref[Tensor]] = []
+        self._written = set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func._schema.is_mutable:
+            self._written.update(_written_by(func, args, kwargs or {}))
         found = func(*args, **(kwargs or {}))
         for one in found if isinstance(found, tuple | list) else (found,):
             if isinstance(one, Tensor):
@@ -143,6 +147,21 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         living = [(ref, tensor) for ref in self._made if (tensor := ref()) is not None]
         self._made = [ref for ref, _ in living]
         return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for _, tensor in living}
+
+    def written(self) -> set[int]:
+        """The storages that were written to since this was last called."""
+        found, self._written = self._written, set()
+        return found
+
+
+def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:
+    """The storages of the arguments that an operator writes to."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            for one in given if isinstance(given, tuple | list) else (given,):
+                if isinstance(one, Tensor):
+                    yield one.untyped_storage()._cdata
 
 
 def _place(key: Hashable) -> str:

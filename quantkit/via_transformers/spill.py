@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from quantkit.formats.output.destination import scratch_errors
 
 _PIECE = 1 << 24
 
 
+@dataclass
+class _Saved:
+    """A storage in a file; as long as this lives, no other storage gets its id."""
+
+    path: Path
+    nbytes: int
+    storage: StorageWeakRef
+
+
 class Spill:
-    """Storages of batches. A file per batch is written when all are to hold more than the budget.
+    """Storages of batches. Each is in a file of its own when all are to hold more than the budget, and is written again
+    only if it has changed.
 
     Attributes:
         peak_bytes: the most that they have held in memory.
         spilled_bytes: the most that was in files.
+        written_bytes: all that was written.
     """
 
     def __init__(self, folder: Path | None = None, memory_bytes: int = 0) -> None:
@@ -31,58 +45,78 @@ class Spill:
         """
         self._folder, self._budget = folder, memory_bytes
         self._held: dict[int, int] = {}  # bytes by batch
-        self._moved: dict[int, list[torch.UntypedStorage]] = {}
-        self._sizes: dict[int, list[int]] = {}
-        self._made = False
-        self.peak_bytes = self.spilled_bytes = 0
+        self._moved: dict[int, dict[int, torch.UntypedStorage]] = {}
+        self._saved: dict[int, dict[int, _Saved]] = defaultdict(dict)
+        self._files = 0
+        self.peak_bytes = self.spilled_bytes = self.written_bytes = 0
 
     def keep(
-        self, batch: int, storages: Mapping[int, torch.UntypedStorage], shared: Callable[[], Collection[int]]
-    ) -> None:
-        """Take account of the storages of a batch that has stopped, by id; those of `shared` ids are not moved. Raises
-        `DestinationError` if they cannot be written."""
+        self, batch: int, storages: Mapping[int, torch.UntypedStorage], written: Collection[int],
+        shared: Callable[[], Collection[int]],
+    ) -> None:  # fmt: skip
+        """Take account of the storages of a batch that has stopped, by id.
+
+        Args:
+            written: the ids of those that have changed since a batch was kept last.
+            shared: returns the ids of those that are not moved.
+
+        Raises:
+            DestinationError: if they cannot be written.
+        """
+        saved = self._saved[batch]
+        for own in self._saved.values():
+            for name in [name for name, one in own.items() if name in written or one.storage.expired()]:
+                own.pop(name).path.unlink()
         total = sum(one.nbytes() for one in storages.values())
         if self._folder is None or sum(self._held.values()) + total <= self._budget:
             self._held[batch] = total
             self.peak_bytes = max(self.peak_bytes, sum(self._held.values()))
             return
         stay = shared()
-        own = [one for name, one in storages.items() if name not in stay and one.nbytes() and one.device.type == "cpu"]
+        moved = {
+            name: one
+            for name, one in storages.items()
+            if name not in stay and one.nbytes() and one.device.type == "cpu"
+        }
         with scratch_errors(self._folder):
-            if not self._made:
-                self._folder.mkdir(parents=True)  # fails if it exists: it might be a link to another place
-                self._made = True
-            with open(self._folder / str(batch), "wb") as file:
-                for one in own:
-                    for piece in _pieces(one):
-                        file.write(piece.clone().numpy().data)  # storages that numpy sees cannot be resized
-        self._moved[batch], self._sizes[batch] = own, [one.nbytes() for one in own]
-        self.spilled_bytes = max(self.spilled_bytes, sum(map(sum, self._sizes.values())))
-        for one in own:
+            for name, one in moved.items():
+                if name not in saved:
+                    saved[name] = self._save(self._folder, one)
+        self._moved[batch] = moved
+        in_files = sum(one.nbytes for saved in self._saved.values() for one in saved.values())
+        self.spilled_bytes = max(self.spilled_bytes, in_files)
+        for one in moved.values():
             one.resize_(0)
 
     def restore(self, batch: int) -> None:
         """Give the storages of a batch their memory back, before it goes on."""
         self._held.pop(batch, None)
-        if batch not in self._moved:
-            return
-        assert self._folder is not None
-        path = self._folder / str(batch)
-        with open(path, "rb") as file:
-            for one, size in zip(self._moved.pop(batch), self._sizes.pop(batch), strict=True):
-                one.resize_(size)
+        for name, one in self._moved.pop(batch, {}).items():
+            saved = self._saved[batch][name]
+            one.resize_(saved.nbytes)
+            with open(saved.path, "rb") as file:
                 for piece in _pieces(one):
                     piece.copy_(torch.from_numpy(np.fromfile(file, np.uint8, len(piece))))
-        path.unlink()
 
     def close(self) -> None:
         """Remove the folder."""
         self._held.clear()
         self._moved.clear()
-        self._sizes.clear()
-        if self._made and self._folder is not None:
+        self._saved.clear()
+        if self._files and self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._made = False
+            self._files = 0
+
+    def _save(self, folder: Path, storage: torch.UntypedStorage) -> _Saved:
+        if not self._files:
+            folder.mkdir(parents=True)  # fails if it exists: it might be a link to another place
+        self._files += 1
+        path = folder / str(self._files)
+        with open(path, "wb") as file:
+            for piece in _pieces(storage):
+                file.write(piece.clone().numpy().data)  # storages that numpy sees cannot be resized
+        self.written_bytes += storage.nbytes()
+        return _Saved(path, storage.nbytes(), StorageWeakRef(storage))
 
 
 def _pieces(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:

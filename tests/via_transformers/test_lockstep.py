@@ -28,7 +28,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _keep(spill: Spill, batch: int, *tensors: Tensor) -> None:
-    spill.keep(batch, {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}, set)
+    spill.keep(batch, {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}, (), set)
 
 
 @pytest.mark.parametrize("piece", [1 << 24, 24])
@@ -49,8 +49,14 @@ def test_what_was_in_files_returns_byte_for_byte(piece: int, tmp_path: Path, mon
         spill.restore(index)
         assert all(map(torch.equal, map(_bytes, batches[index]), expected[index]))
     assert torch.equal(view, viewed)
-    assert not list(folder.iterdir())
+    files = sorted(folder.iterdir())
+    _keep(spill, 0, *batches[0])  # nothing has changed
+    assert sorted(folder.iterdir()) == files
+    assert spill.written_bytes == total
+    spill.restore(0)
+    del tensors, batches
     _keep(spill, 0, base)
+    assert len(list(folder.iterdir())) == 1
     spill.close()
     assert not list(tmp_path.iterdir())
 
@@ -119,6 +125,28 @@ def test_memory_stays_within_the_budget_and_the_models_own_tensors_stay(budget: 
     assert spill.peak_bytes <= budget
     assert (spill.spilled_bytes == 0) == (budget > 5 * _BYTES)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_batch_changes_in_place_is_written_again(tmp_path: Path) -> None:
+    spill, found = Spill(tmp_path / "spill"), list[float]()
+
+    def forward() -> None:
+        states, kept = torch.zeros(1000), torch.ones(1000)
+        sums, total = states.view(10, 100), torch.empty(1000)
+        for number in range(3):
+            stop(number)
+            sums[number] += 1
+            torch.add(states, kept, out=total)
+            dropped = torch.full((1000,), number)  # in memory that another one may have had
+            stop(f"and {number}")
+            assert dropped.eq(number).all()
+            del dropped
+        found.append(float(total.sum()))
+
+    list(Lockstep([forward, forward], nn.Module(), spill).rounds(lambda *_: None))
+    assert found == [1300.0] * 2
+    each, changed = 4000, 3 * 2 * 4000
+    assert spill.written_bytes == 2 * (each * 3 + changed + 3 * 8000)
 
 
 def _walk(*keys: str, log: list[Any], index: int = 0) -> Callable[[], None]:
