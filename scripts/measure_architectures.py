@@ -61,7 +61,7 @@ def measure(name: str, folder: Path, texts: Tensor, scheme: str, samples: int) -
             source, folder / method, scheme, method=method, via="transformers", source_check=False, **given
         )
         found[f"{method}_linears"] = sum(made.schemes.values())
-        changed = _changed(source, folder / method)
+        changed = changed_tensors(source, folder / method)
         if changed:
             found[f"{method}_changed"] = changed
         try:
@@ -96,7 +96,7 @@ def logits(folder: Path, texts: Tensor) -> Tensor:
         return torch.cat([model(some, use_cache=False).logits.float().log_softmax(-1) for some in texts.split(4)])
 
 
-def _changed(source: Path, result: Path) -> list[str]:
+def changed_tensors(source: Path, result: Path) -> list[str]:
     """The tensors that are not quantized and differ from the source's."""
     before, after = (
         {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}

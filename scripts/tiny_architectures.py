@@ -11,6 +11,7 @@ import argparse
 import copy
 import inspect
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -275,15 +276,17 @@ def vocabulary(tokenizer: Path) -> int:
 def configuration(model_type: str, tokens: int) -> PreTrainedConfig:
     """The config: the values of `COMMON` that its class has fields for, under its names, and the overrides."""
     config_class = CONFIG_MAPPING[model_type]
-    fields = inspect.signature(config_class.__init__).parameters
-    names = getattr(config_class, "attribute_map", {})
-    values: dict[str, Any] = {}
-    for key, value in {**COMMON, "vocab_size": tokens, "vocab_size_per_layer_input": tokens}.items():
-        name = key if key in fields else names.get(key, key)
-        if name in fields:
-            values[name] = value
+    values = fitting(config_class, {**COMMON, "vocab_size": tokens, "vocab_size_per_layer_input": tokens})
     values.update(ARCHITECTURES[model_type])
     return config_class(**copy.deepcopy(values), dtype="float32")  # it changes lists and dictionaries in place
+
+
+def fitting(config_class: Any, common: Mapping[str, object]) -> dict[str, Any]:
+    """The values that a config's class has fields for, under its names."""
+    fields = inspect.signature(config_class.__init__).parameters
+    names = getattr(config_class, "attribute_map", {})
+    named = ((key if key in fields else names.get(key, key), value) for key, value in common.items())
+    return {name: value for name, value in named if name in fields}
 
 
 def build(model_type: str, tokens: int, *, seed: int) -> PreTrainedModel:
@@ -291,15 +294,20 @@ def build(model_type: str, tokens: int, *, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = configuration(model_type, tokens)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    fill(model)
+    return model
+
+
+def fill(model: PreTrainedModel) -> None:
+    """Give parameters that begin as zeros random values, and the embedding and the head the common deviation."""
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():
                 parameter.normal_(std=DEVIATION)
         ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
         for layer in ends:
-            if layer.weight.std() < DEVIATION / 2:  # of a class that has its own way to begin
+            if layer is not None and layer.weight.std() < DEVIATION / 2:  # of a class that has its own way to begin
                 layer.weight.normal_(std=DEVIATION)
-    return model
 
 
 def make(model_type: str, folder: Path, tokenizer: Path = DEMO_MODEL, *, seed: int = 0) -> None:
@@ -312,6 +320,11 @@ def make(model_type: str, folder: Path, tokenizer: Path = DEMO_MODEL, *, seed: i
         seed: of the weights.
     """
     build(model_type, vocabulary(tokenizer), seed=seed).save_pretrained(folder)
+    copy_tokenizer(tokenizer, folder)
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer from one folder to another."""
     for name in TOKENIZER_FILES:
         if (tokenizer / name).exists():
             shutil.copy(tokenizer / name, folder)
