@@ -1,6 +1,6 @@
 """Quantize tiny models of the architectures that read images and text, and compare the results with the sources.
 
-    python scripts/measure_image_text.py [NAME ...] [--scheme int4-g32] [--samples 16] [--json FILE]
+    python scripts/measure_image_text.py [NAME ...] [--method gptq] [--scheme int4-g32] [--json FILE]
 
 Prints for each how many linears are quantized, which of those that text passes are not, which parameters without text
 changed, how the result is loaded, and how far its logits are from those of its dequantized weights; or why it does not
@@ -36,7 +36,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=[name for name in ARCHITECTURES if name not in NEEDS_IMAGE])
     parser.add_argument("--scheme", default="int4-g32")
-    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--method", choices=("gptq", "rtn"), default="gptq")
+    parser.add_argument("--samples", type=int, default=16, help="of GPTQ")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     ids = load_tokenizer(DEMO_MODEL).encode(excerpt())
@@ -45,7 +46,7 @@ def main() -> None:
     for name in options.names:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                found[name] = measure(name, Path(folder), texts, options.scheme, options.samples)
+                found[name] = measure(name, Path(folder), texts, options)
             except Exception as error:  # of any architecture; it is reported
                 at = traceback.extract_tb(error.__traceback__)[-1]
                 message = " ".join(str(error).split())[:300]
@@ -55,12 +56,20 @@ def main() -> None:
             options.json.write_text(json.dumps(found, indent=1))
 
 
-def measure(name: str, folder: Path, texts: Tensor, scheme: str, samples: int) -> dict[str, Any]:
+def measure(name: str, folder: Path, texts: Tensor, options: argparse.Namespace) -> dict[str, Any]:
     """What became of the linears, the tensors and the logits of one architecture."""
     source, result, floats = (folder / one for one in ("source", "result", "floats"))
     make(name, source)
+    given: dict[str, Any] = {"samples": options.samples} if options.method == "gptq" else {}
     made = quantkit.quantize(
-        source, result, scheme, samples=samples, source_check=False, accept_quality_loss=True, via="transformers"
+        source,
+        result,
+        options.scheme,
+        method=options.method,
+        via="transformers",
+        source_check=False,
+        accept_quality_loss=True,
+        **given,
     )
     found: dict[str, Any] = {"linears": sum(made.schemes.values())}
     found["changed"] = changed_tensors(source, result)

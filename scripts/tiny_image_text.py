@@ -208,12 +208,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "paddleocr_vl": {"text_config": MROPE},
     "qwen2_5_omni_thinker": {"text_config": MROPE},
     "qwen2_5_vl": {"text_config": MROPE},
+    "qwen3_vl_moe": {"text_config": {"moe_intermediate_size": 96}},
     "qwen2_vl": {"text_config": MROPE, "vision_config": {"hidden_size": 64}},  # that of the text part
     "unlimited_ocr": {"vision_config": {"sam_config": SAM}},
 }
 
 ARCHITECTURES = [name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name not in NOT_MADE]
 
+_BOUND = 16.0  # of what Gemma 4 clips at, which begins as infinity
 _PARTS_OF_TEXT = ("text_config", "decoder")
 _SPECIAL = re.compile(r".*(token|start|end|newline).*_(id|index)")
 _OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -261,6 +263,9 @@ def build(model_type: str, tokens: int, *, seed: int) -> PreTrainedModel:
     config = configuration(model_type, tokens)
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     fill(model)
+    for _, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            buffer.clamp_(-_BOUND, _BOUND)
     return model
 
 
