@@ -195,6 +195,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "mistral4": {"": ALL_HEADS},
     "mistral_large4": {"text_config": ALL_HEADS},
+    "mllama": {"text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]}},
     "molmo2": {"vision_config": {"image_size": [32, 32]}, "adapter_config": {"vision_feature_layer": [1, 0]}},
     "muse_spark": {
         "": {"out_hidden_size": 64},
