@@ -116,7 +116,6 @@ NEEDS_IMAGE: dict[str, str] = {
     "instructblipvideo": "pixel_values is a required argument",
     "kosmos-2": "the image takes the place of the first tokens",
     "pix2struct": "the image is read by the encoder",
-    "pp_formulanet": "the image is read by the encoder",
     "t5gemma2": "the decoder needs its own tokens",
     "udop": "needs the places of words on the page",
     "vision-encoder-decoder": "the image is read by the encoder",
@@ -129,6 +128,7 @@ NOT_MADE: dict[str, str] = {
     "gemma3n": "its vision tower needs timm",
     "perception_lm": "its vision tower needs timm",
     "pi0": "predicts a robot's actions",
+    "pp_formulanet": "its class does not state its embedding, and the encoder reads the image",
     "shieldgemma2": "classifies images: transformers' own table has a class that does not load it again",
 }
 
@@ -266,7 +266,7 @@ def build(model_type: str, tokens: int, *, seed: int) -> PreTrainedModel:
     fill(model)
     for _, buffer in model.named_buffers():
         if buffer.is_floating_point():
-            buffer.clamp_(-_BOUND, _BOUND)
+            buffer.nan_to_num_(posinf=_BOUND, neginf=-_BOUND)
     return model
 
 
