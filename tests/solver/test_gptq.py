@@ -330,3 +330,24 @@ def test_the_longer_side_serves_the_larger_weights() -> None:
     weight[1] *= -1
     scale, _ = search_scales(weight.t().contiguous(), torch.ones(GROUP), QuantScheme.parse("int4-g32"), torch.float32)
     assert scale[0, 0] < 0 < scale[0, 1]
+
+
+def test_many_groups_are_fitted_with_several_threads() -> None:
+    """As int4-g32 has them in a linear of 6144 inputs; torch's own LU of a batch fails there."""
+    groups, size, rows = 192, 4, 64
+    inputs = torch.randn(groups * size, groups * size).double()
+    hessian = (inputs @ inputs.t() / len(inputs) + torch.eye(len(inputs))).float()
+    codes, scale = torch.randint(-8, 8, (groups * size, rows)).float(), torch.rand(groups, rows) + 0.5
+    lacks = torch.randn(groups * size, rows) * 0.1
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found, _, _ = refit_scales(hessian @ lacks, codes, hessian, scale)
+    finally:
+        torch.set_num_threads(threads)
+    for row in (0, rows - 1):
+        columns = torch.zeros(groups * size, groups, dtype=torch.float64)  # what each scale multiplies
+        columns[torch.arange(groups * size), torch.arange(groups * size) // size] = codes[:, row].double()
+        normal = columns.t() @ hessian.double() @ columns
+        change = torch.linalg.solve(normal, columns.t() @ (hessian.double() @ lacks[:, row].double()))
+        torch.testing.assert_close(found[:, row].double(), scale[:, row].double() + change, rtol=1e-3, atol=1e-3)
