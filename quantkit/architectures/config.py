@@ -92,6 +92,7 @@ class Stack:
         expert: the index along its first axis.
         first, step: the first row there, and the distance between rows.
         transposed: whether inputs come before outputs there.
+        apart: whether readers want each linear by itself in a folder with any quantized weights.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Stack:
     first: int = 0
     step: int = 1
     transposed: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,8 @@ def disk_tensors(
         joins_experts: whether all experts of a layer are one module for each role instead, as in mlx-lm.
     """
     if config.tensors is not None:
-        return _opaque_tensors(config, quantized)
+        alone = [one.module for one in config.tensors if quantized and one.stack is not None and one.stack.apart]
+        return _opaque_tensors(config, {*quantized, *alone})
     if joins_experts:
         family = families()[config.architecture]
         gate = family.names.get("expert.gate", CANONICAL["expert.gate"])

@@ -39,6 +39,7 @@ from quantkit.quality.positions import CACHES, PositionCertificate, rise_text
 from quantkit.quality.weights_only import WeightsOnly
 from quantkit.tensors.recipe import Recipe
 from quantkit.version import __version__
+from quantkit.via_transformers.linears import auto_class
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 NAME = "README.md"
 _TEMPLATE = "model_card.md.jinja"
 _RECIPE = "recipe.json"
+_CAUSAL = "AutoModelForCausalLM"
+_TASKS = {_CAUSAL: "text-generation", "AutoModelForImageTextToText": "image-text-to-text"}  # as hubs call them
 _CARRIED = ("license", "license_name", "license_link", "language", "datasets")
 
 
@@ -103,7 +106,7 @@ def _metadata(prepared: Prepared, method: QuantMethod, base: str | None, readers
     facts: dict[str, Any] = {
         **carried, "base_model": base, "base_model_relation": "quantized" if base else None,
         "library_name": "transformers" if readers["in_transformers"] else None,
-        "pipeline_tag": "text-generation" if source.config.measurable else before.get("pipeline_tag"),
+        "pipeline_tag": _TASKS[str(readers["auto_class"])] if source.config.measurable else before.get("pipeline_tag"),
         "tags": ["quantkit", method.name, *prepared.scheme_map.counts()],
     }  # fmt: skip
     return ModelCardData(**facts).to_yaml(original_order=list(facts))
@@ -212,6 +215,7 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
         "symmetric": symmetric, "native": native, "unread": unread, "readers": readers, "read_here_alone": here_alone,
         "has_int8": any(scheme.bits != 4 for scheme in chosen.schemes.values()),
         "in_transformers": not here_alone and (unread is None if native else "transformers" in readers),
+        "auto_class": _CAUSAL if config.run_by is None else auto_class(prepared.source.extra_config),
     }  # fmt: skip
 
 

@@ -49,6 +49,7 @@ from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 from quantkit.via_transformers.forward import open_to_run, passage_of
 from quantkit.via_transformers.linears import with_linears
+from quantkit.via_transformers.own_code import named_code
 from quantkit.via_transformers.stacks import unstack
 
 if TYPE_CHECKING:
@@ -198,6 +199,11 @@ def _opened(options: QuantizeOptions) -> StoredCheckpoint:
         unstack(source)
         return source
     source = open_to_run(path, weights, options.via, trust_remote_code=options.trust_remote_code)
+    if options.trust_remote_code and source.config.runnable and (file := named_code(source.path)) is not None:
+        raise RequestError(
+            "the folder's code is not run for a model that quantkit runs itself", path=source.path, found=file,
+            hint='`via="transformers"` runs it; or leave `trust_remote_code` out',
+        )  # fmt: skip
     if source.config.run_by is not None:
         _ = replace(options, via="transformers")  # raises for options that do not go with it
     return source

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.architectures.disk import disk_tensors
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import Checkpoint, parameter_count, schemes
@@ -74,22 +75,27 @@ def weights_only(result: Checkpoint, records: Mapping[str, Mapping[str, Any]]) -
     errors = {module: float(records[f"{module}.weight"]["relative_error"]) for module in assigned}
     worst = max(errors, key=lambda module: errors[module])
     quantized = sum(math.prod(result.info(f"{module}.weight").shape) for module in assigned)
-    carried = len(result.names()) - len(assigned)
+    carried = len(_carried(result))
     return WeightsOnly(parameter_count(result), quantized, carried, worst, errors[worst])
 
 
 def carried_tensors(source: Any, result: Checkpoint) -> dict[str, str]:
     """How each tensor that is not quantized was stored, by name; `source` is the `StoredCheckpoint` it comes from."""
     found = {}
-    for name in result.names():
-        spec, before = result.info(name), source.info(name)
-        if spec.scheme is not None:
-            continue
-        if source.stored_bytes(name) != StoredTensor(name, before.dtype, before.shape).nbytes:
+    for name, part in _carried(result).items():
+        spec, before = result.info(part), source.info(part)
+        if source.stored_bytes(part) != StoredTensor(part, before.dtype, before.shape).nbytes:
             found[name] = f"dequantized to {spec.dtype} by its own scales"
         else:
             found[name] = "bit for bit" if spec.dtype == before.dtype else f"cast to {spec.dtype}"
     return found
+
+
+def _carried(model: Checkpoint) -> dict[str, str]:
+    """The tensors on disk that are not quantized, each with one of the tensors that it holds."""
+    quantized = schemes(model)
+    tensors = disk_tensors(model.config, quantized)
+    return {one.name: one.parts[0] for one in tensors if one.parts[0].removesuffix(".weight") not in quantized}
 
 
 def recorded_errors(*checkpoints: Checkpoint) -> dict[str, float]:
@@ -118,7 +124,7 @@ def summary_problems(checkpoint: Checkpoint) -> list[str]:
     made = manifest_or_empty(checkpoint.path)
     if made.get("tensors_only") is not True:
         return []
-    carried = {name for name in checkpoint.names() if checkpoint.info(name).scheme is None}
+    carried = set(_carried(checkpoint))
     listed = set(stated) if isinstance(stated := made.get("carried"), dict) else None
     problems = []
     if listed != carried:

@@ -39,14 +39,16 @@ class Experts:
     Attributes:
         is_transposed: whether inputs come before outputs.
         is_concatenated: whether the outputs of gates come before those of the others; or they alternate.
+        are_apart: whether transformers makes a module of each linear where any weights are quantized.
     """
 
     is_transposed: bool
     is_concatenated: bool
     has_bias: bool
+    are_apart: bool = False
 
 
-_OF_ALL_TOKENS = {"Llama4TextExperts": Experts(True, True, False)}
+_OF_ALL_TOKENS = {"Llama4TextExperts": Experts(True, True, has_bias=False, are_apart=True)}
 """Classes outside of the registry whose experts get all tokens, times the weights of their outputs, which are zero for
 most."""
 
@@ -65,12 +67,13 @@ class Visitor(Protocol):
 
 def use_experts(model: Any) -> None:
     """Let a model run its experts by `_forward`, where they go through transformers' registry."""
+    from transformers import PreTrainedConfig
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
     model.config._experts_implementation = IMPLEMENTATION
     for module in model.modules():
-        if hasattr(module, "config"):
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config._experts_implementation = IMPLEMENTATION
         if type(module).__name__ in _OF_ALL_TOKENS:
             module.forward = MethodType(_forward_all, module)

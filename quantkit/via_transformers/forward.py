@@ -150,6 +150,11 @@ def run_by_transformers(
             "the model has no output head", path=source.path, found=type(model).__name__,
             expected="a language model's class in config.json's 'architectures'",
         )  # fmt: skip
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            "the model has an encoder, whose output its decoder needs", path=source.path, found=type(model).__name__,
+            expected="a model that continues text",
+        )  # fmt: skip
     rows, width = model.get_input_embeddings().weight.shape
     version = _version()
     if code is not None:
@@ -190,10 +195,10 @@ def open_to_run(
             raise
         if not is_known_family(found.extra_config):
             _require_installed_for(found)
-        if not _runs(found, trust_remote_code=trust_remote_code):
+        if not _runs(found):
             raise
         source = found
-    by_transformers = via is None and not source.config.runnable and _runs(source, trust_remote_code=trust_remote_code)
+    by_transformers = via is None and not source.config.runnable and _runs(source)
     return run_by_transformers(source, trust_remote_code=trust_remote_code) if by_transformers else source
 
 
@@ -236,13 +241,11 @@ def _by_tensors(path: str | Path, weights: WeightKind | None = None) -> StoredCh
         return None
 
 
-def _runs(source: StoredCheckpoint, *, trust_remote_code: bool = False) -> bool:
-    """Whether transformers is there, and it knows the architecture or the folder has the code."""
+def _runs(source: StoredCheckpoint) -> bool:
+    """Whether transformers is there, and it knows the architecture or config.json names code."""
     if not is_installed():
         return False
-    file = code_file(source.extra_config)
-    has_code = file is not None and (trust_remote_code or (source.path / file).is_file())
-    return has_code or is_known(source.extra_config)
+    return code_file(source.extra_config) is not None or is_known(source.extra_config)
 
 
 def _require_installed_for(source: StoredCheckpoint) -> None:

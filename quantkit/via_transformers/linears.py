@@ -107,7 +107,23 @@ def is_known(raw: Mapping[str, Any]) -> bool:
 def is_headless(model: Any) -> bool:
     """Whether a model is of the class that transformers has for the body alone."""
     mapping: Any = importlib.import_module("transformers.models.auto.modeling_auto")
-    return type(model) is mapping.MODEL_MAPPING.get(type(model.config), None)
+    body = mapping.MODEL_MAPPING.get(type(model.config), None)
+    return type(model) is body and model.get_output_embeddings() is None
+
+
+def auto_class(raw: Mapping[str, Any]) -> str:
+    """The class of transformers that a user loads a model with, by its config.json."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    kind, classes = raw.get("model_type"), raw.get("architectures")
+    causal, with_images = (
+        one.get(kind) for one in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    )
+    named = isinstance(classes, list) and with_images in classes
+    return "AutoModelForImageTextToText" if with_images and (named or not causal) else "AutoModelForCausalLM"
 
 
 def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, Any]:
@@ -199,10 +215,13 @@ def _with_linears(
     precise = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     on_disk = Hints.of(raw, {tensor.name: tensor.shape for tensor in tensors})
     hints = replace(on_disk, tied=tied, recurrent=on_disk.recurrent | _recurrent(modules))
+    of_text = _text_part(model, modules)
     found: dict[str, Role] = {}
     for tensor in tensors:
         if tensor.stack is not None:
-            found[tensor.name] = hints.role(tensor, tensor.module) or "linear", None
+            called = tensor.alias or tensor.module
+            role = hints.role(tensor, called) or ("linear" if called.startswith(of_text) else "tower")
+            found[tensor.name] = role, tensor.alias
         if tensor.name not in names:
             continue
         name, merged = names[tensor.name]
@@ -221,9 +240,19 @@ def _with_linears(
         elif precise.intersection(called.split(".")):
             role = "float"  # its class keeps it in float32
         else:
-            role = hinted or ("linear" if inside is None or id(module) in inside else "head")
+            role = hinted or "linear"
+            if role == "linear" and not called.startswith(of_text):
+                role = "tower" if inside is None or id(module) in inside else "head"
         found[tensor.name] = role, alias
     return found
+
+
+def _text_part(model: Any, modules: Mapping[str, nn.Module]) -> str:
+    """How the names of modules that process text begin: those of the decoder, where the model has other parts."""
+    decoder = model.get_decoder()
+    layered = isinstance(decoder, nn.Module) and any(isinstance(one, nn.ModuleList) for one in decoder.modules())
+    name = next((name for name, module in modules.items() if layered and module is decoder), "")
+    return f"{name}." if name else ""
 
 
 def _recurrent(modules: Mapping[str, nn.Module]) -> frozenset[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, RequestError, UnsupportedError
-from quantkit.json_values import shown
+from quantkit.json_values import read_json, shown
 
 TRUST = "`trust_remote_code=True`"
 _CONFIG, _MODEL = "AutoConfig", "AutoModelForCausalLM"
@@ -24,6 +24,13 @@ def code_file(raw: Mapping[str, Any]) -> str | None:
     named = _references(raw)
     reference = named.get(_MODEL, named.get(_CONFIG))
     return None if reference is None else f"{reference.rpartition('.')[0]}.py"
+
+
+def named_code(folder: Path) -> str | None:
+    """As `code_file`, of a folder; None also if it has no config.json."""
+    path = folder / "config.json"
+    raw = read_json(path) if path.is_file() else None
+    return code_file(raw) if isinstance(raw, dict) else None
 
 
 def require_here(raw: Mapping[str, Any], folder: Path) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import io
 from pathlib import Path
 from typing import Any
 
 from quantkit.json_values import read_json, shown
-from quantkit.via_transformers.linears import quiet
+from quantkit.via_transformers.linears import model_class, quiet
 from quantkit.via_transformers.own_code import own_classes
 
 
@@ -28,8 +27,8 @@ def loading_problem(folder: Path, code: Path | None = None) -> str | None:
     try:
         with quiet(), contextlib.redirect_stderr(io.StringIO()):  # compressed-tensors shows its progress
             if code is None:
-                auto: Any = importlib.import_module("transformers").AutoModelForCausalLM
-                _, info = auto.from_pretrained(str(folder), trust_remote_code=False, **given)
+                cls, _ = model_class(read_json(folder / "config.json"))
+                _, info = cls.from_pretrained(str(folder), **given)
             else:
                 cls, known = own_classes(read_json(folder / "config.json"), code)
                 _, info = cls.from_pretrained(str(folder), config=known.from_pretrained(str(folder)), **given)

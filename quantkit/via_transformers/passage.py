@@ -25,6 +25,11 @@ from quantkit.via_transformers.spill import Spill
 
 _HIDDEN = "hidden states"
 _LARGE_TYPES = (nn.Embedding, nn.Linear)  # what else is outside of lists is small, and always there
+_SMALL = 1 << 16  # numbers; models may use the weight of such a module without calling it
+
+
+def _is_large(module: nn.Module) -> bool:
+    return isinstance(module, _LARGE_TYPES) and sum(one.numel() for one in module.parameters()) > _SMALL
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class Passage:
         self._open: Counter[str] = Counter()
         self._at = ""  # the module that was entered last
         modules = {part: lazy.model.get_submodule(part) for part in lazy.parts if not lazy.is_listed(part)}
-        self._resident = {part for part, module in modules.items() if not isinstance(module, _LARGE_TYPES)}
+        self._resident = {part for part, module in modules.items() if not _is_large(module)}
 
     def survey(self, sites: Sequence[Site], tokens: Tensor) -> Survey:
         """Send a batch through the model, to see how it reaches the sites. Raises `UnsupportedError` if the model
@@ -252,7 +257,7 @@ class Passage:
 
     def _forward(self, tokens: Tensor) -> Callable[[], object]:
         def run() -> None:
-            with typed_failures(self._path, lambda: f" in '{self._at}'"):
+            with typed_failures(self._path, lambda: f" in '{self._at}'" if self._at else ""):
                 self.lazy.model(input_ids=tokens, use_cache=False)
 
         return run

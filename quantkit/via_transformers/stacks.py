@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -17,7 +19,7 @@ from quantkit.architectures.config import OpaqueTensor, Stack
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
 from quantkit.via_transformers.experts import experts_of
-from quantkit.via_transformers.lazy_model import mapping_of, merged
+from quantkit.via_transformers.lazy_model import mapping_of, merged, set_parameter
 from quantkit.via_transformers.linears import model_class, quiet, targets
 
 _OF_EXPERT = re.compile(r"(.+)\.\d+\.(?:gate|up|down)_proj\.weight")
@@ -62,54 +64,92 @@ def _parts(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaque
     for tensor in tensors:
         if len(tensor.shape) == 3 and tensor.dtype in _FLOATS:
             for target, pattern in targets(model, [tensor.name], mapping).values():
-                parts = list(_split(model, mapping, tensor, target, pattern))
-                found |= {tensor.name: parts} if parts else {}
+                numbers = torch.arange(math.prod(tensor.shape[1:]), dtype=torch.int32).view(1, *tensor.shape[1:])
+                with _one_expert(model, target) as whole:
+                    if pattern is not None:
+                        numbers = _converted(merged, model, mapping, target, {tensor.name: (pattern, numbers)})
+                if numbers is not None and numbers.shape[1:] == whole.shape[1:]:
+                    parts = list(_split(model, tensor, target, numbers[0]))
+                    found |= {tensor.name: parts} if parts else {}
     return found
 
 
 def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
-    """Linears of experts that are separate tensors, by name, with their places in the one that transformers loads; none
-    where it merges them."""
+    """Linears of experts that are separate tensors, by name, with their places in the one that transformers would save;
+    none where it saves them apart."""
     there = {tensor.name: tensor for tensor in tensors}
     modules = dict.fromkeys(match[1] for name in there if (match := _OF_EXPERT.fullmatch(name)))
     wholes = targets(model, [f"{module}.{leaf}" for module in modules for leaf in _LINEARS])
     found: dict[str, list[OpaqueTensor]] = {}
-    for name, (target, _) in wholes.items():
-        whole = OpaqueTensor(name, tuple(model.get_parameter(target).shape), "float32")
-        parts = [(there.get(part.name), part) for part in _split(model, (), whole, target, None)]
+    for target, _ in wholes.values():
+        saved = _saved(model, target)
+        if saved is None:
+            continue
+        whole, numbers = saved
+        parts = [(there.get(part.name), part) for part in _split(model, whole, target, numbers)]
         own = [replace(one, stack=part.stack) for one, part in parts if one is not None and one.shape == part.shape]
         if own and len(own) == len(parts) and not targets(model, [own[0].name]):
             found |= {one.name: [one] for one in own}
     return found
 
 
-def _split(
-    model: Any, mapping: Sequence[Any], tensor: OpaqueTensor, target: str, pattern: str | None
-) -> Iterator[OpaqueTensor]:
-    """The linears of all experts in a tensor that becomes, or is part of, a parameter of transformers; none if it holds
-    no experts, or they do not lie in rows or columns."""
+def _saved(model: Any, target: str) -> tuple[OpaqueTensor, Tensor] | None:
+    """The tensor on disk that transformers makes of a parameter of all experts, and which numbers of it one expert has,
+    in the parameter's shape; None if it makes several."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with _one_expert(model, target) as whole:
+        numbers = torch.arange(math.prod(whole.shape[1:]), dtype=torch.int32).view(1, *whole.shape[1:])
+        saved = _converted(revert_weight_conversion, model, {target: numbers})
+    if saved is None or len(saved) != 1:
+        return None
+    ((name, one),) = saved.items()
+    if one.dim() != 3 or one.numel() != numbers.numel():
+        return None
+    places = torch.empty_like(numbers.flatten())
+    places[one.flatten().long()] = numbers.flatten()
+    shape = int(whole.shape[0]), *map(int, one.shape[1:])
+    return OpaqueTensor(name, shape, "float32"), places.view(whole.shape[1:])
+
+
+@contextmanager
+def _one_expert(model: Any, target: str) -> Iterator[Tensor]:
+    """The context in which a parameter of all experts is that of one, as converters look at its shape."""
+    whole: Tensor = model.get_parameter(target)
+    set_parameter(model, target, whole[:1] if whole.dim() == 3 else whole)
+    try:
+        yield whole
+    finally:
+        set_parameter(model, target, whole)
+
+
+def _converted(convert: Callable[..., Any], *operands: Any) -> Any:
+    try:
+        return convert(*operands)
+    except Exception:  # of the code of any converter
+        return None
+
+
+def _split(model: Any, tensor: OpaqueTensor, target: str, numbers: Tensor) -> Iterator[OpaqueTensor]:
+    """The linears of all experts in a tensor; none if it holds no experts, or they do not lie in rows or columns.
+
+    Args:
+        target: the parameter of transformers that it becomes.
+        numbers: those in the tensor, for one expert, of the parameter's elements.
+    """
     module, _, leaf = target.rpartition(".")
     experts = experts_of(model.get_submodule(module))
     if experts is None or experts.has_bias or leaf not in _LINEARS:
         return
-    count, *matrix = tensor.shape
-    numbers = torch.arange(matrix[0] * matrix[1], dtype=torch.int32).view(1, *matrix)
-    if pattern is not None:
-        try:
-            numbers = merged(model, mapping, target, {tensor.name: (pattern, numbers)})
-        except Exception:  # of the code of a converter
-            return
-    if numbers.shape[1:] != model.get_parameter(target).shape[1:]:
-        return
-    weight, linears = (numbers[0].t() if experts.is_transposed else numbers[0]), _LINEARS[leaf]
+    weight, linears = (numbers.t() if experts.is_transposed else numbers), _LINEARS[leaf]
     rows = weight.chunk(len(linears)) if experts.is_concatenated else _alternate(weight, len(linears))
-    places = [_place(own, matrix[1]) for own in rows]
+    places = [_place(own, tensor.shape[2]) for own in rows]
     named = _experts_in(tensor.name) or module
-    for expert in range(count):
+    for expert in range(tensor.shape[0]):
         for linear, own, place in zip(linears, rows, places, strict=True):
             if place is None:
                 return
-            stack = Stack(tensor.name, tensor.shape, expert, *place)
+            stack = Stack(tensor.name, tensor.shape, expert, *place, experts.are_apart)
             alias = None if named == module else f"{module}.{expert}.{linear}"
             name = f"{named}.{expert}.{linear}.weight"
             yield replace(tensor, name=name, shape=tuple(own.shape), stack=stack, alias=alias)

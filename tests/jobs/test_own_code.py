@@ -21,6 +21,7 @@ from transformers import dynamic_module_utils
 import quantkit
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import CheckpointError, QuantkitError, RequestError, UnsupportedError
+from quantkit.jobs.load import load_by_transformers
 from quantkit.text.tokenizer import load_tokenizer
 from quantkit.via_transformers.packed_loading import loading_problem
 
@@ -215,13 +216,16 @@ def test_the_code_of_a_known_type_is_run_if_it_is_trusted_as_transformers_does(
 ) -> None:
     own = own_code.with_code(tiny_model("llama"), tmp_path / "own", "llama")
     assert type(_trusted(own)).__name__ == "OwnForCausalLM"
-    model, _ = quantkit.jobs.load.load_by_transformers(own, **TRUST)
+    model, _ = load_by_transformers(own, **TRUST)
     assert type(model._lazy.model).__name__ == "OwnForCausalLM"
-    model, _ = quantkit.jobs.load.load_by_transformers(own)
+    model, _ = load_by_transformers(own)
     assert type(model._lazy.model) is type(oracle.load(own))
-    made = _quantize(own, tmp_path / "dst", **TRUST)  # which has a decoder here
-    assert "run_by" not in made.manifest
-    assert f"{own}: `trust_remote_code=True` has no effect: quantkit runs the model itself" in made.notes
+    with pytest.raises(
+        RequestError, match=r"a model that quantkit runs itself.*modeling_own.py.*`via=\"transformers\"`"
+    ):
+        _quantize(own, tmp_path / "dst", **TRUST)  # which has a decoder here
+    made = _quantize(tiny_model("llama"), tmp_path / "plain", **TRUST)
+    assert any("`trust_remote_code=True` has no effect: quantkit runs the model itself" in note for note in made.notes)
 
 
 _OTHER = "owner/model--modeling_own.OwnForCausalLM"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
+import tiny_image_text
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 import quantkit
 from quantkit.formats.checkpoint import Checkpoint
@@ -75,8 +78,8 @@ def test_quantized_experts_are_apart_and_floats_are_stacked(kind: str, tiny_mode
     assert quantkit.verify(made.path, folder).verdict.name == "WITHIN_BOUND"
     floats = quantkit.convert(made.path, tmp_path / "floats", dequantize=True, tensors_only=True).path
     after = load_file(floats / "model.safetensors")
-    assert len(after) == len(before)
-    assert len(_stacked(after)) == len(_stacked(before)) > 0
+    assert {name: value.shape for name, value in after.items()} == {name: value.shape for name, value in before.items()}
+    assert len(_stacked(after)) > 0
     with torch.no_grad():
         expected = oracle.load(floats)(TOKENS).logits[0]
     found = _logits(run_by_transformers(open_checkpoint(made.path, tensors_only=True)))
@@ -93,8 +96,40 @@ def test_transformers_loads_packed_experts_of_llama_4(tiny_model: Tiny, tmp_path
 
 
 def test_experts_that_keep_their_floats_stay_one_tensor(tiny_model: Tiny, tmp_path: Path) -> None:
-    folder = tiny_model("llama4_text")
+    folder = tiny_model("granitemoe")
     made = _rounded(folder, tmp_path / "dst", keep="*.experts.*")
     before, after = (load_file(one / "model.safetensors") for one in (folder, made.path))
     assert len(_stacked(before)) == 4
     assert all(torch.equal(after[name], value) for name, value in _stacked(before).items())
+    assert not quantkit.verify(made.path).edited  # or it is an error
+    settings = json.loads((made.path / "config.json").read_text())["quantization_config"]
+    module = "model.layers.1.block_sparse_moe.experts.3"
+    assert {f"{module}.gate_proj", f"{module}.up_proj", f"{module}.down_proj"} <= set(settings["ignore"])
+
+
+def test_experts_of_llama_4_are_apart_in_a_quantized_folder(tiny_model: Tiny, tmp_path: Path) -> None:
+    """transformers makes a module of each linear where there is a quantization."""
+    made = _rounded(tiny_model("llama4_text"), tmp_path / "dst", keep="*.experts.*")
+    assert not _stacked(load_file(made.path / "model.safetensors"))
+    assert not any("does not load" in note for note in made.notes)
+    floats = quantkit.convert(made.path, tmp_path / "floats", dequantize=True, tensors_only=True).path
+    with torch.no_grad():
+        packed, expected = (oracle.load(one)(TOKENS).logits for one in (made.path, floats))
+    assert torch.equal(packed, expected)
+
+
+@pytest.mark.parametrize("size", [64, 96])
+def test_a_converter_that_looks_at_shapes_sees_that_of_all_experts(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(tiny_image_text.OVERRIDES, "qwen3_vl_moe", {"text_config": {"moe_intermediate_size": size}})
+    tiny_image_text.make("qwen3_vl_moe", tmp_path)
+    source = _unstacked(tmp_path)
+    parameters = dict(AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
+    linears = [tensor for tensor in source.config.tensors or () if tensor.stack is not None]
+    assert len(linears) == 2 * 4 * 3
+    for tensor in linears:
+        experts, number, linear = tensor.module.rsplit(".", 2)
+        weight = parameters[f"{experts}.{'down_proj' if linear == 'down_proj' else 'gate_up_proj'}"][int(number)]
+        part = weight if linear == "down_proj" else weight.chunk(2)[linear == "up_proj"]
+        assert torch.equal(source.load(tensor.name), part), tensor.name

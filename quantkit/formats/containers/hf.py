@@ -126,6 +126,11 @@ def _on_disk(
     aliases = {tensor.module: tensor.alias for tensor in config.tensors or () if tensor.alias is not None}
     found |= {aliases[module]: scheme for module, scheme in found.items() if module in aliases}
     found |= dict.fromkeys((*(config.unstored or ()), *carried_modules(config)))
+    if config.tensors is not None:  # readers may have a module for each linear of experts that are one tensor here
+        stacked = (
+            part.removesuffix(".weight") for tensor in every if tensor.stacked is not None for part in tensor.parts
+        )
+        found |= dict.fromkeys(aliases.get(module, module) for module in stacked)
     inputs = {name: t.shape[-1] for t in tensors for name in (t.module, aliases.get(t.module, t.module))}
     quantized = {module: scheme for module, scheme in found.items() if scheme is not None}
     return quantized, {module: inputs.get(module, 0) for module in found}
