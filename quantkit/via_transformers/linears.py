@@ -118,7 +118,7 @@ def auto_class(raw: Mapping[str, Any]) -> str:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
-    kind, classes = raw.get("model_type"), raw.get("architectures")
+    kind, classes = str(raw.get("model_type")), raw.get("architectures")
     causal, with_images = (
         one.get(kind) for one in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     )

@@ -26,6 +26,10 @@ class _Saved:
     nbytes: int
     storage: StorageWeakRef
 
+    @property
+    def is_gone(self) -> bool:
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+
 
 class Spill:
     """Storages of batches. Each is in a file of its own when all are to hold more than the budget, and is written again
@@ -65,7 +69,7 @@ class Spill:
         """
         saved = self._saved[batch]
         for own in self._saved.values():
-            for name in [name for name, one in own.items() if name in written or one.storage.expired()]:
+            for name in [name for name, one in own.items() if name in written or one.is_gone]:
                 own.pop(name).path.unlink()
         total = sum(one.nbytes() for one in storages.values())
         if self._folder is None or sum(self._held.values()) + total <= self._budget:
@@ -116,7 +120,7 @@ class Spill:
             for piece in _pieces(storage):
                 file.write(piece.clone().numpy().data)  # storages that numpy sees cannot be resized
         self.written_bytes += storage.nbytes()
-        return _Saved(path, storage.nbytes(), StorageWeakRef(storage))
+        return _Saved(path, storage.nbytes(), StorageWeakRef(storage))  # type: ignore[no-untyped-call]
 
 
 def _pieces(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:
