@@ -210,6 +210,11 @@ class Passage:
         finally:
             handle.remove()
         progress("layers", len(listed), len(listed), "layers")
+        if len(found) != len(batches):
+            raise UnsupportedError(
+                "the model does not run the module that transformers calls its body", path=self._path,
+                found=type(self.lazy.body).__name__,
+            )  # fmt: skip
         return found
 
     def logits(self, states: Tensor) -> Tensor:
