@@ -11,7 +11,7 @@ import argparse
 import copy
 import inspect
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -330,20 +330,21 @@ def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
             shutil.copy(tokenizer / name, folder)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(description: str, known: Collection[str], make: Callable[..., None]) -> None:
+    """The command of a script that makes models, by the names of their architectures."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help="architectures; default: all")
     parser.add_argument("--tokenizer", type=Path, default=DEMO_MODEL, help="a folder with a tokenizer")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if unknown := [name for name in args.names if name not in ARCHITECTURES]:
+    if unknown := [name for name in args.names if name not in known]:
         parser.error(f"not among the architectures: {', '.join(unknown)}")
-    for name in args.names or ARCHITECTURES:
+    for name in args.names or known:
         make(name, args.folder / name, args.tokenizer, seed=args.seed)
         size = sum(path.stat().st_size for path in (args.folder / name).iterdir())
         print(f"{name}: {size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__.splitlines()[0], ARCHITECTURES, make)

@@ -8,7 +8,6 @@ Each model is a folder of FOLDER with the name of its architecture: a config, we
 
 from __future__ import annotations
 
-import argparse
 import copy
 import inspect
 import re
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_architectures import ALL_HEADS, copy_tokenizer, fill, fitting, vocabulary
+from tiny_architectures import ALL_HEADS, copy_tokenizer, fill, fitting, main, vocabulary
 from tiny_architectures import ARCHITECTURES as TEXT
 from tiny_architectures import COMMON as LANGUAGE
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
@@ -283,20 +282,5 @@ def make(model_type: str, folder: Path, tokenizer: Path = DEMO_MODEL, *, seed: i
     copy_tokenizer(tokenizer, folder)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="architectures; default: all")
-    parser.add_argument("--tokenizer", type=Path, default=DEMO_MODEL, help="a folder with a tokenizer")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if unknown := [name for name in args.names if name not in ARCHITECTURES]:
-        parser.error(f"not among the architectures: {', '.join(unknown)}")
-    for name in args.names or ARCHITECTURES:
-        make(name, args.folder / name, args.tokenizer, seed=args.seed)
-        size = sum(path.stat().st_size for path in (args.folder / name).iterdir())
-        print(f"{name}: {size / 1e6:.1f} MB")
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__.splitlines()[0], ARCHITECTURES, make)
