@@ -2,7 +2,7 @@
 
     python scripts/gpu_kernels.py [--out FILE.json] [--seconds 300] [--what few,gemv,many,attention]
 
-few: tensor cores for 1, 4 and 16 tokens, 16 or 32 rows a program, rows split 8 and 16 times, loads ahead or not. gemv:
+few: tensor cores for 1 and 16 tokens, 16 or 32 rows a program, rows split 1 to 16 times, loads ahead or not. gemv:
 the kernel for single products, some tiles, loads ahead or not. many: tiles of 64 to 256 rows and 64 or 128 tokens for
 32 to 1024 tokens, next to the weight made floats first and to bfloat16. attention: of one token over 256 to 8192
 positions of either cache. Prints microseconds and bytes a second as a share of a copy's, and at the end the fastest of
@@ -32,13 +32,13 @@ from quantkit.model.cache import KVCache
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
-SHAPES = ((48, 256),) if gpu.DRY else ((12288, 4096), (4096, 4096), (4096, 11008))
+SHAPES = ((48, 256),) if gpu.DRY else ((12288, 4096), (22016, 4096), (4096, 11008))
 SCHEMES = ("int4-g128", "int8")
 _SHARED = 200 << 10  # bytes of it that tiles may take
 
 
 def few(bits: int, columns: int) -> Iterator[tuple[int, TileConfig]]:
-    for tokens, rows, split, stages in itertools.product((1, 4, 16), (16, 32), (8, 16), (1, 3)):
+    for tokens, rows, split, stages in itertools.product((1, 16), (16, 32), (1, 4, 8, 16), (1, 3)):
         allowed = min(split, max_split(bits, tokens, columns), columns // 128)
         yield tokens, TileConfig("skinny", 8 if tokens <= 8 else 16, rows, 1, allowed, 1, stages)
 

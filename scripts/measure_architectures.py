@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,20 @@ def main() -> None:
         print(name, found[name], flush=True)
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))
+    print(summary(found.values()))
+
+
+def summary(found: Collection[dict[str, Any]]) -> str:
+    """How many architectures work, and how the KL of GPTQ compares with that of rounding."""
+    worked = [one for one in found if "error" not in one]
+    errors = [2 * math.hypot(one["gptq_error"], one["rtn_error"]) for one in worked]
+    apart = [one for one, error in zip(worked, errors, strict=True) if abs(one["gptq"] - one["rtn"]) > error]
+    lower = sum(one["gptq"] < one["rtn"] for one in apart)
+    ratio = statistics.median(one["gptq"] / one["rtn"] for one in worked) if worked else math.nan
+    return (
+        f"{len(worked)} of {len(found)} work; the KL of GPTQ is {ratio:.2f} of that of rounding in the median, and"
+        f" lower in {lower} of {len(apart)} that differ by more than two standard errors"
+    )
 
 
 def measure(name: str, folder: Path, texts: Tensor, scheme: str, samples: int) -> dict[str, Any]:

@@ -180,7 +180,7 @@ class VerifyReport:
 
 
 @overload
-def verify(a: str | Path, *, progress: Progress | None = None) -> FolderReport: ...
+def verify(a: str | Path, *, trust_remote_code: bool = False, progress: Progress | None = None) -> FolderReport: ...
 
 
 @overload

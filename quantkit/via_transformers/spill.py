@@ -32,7 +32,7 @@ class _Saved:
 
 
 class Spill:
-    """Storages of batches. Each is in a file of its own when all are to hold more than the budget, and is written again
+    """Storages of batches. Each goes to a separate file when all are to hold more than the budget, and is written again
     only if it has changed.
 
     Attributes:

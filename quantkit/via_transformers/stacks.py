@@ -59,18 +59,21 @@ def _model(raw: Mapping[str, Any], code: Path | None) -> Any:
 
 def _parts(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[OpaqueTensor]]:
     """The linears in each tensor that holds all experts, by its name."""
-    mapping = mapping_of(model)
+    mapping, there = mapping_of(model), {tensor.name for tensor in tensors}
     found: dict[str, list[OpaqueTensor]] = {}
     for tensor in tensors:
         if len(tensor.shape) == 3 and tensor.dtype in _FLOATS:
             for target, pattern in targets(model, [tensor.name], mapping).values():
+                if not _holds_experts(model, target):
+                    continue
                 numbers = torch.arange(math.prod(tensor.shape[1:]), dtype=torch.int32).view(1, *tensor.shape[1:])
                 with _one_expert(model, target) as whole:
                     if pattern is not None:
                         numbers = _converted(merged, model, mapping, target, {tensor.name: (pattern, numbers)})
                 if numbers is not None and numbers.shape[1:] == whole.shape[1:]:
                     parts = list(_split(model, tensor, target, numbers[0]))
-                    found |= {tensor.name: parts} if parts else {}
+                    if parts and there.isdisjoint(part.name for part in parts):
+                        found[tensor.name] = parts
     return found
 
 
@@ -82,8 +85,7 @@ def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaqu
     wholes = targets(model, [f"{module}.{leaf}" for module in modules for leaf in _LINEARS])
     found: dict[str, list[OpaqueTensor]] = {}
     for target, _ in wholes.values():
-        saved = _saved(model, target)
-        if saved is None:
+        if not _holds_experts(model, target) or (saved := _saved(model, target)) is None:
             continue
         whole, numbers = saved
         parts = [(there.get(part.name), part) for part in _split(model, whole, target, numbers)]
@@ -91,6 +93,13 @@ def _stacks(model: Any, tensors: Sequence[OpaqueTensor]) -> dict[str, list[Opaqu
         if own and len(own) == len(parts) and not targets(model, [own[0].name]):
             found |= {one.name: [one] for one in own}
     return found
+
+
+def _holds_experts(model: Any, target: str) -> bool:
+    """Whether a parameter of transformers holds weights of all experts of a module that can be run one by one."""
+    module, _, leaf = target.rpartition(".")
+    experts = experts_of(model.get_submodule(module))
+    return experts is not None and not experts.has_bias and leaf in _LINEARS
 
 
 def _saved(model: Any, target: str) -> tuple[OpaqueTensor, Tensor] | None:
@@ -116,7 +125,7 @@ def _saved(model: Any, target: str) -> tuple[OpaqueTensor, Tensor] | None:
 def _one_expert(model: Any, target: str) -> Iterator[Tensor]:
     """The context in which a parameter of all experts is that of one, as converters look at its shape."""
     whole: Tensor = model.get_parameter(target)
-    set_parameter(model, target, whole[:1] if whole.dim() == 3 else whole)
+    set_parameter(model, target, whole[:1])
     try:
         yield whole
     finally:
@@ -131,16 +140,15 @@ def _converted(convert: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _split(model: Any, tensor: OpaqueTensor, target: str, numbers: Tensor) -> Iterator[OpaqueTensor]:
-    """The linears of all experts in a tensor; none if it holds no experts, or they do not lie in rows or columns.
+    """The linears of all experts in a tensor; none if they do not lie in rows or columns.
 
     Args:
-        target: the parameter of transformers that it becomes.
+        target: the parameter of transformers that it becomes, which holds experts.
         numbers: those in the tensor, for one expert, of the parameter's elements.
     """
     module, _, leaf = target.rpartition(".")
     experts = experts_of(model.get_submodule(module))
-    if experts is None or experts.has_bias or leaf not in _LINEARS:
-        return
+    assert experts is not None
     weight, linears = (numbers.t() if experts.is_transposed else numbers), _LINEARS[leaf]
     rows = weight.chunk(len(linears)) if experts.is_concatenated else _alternate(weight, len(linears))
     places = [_place(own, tensor.shape[2]) for own in rows]

@@ -30,7 +30,7 @@ UNREAD = "transformers does not load a packed embedding (seen in 5.23), nor does
 
 @pytest.fixture(scope="module")
 def sources(tiny_model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models whose head is a linear of its own, and one whose head is the embedding."""
+    """Models with a separate head, and one whose head is the embedding."""
     tied = oracle.copy(tiny_model("llama"), tmp_path_factory.mktemp("source") / "tied")
     weights = load_file(tied / "model.safetensors")
     del weights["lm_head.weight"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import oracle
 import pytest
 import tiny_image_text
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -133,3 +134,21 @@ def test_a_converter_that_looks_at_shapes_sees_that_of_all_experts(
         weight = parameters[f"{experts}.{'down_proj' if linear == 'down_proj' else 'gate_up_proj'}"][int(number)]
         part = weight if linear == "down_proj" else weight.chunk(2)[linear == "up_proj"]
         assert torch.equal(source.load(tensor.name), part), tensor.name
+
+
+def test_buffers_with_three_axes_are_no_experts(tiny_model: Tiny) -> None:
+    source = _unstacked(tiny_model("minimax"))
+    assert "model.layers.0.self_attn.slope_rate" in source.names()
+    assert len(source.info("model.layers.0.self_attn.slope_rate").shape) == 3
+
+
+def test_a_tensor_with_the_name_of_an_expert_does_not_stand_in_for_it(tiny_model: Tiny, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model("zaya"), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    other = "model.layers.0.mlp.experts.1.gate_proj.weight"  # which transformers ignores
+    tensors[other] = torch.zeros(64, 64)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    source = _unstacked(folder)
+    stacked = "model.layers.0.mlp.experts.gate_up_proj"
+    assert torch.equal(source.load(stacked), tensors[stacked])
+    assert torch.equal(source.load(other), tensors[other])
