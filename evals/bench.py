@@ -60,7 +60,7 @@ class BenchModel:
     def checkpoint(self) -> Checkpoint:
         """Open or generate it. Raises `QuantkitError` if it cannot be opened."""
         if self.path is not None:
-            return open_checkpoint(self.path)
+            return open_checkpoint(self.path, text_part=True)
         assert self.shape is not None
         return synthetic(self.shape, self.scheme, self.head)
 

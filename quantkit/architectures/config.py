@@ -158,6 +158,7 @@ class ModelConfig:
         unstored: linear modules that readers have and no tensor is the weight of; None if unknown.
         run_by: what runs a model known by its tensors only, such as ``transformers 5.23.0``; None if nothing does.
         code: the folder with the model's own code, which runs it because the user trusts it; None for code of others.
+        media_tokens: the tokens that stand for images, video or sound, of which the model is given none.
     """
 
     architecture: str
@@ -199,6 +200,7 @@ class ModelConfig:
     unstored: tuple[str, ...] | None = None
     run_by: str | None = None
     code: Path | None = None
+    media_tokens: tuple[int, ...] = ()
 
     @property
     def runnable(self) -> bool:
@@ -231,7 +233,7 @@ class ModelConfig:
             field.name
             for settings in every
             for field in fields(settings)
-            if field.default is not MISSING and getattr(settings, field.name) != field.default
+            if field.default not in (MISSING, getattr(settings, field.name)) and field.name not in _NOT_COMPUTED
         )
 
     @property
@@ -290,12 +292,15 @@ class ModelConfig:
 
     def differences(self, other: ModelConfig) -> list[str]:
         """The differences between two models except for the float type, such as ``hidden_size 128 against 256``."""
-        skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers", "tensors", "unstored", "run_by", "code"}
+        skipped = {"dtype", "bos_token_id", "eos_token_ids", "layers"} | _NOT_COMPUTED
         found = _differences(self, other, skipped) + _tensor_differences(self.tensors, other.tensors)
         if self.num_layers != other.num_layers:
             return [*found, f"num_layers {self.num_layers} against {other.num_layers}"]
         return found + _layer_differences(self.layers, other.layers)
 
+
+_NOT_COMPUTED = frozenset({"tensors", "unstored", "run_by", "code", "media_tokens"})
+"""Fields that say nothing of what the decoder computes."""
 
 _Part = ModelConfig | RopeConfig | ExpertsConfig | LatentAttentionConfig
 

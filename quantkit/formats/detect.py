@@ -28,7 +28,8 @@ WeightKind = Literal["meta", "safetensors", "bin", "gpt-fast", "gpt-fast-int8", 
 
 
 def open_checkpoint(
-    path: str | Path, weights: WeightKind | None = None, *, tensors_only: bool = False, floats_as: DType | None = None
+    path: str | Path, weights: WeightKind | None = None, *, tensors_only: bool = False, text_part: bool = False,
+    floats_as: DType | None = None,
 ) -> StoredCheckpoint:  # fmt: skip
     """Open the checkpoint in a folder; headers only.
 
@@ -40,6 +41,8 @@ def open_checkpoint(
         weights: ``meta``, ``safetensors``, ``bin``, ``gpt-fast``, ``gpt-fast-int8`` or ``gguf`` to pick a set.
         tensors_only: whether to accept the tensors as they are, of whatever architecture. This is the default for a
             folder that quantkit made in this way, if its architecture is not known.
+        text_part: whether to take the text part alone of a model that also reads images or sound, if its family is
+            known: to run it on text.
         floats_as: see `Container.open`.
 
     Returns:
@@ -53,9 +56,9 @@ def open_checkpoint(
     path = located(as_path("path", path))
     require_finished(path, manifest.NAME)
     if tensors_only or not made_of_tensors(path):
-        return open_unfinished(path, weights, tensors_only=tensors_only, floats_as=floats_as)
+        return open_unfinished(path, weights, tensors_only=tensors_only, text_part=text_part, floats_as=floats_as)
     try:
-        return open_unfinished(path, weights, floats_as=floats_as)
+        return open_unfinished(path, weights, text_part=text_part, floats_as=floats_as)
     except (CheckpointError, UnsupportedError):
         return open_unfinished(path, weights, tensors_only=True, floats_as=floats_as)
 
@@ -77,7 +80,8 @@ def open_pair(a: str | Path, b: str | Path) -> tuple[StoredCheckpoint, StoredChe
 
 
 def open_unfinished(
-    path: str | Path, weights: str | None = None, *, tensors_only: bool = False, floats_as: DType | None = None
+    path: str | Path, weights: str | None = None, *, tensors_only: bool = False, text_part: bool = False,
+    floats_as: DType | None = None,
 ) -> StoredCheckpoint:  # fmt: skip
     """`open_checkpoint`, also for a folder that is being written."""
     folder = require_there(path)
@@ -100,7 +104,10 @@ def open_unfinished(
         problem = f"only Hugging Face folders are taken by their tensors; all tensors of {container.title} are known"
         raise RequestError(problem, path=folder)
     try:
-        checkpoint = container.open(folder, kind, tensors_only=tensors_only, floats_as=floats_as)
+        if text_part and container is HF:
+            checkpoint: StoredCheckpoint = HF.open_text_part(folder, kind, floats_as)
+        else:
+            checkpoint = container.open(folder, kind, tensors_only=tensors_only, floats_as=floats_as)
     except CheckpointError as error:
         hint = error.hint or ""
         if _DOWNLOAD not in hint or not manifest_path(folder).is_file():

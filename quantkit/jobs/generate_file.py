@@ -203,7 +203,7 @@ class FileJob:
         if isinstance(self.output, Path):
             require_absent(self.output)
             require_room_to_build(partial_folder(self.output), resume=self.resume)
-        checkpoint: Checkpoint = open_checkpoint(self.path, self.weights)
+        checkpoint: Checkpoint = open_checkpoint(self.path, self.weights, text_part=True)
         require_runnable(checkpoint)
         tokenizer = checked_tokenizer(checkpoint)[0] or load_tokenizer(self.path)
         content = input_bytes(self.prompts, "prompts")

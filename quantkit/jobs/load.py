@@ -144,7 +144,7 @@ def opened(path: Path, weights: WeightKind | None, floats_as: DType | None) -> C
     Raises:
         CheckpointError, UnsupportedError: as `open_checkpoint`; or for a damaged generation_config.json.
     """
-    checkpoint: Checkpoint = open_checkpoint(path, weights, floats_as=floats_as)
+    checkpoint: Checkpoint = open_checkpoint(path, weights, text_part=True, floats_as=floats_as)
     require_runnable(checkpoint)
     checkpoint.config = replace(checkpoint.config, eos_token_ids=end_tokens(path, checkpoint.config))
     return checkpoint

@@ -58,7 +58,9 @@ def load_model(
     """
     allowed = allowed_backends(backend, allow_slow=allow_slow)
     floats_as = None if dtype is None else DType.of(dtype)
-    checkpoint = open_checkpoint(source, floats_as=floats_as) if isinstance(source, (str, Path)) else source
+    if isinstance(source, (str, Path)):
+        source = open_checkpoint(source, text_part=True, floats_as=floats_as)
+    checkpoint: Checkpoint = source
     device = usable_device(group.device if device is None else device)
     dtype = dtype or own_dtype(checkpoint)
     require_shareable(checkpoint, group)

@@ -256,12 +256,17 @@ def no_prompt_logprobs(name: str) -> RequestError:
 
 def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int, max_tokens: int | None = None) -> int:
     """Tokens of a prompt and its continuation together, at most `max_tokens`; None is the model's context. Raises
-    `RequestError` if they are more, or if the prompt is empty or holds unknown ids."""
+    `RequestError` if they are more, or if the prompt is empty or holds unknown ids or those of images."""
     if not ids:
         raise RequestError("the prompt is empty")
     if not all(0 <= i < config.vocab_size for i in ids):
         known = f"0 to {config.vocab_size - 1}"
         raise RequestError("the prompt holds token ids outside the vocabulary", expected=known)
+    if media := set(ids).intersection(config.media_tokens):
+        raise RequestError(
+            "the prompt has a token that stands for an image, video or sound, which the model is not given here",
+            found=f"token {min(media)}", expected="text",
+        )  # fmt: skip
     length = len(ids) + max_new_tokens
     max_tokens = config.max_positions if max_tokens is None else max_tokens
     if length > max_tokens:

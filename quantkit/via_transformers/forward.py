@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantkit.architectures.families import is_known_family
 from quantkit.architectures.names import CANONICAL
+from quantkit.architectures.text_part import media_tokens
 from quantkit.architectures.topology import linear_columns
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import QuantkitError, RequestError, UnsupportedError
@@ -164,7 +165,7 @@ def run_by_transformers(
         source.notes.append(f"{source.path}: its code ({file}) is not run: {used}")
     source.config = replace(
         config, run_by=version, max_context=config.max_context or _CONTEXT, vocab_size=config.vocab_size or rows,
-        hidden_size=config.hidden_size or width, tied_embeddings=has_tied_head(lazy),
+        hidden_size=config.hidden_size or width, tied_embeddings=has_tied_head(lazy), media_tokens=media_tokens(raw),
     )  # fmt: skip
     return source
 

@@ -51,6 +51,10 @@ class HuggingFace(Container):
     ) -> HFCheckpoint:  # fmt: skip
         return HFCheckpoint(path, kind, self.methods, tensors_only=tensors_only, floats_as=floats_as)
 
+    def open_text_part(self, path: Path, kind: str, floats_as: DType | None) -> HFCheckpoint:
+        """`open`; of a model that also reads images or sound, the text part alone, if its family is known."""
+        return HFCheckpoint(path, kind, self.methods, text_part=True, floats_as=floats_as)
+
     def schemes(self, raw: Mapping[str, Any], config: ModelConfig, path: Path) -> dict[str, QuantScheme]:
         """The scheme of every module that a config.json quantizes; weights are not needed.
 

@@ -15,6 +15,7 @@ from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, un
 from quantkit.architectures.families import config_from_hf, config_to_hf, ignored_rope_settings
 from quantkit.architectures.families.opaque import opaque_config
 from quantkit.architectures.names import is_derived_buffer, is_embedding
+from quantkit.architectures.text_part import TextNames, has_text_part, is_tied, media_tokens, text_settings
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io, safetensors_io
@@ -30,7 +31,7 @@ from quantkit.formats.containers.hf_parts import decode, read_floats, share
 from quantkit.formats.containers.hf_settings import NOT_CARRIED, SETTINGS, read_codecs, settings_in, without_settings
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
 from quantkit.formats.kv_cache import KvCache, states_scheme, take_kv_cache
-from quantkit.json_values import Settings, read_json, read_settings
+from quantkit.json_values import Settings, read_json, read_settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -50,13 +51,14 @@ class HFCheckpoint:
 
     def __init__(
         self, path: Path, kind: str, methods: Mapping[str, QuantMethod], *, tensors_only: bool = False,
-        floats_as: DType | None = None,
+        text_part: bool = False, floats_as: DType | None = None,
     ) -> None:  # fmt: skip
         """Open a folder's ``safetensors`` or ``bin`` weights; headers only.
 
         Args:
             methods: of quantization that are read, by ``quant_method``.
             tensors_only: whether to accept any tensors, of whatever architecture.
+            text_part: whether to take the text part of a model that also reads images alone.
             floats_as: see `Container.open`.
 
         Raises:
@@ -69,6 +71,7 @@ class HFCheckpoint:
         self._config_path = path / "config.json"
         stated = read_settings(self._config_path)
         raw = settings_in(stated, None if tensors_only else path)
+        self._text: TextNames | None = None
         self._settings = [SourceFile(self._config_path)]
         self._stored: dict[str, StoredTensor] = {}
         self._files: dict[str, TensorFile] = {}
@@ -79,18 +82,22 @@ class HFCheckpoint:
             self._read_headers(kind, derived=True)
             self._take_tensors(raw, stated)
         else:
+            if text_part and has_text_part(raw):
+                raw = self._take_text_part(raw, kind)
             self.config = config_from_hf(raw, self._config_path)
+            if self._text is not None:
+                self.config = replace(self.config, media_tokens=media_tokens(stated))
             self.notes += [f"{self._config_path}: {one}" for one in ignored_rope_settings(raw)]
             owned = set(config_to_hf(self.config)) | NOT_CARRIED
             self.extra_config = {k: v for k, v in raw.items() if k not in owned}
-            self._read_headers(kind)
-            self._take_kv_cache(raw)
+            if self._text is None:
+                self._read_headers(kind)
+                self._take_kv_cache(raw)
             dtypes = {tensor.dtype for tensor in self._stored.values()}
             if raw.get("dtype") is None and raw.get("torch_dtype") is None and len(dtypes) == 1 and dtypes <= {*FLOATS}:
                 self.config = self.config.with_dtype(dtypes.pop().value)
             self._dequantize(raw)
-        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
-        tensors = {tensor.name: tensor for tensor in found_tensors(self.config, shapes, path)}
+        tensors = {tensor.name: tensor for tensor in self._found_tensors()}
         self._modules = {name.rpartition(".")[0] for name in self._stored}
         modules = {tensor.module: name for name, tensor in tensors.items() if self._may_have_codec(tensor)}
         self._method, codecs = read_codecs(raw, modules, self._config_path, methods, self._stored)
@@ -111,6 +118,25 @@ class HFCheckpoint:
         else:
             require_tensors(self._disk_specs, {name: tensor.shape for name, tensor in tensors.items()}, path)
         self._place(tensors.values())
+
+    def _found_tensors(self) -> list[DiskTensor]:
+        """The tensors that the folder should hold, by their names on disk."""
+        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+        if (text := self._text) is None:
+            return found_tensors(self.config, shapes, self.path)
+        plain = {own: shape for name, shape in shapes.items() if (own := text.plain(name)) is not None}
+        return [text.on_disk(tensor) for tensor in found_tensors(self.config, plain, self.path)]
+
+    def _take_text_part(self, raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
+        """Leave out all tensors of other parts; the config.json of the text part."""
+        self._read_headers(kind)
+        self._text = text = TextNames.of(self._stored, self.path)
+        for name in [name for name in self._stored if text.plain(name) is None]:
+            del self._stored[name]
+            del self._files[name]
+        what = f"the text part of {shown(raw['model_type'])} is run, it takes no images"
+        self.notes.append(f"{self.path}: {what}")
+        return {**text_settings(raw, self._config_path), "tie_word_embeddings": is_tied(raw, text)}
 
     def regroup(self, tensors: tuple[OpaqueTensor, ...]) -> None:
         """Let a model that is known by its tensors have other ones of the same values on disk: for one that holds all
