@@ -247,12 +247,13 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
         problems += _token_problems(reference, other)
     else:
         problems += [*summary_problems(reference), *summary_problems(other)]
-    if schemes(reference) and not schemes(other):
-        reference, other = other, reference
+    records = [{} if runnable else recorded_errors(one) for one in (reference, other)]
+    if bool(schemes(reference)) > bool(schemes(other)) or (schemes(other) and bool(records[0]) > bool(records[1])):
+        reference, other = other, reference  # the source comes first, which may be quantized itself
     names = [parameter.name for parameter in parameters(configs[0])] if comparable else []
     differing: list[TensorDifference] = []
     bound = BOUNDS["float16"]
-    recorded = {} if runnable else recorded_errors(reference, other)
+    recorded = {} if all(records) else records[0] or records[1]
     compensated = {**_compensated(reference), **_compensated(other)}
     on_codes = len(schemes(reference).keys() & schemes(other).keys()) if comparable else 0
     for index, name in enumerate(names):

@@ -98,17 +98,17 @@ def _carried(model: Checkpoint) -> dict[str, str]:
     return {one.name: one.parts[0] for one in tensors if one.parts[0].removesuffix(".weight") not in quantized}
 
 
-def recorded_errors(*checkpoints: Checkpoint) -> dict[str, float]:
-    """The errors of weights in the models' manifests, by tensor name; none if a model was dequantized since, as its
-    floats are not those that were quantized."""
-    every = [manifest_or_empty(checkpoint.path) for checkpoint in checkpoints]
-    if any(isinstance(options := made.get("options"), dict) and options.get("dequantize") for made in every):
+def recorded_errors(checkpoint: Checkpoint) -> dict[str, float]:
+    """The errors of a model's weights in its manifest, by tensor name; none if it was dequantized since, as its floats
+    are not those that were quantized."""
+    made = manifest_or_empty(checkpoint.path)
+    if isinstance(options := made.get("options"), dict) and options.get("dequantize"):
         return {}
     return {
         f"{module}.weight": error
-        for made in every for module, record in module_records(made).items()
+        for module, record in module_records(made).items()
         if isinstance(error := record.get("relative_error"), (int, float))
-    }  # fmt: skip
+    }
 
 
 def error_problem(name: str, error: float, recorded: float | None) -> str | None:
