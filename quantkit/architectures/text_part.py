@@ -115,14 +115,15 @@ _TEXTS: dict[str, _Text] = {
 """The text parts by ``model_type``."""
 
 
-def has_text_part(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a model with other parts than text, and a text part that a family computes."""
+def text_family(raw: Mapping[str, Any]) -> str | None:
+    """The family that computes the text part of a config.json's model with other parts; None if there is none."""
     stated = isinstance(raw.get(_PART), dict) or raw.get(_KIND) in _FLAT
-    return stated and _whole(raw) is not None and _kind(raw) in _TEXTS
+    text = _TEXTS.get(_kind(raw)) if stated and _whole(raw) is not None else None
+    return None if text is None else text.family
 
 
 def text_settings(raw: Mapping[str, Any], path: object) -> dict[str, Any]:
-    """The config.json of the text part of a model for which `has_text_part`, as its family states it: with
+    """The config.json of the text part of a model that has a `text_family`, as that states it: with
     transformers' defaults, and without rotary settings that do not concern text.
 
     Raises:

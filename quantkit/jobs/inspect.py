@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.architectures.rope import RopeConfig
+from quantkit.architectures.text_part import text_family
 from quantkit.arguments import as_path, require_flags
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
@@ -150,6 +151,8 @@ def inspect(path: str | Path, *, weights: WeightKind | None = None, tensors_only
         checkpoint.config = replace(checkpoint.config, run_by=run_by)
     config = checkpoint.config
     tokenizer, notes = checked_tokenizer(checkpoint)
+    if not config.runnable and (family := text_family(checkpoint.extra_config)) is not None:
+        notes.append(f"{path}: generate, chat and bench run its text part as {family}, without images")
     specs = [checkpoint.info(name) for name in checkpoint.names()]
     size, bits_per_weight = weight_size(checkpoint)
     kinds, cache = Counter(map(_kind, specs)), checkpoint.kv_cache

@@ -83,8 +83,8 @@ def _unseen(site: Site, brought: Brought) -> None:
 
 @contextmanager
 def typed_failures(path: Path, where: Callable[[], str] = str) -> Iterator[None]:
-    """The context in which the code of a model at a path runs. Raises `UnsupportedError` if it fails, with what
-    `where` adds to the message."""
+    """The context in which the code of a model at a path runs on tokens. Raises `UnsupportedError` if it fails, with
+    what `where` adds to the message."""
     try:
         yield
     except QuantkitError:
@@ -94,7 +94,8 @@ def typed_failures(path: Path, where: Callable[[], str] = str) -> Iterator[None]
     except Exception as error:  # of the code of any model
         message = shown(" ".join(str(error).split()))
         problem = f"the model's code fails{where()} ({type(error).__name__}: {message})"
-        raise UnsupportedError(problem, path=path) from error
+        hint = "it is given text alone, no image; `tensors_only=True` of quantize takes its tensors without running it"
+        raise UnsupportedError(problem, path=path, hint=hint) from error
 
 
 class _Returned(tuple[Tensor, ...]):

@@ -74,6 +74,10 @@ def test_a_quantized_text_part_runs_with_our_kernels(kind: str, made: Any, tmp_p
     assert len(list(quantkit.generate(model, tokenizer.encode("Once upon a time"), max_new_tokens=4))) <= 4
 
 
+def test_inspect_says_what_runs_the_text_part(made: Any) -> None:
+    assert any("run its text part as qwen2, without images" in note for note in quantkit.inspect(made("ovis2")).notes)
+
+
 def test_images_in_a_prompt_are_refused(made: Any) -> None:
     folder = made("smolvlm")
     image = json.loads((folder / "config.json").read_text())["image_token_id"]

@@ -15,7 +15,7 @@ from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, un
 from quantkit.architectures.families import config_from_hf, config_to_hf, ignored_rope_settings
 from quantkit.architectures.families.opaque import opaque_config
 from quantkit.architectures.names import is_derived_buffer, is_embedding
-from quantkit.architectures.text_part import TextNames, has_text_part, is_tied, media_tokens, text_settings
+from quantkit.architectures.text_part import TextNames, is_tied, media_tokens, text_family, text_settings
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io, safetensors_io
@@ -82,7 +82,7 @@ class HFCheckpoint:
             self._read_headers(kind, derived=True)
             self._take_tensors(raw, stated)
         else:
-            if text_part and has_text_part(raw):
+            if text_part and text_family(raw) is not None:
                 raw = self._take_text_part(raw, kind)
             self.config = config_from_hf(raw, self._config_path)
             if self._text is not None:
