@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from measure_accuracy import PEER, SAMPLES, WINDOW, windows
-from measure_architectures import logits
+from measure_architectures import load, log_probs
 from safetensors.torch import save_file
 
 from quantkit.calibration.data import load_calibration
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--schemes", default="int4-g64,int4-g32")
     options = parser.parse_args()
     texts = [windows(options.model, text) for text in options.texts]
-    references = [logits(options.model, text) for text in texts]
+    references = [log_probs(load(options.model), text) for text in texts]
     print(f"| scheme | method | seed | {' | '.join(one.stem for one in options.texts)} | s | MB |")
     print("|---|---|---|" + "---|" * (len(texts) + 2))
     for scheme in options.schemes.split(","):
@@ -54,7 +54,7 @@ def main() -> None:
                     with tempfile.TemporaryDirectory() as folder:
                         took = _run(options, Path(folder), scheme, method, seed)
                         kls = [
-                            _kl(reference, logits(Path(folder, "out"), text))
+                            _kl(reference, log_probs(load(Path(folder, "out"), dequantize=True), text))
                             for reference, text in zip(references, texts, strict=True)
                         ]
                     print(

@@ -116,17 +116,23 @@ YARN: dict[str, object] = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+TOWER: dict[str, object] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 ALL_HEADS: dict[str, object] = {"num_key_value_heads": 4}  # keys and values for each head
 
 # Architectures that need no overrides, and those that need only one of the above.
 WITHOUT_OVERRIDES = """
     arcee aria_text bart bert bert-generation biogpt bitnet blenderbot blenderbot-small bloom camembert codegen
     data2vec-text diffllama doge ernie ernie4_5 falcon falcon_h1 falcon_mamba flex_olmo flint gemma glm glm4
-    glm4_moe gpt2 gpt_bigcode gpt_neox gpt_neox_japanese gptj granite granitemoe granitemoeshared helium hrm_text
-    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 jetmoe llama mamba mbart
-    megatron-bert minimax_m2 mistral mixtral mpt mvp nanochat nemotron olmo olmo2 olmoe openai-gpt persimmon phi
-    phi3 phimoe plbart prophetnet qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roformer rwkv
-    seed_oss solar_open stablelm starcoder2 trocr xlm-roberta xlm-roberta-xl
+    glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_neox_japanese gptj granite granitemoe granitemoeshared helium
+    hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 jetmoe llama mamba
+    mbart megatron-bert minimax_m2 mistral mixtral mpt mvp nanochat nemotron olmo olmo2 olmoe openai-gpt
+    persimmon phi phi3 phimoe plbart prophetnet qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roformer
+    rwkv seed_oss solar_open stablelm starcoder2 trocr whisper xlm-roberta xlm-roberta-xl
 """
 WITH_SLIDING = """
     afmoe beam dots1 exaone4 exaone_moe gemma2 gemma3_text granite_swa granitemoe_swa kolibri1 laguna mellum
@@ -220,12 +226,33 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     },
     "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
     "modernbert-decoder": {**SLIDING, "cls_token_id": 1, "sep_token_id": 2},
+    "moshi": {"ffn_dim": 256},
+    "moss_transcribe_diarize": {
+        "audio_config": {**TOWER, "num_mel_bins": 16, "max_source_positions": 64},
+        "text_config": {
+            "model_type": "qwen3",
+            "vocab_size": 2048,  # that of the demo model's tokenizer
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "initializer_range": DEVIATION,
+        },
+        "tie_word_embeddings": False,
+    },
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "mlp", "moe"],
         "moe_shared_expert_intermediate_size": 64,
     },
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "pegasus": {"scale_embedding": True},
+    "phi4_multimodal": {
+        "vision_config": {**TOWER, "image_size": 32, "crop_size": 32, "patch_size": 8},
+        "audio_config": {**TOWER, "num_blocks": 1, "nemo_conv_channels": 16, "input_size": 16},
+        "rope_parameters": PLAIN,
+    },
     "qwen4_exp_text": {
         **LINEAR,
         "hc_lowrank": 32,
@@ -263,6 +290,10 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
 NOT_MADE: dict[str, str] = {
     "blt": "reads bytes, and needs four configs whose sizes depend on each other",
     "cpmant": "the logits of a token depend on those after it",
+    "gemma4_assistant": "drafts tokens from the cache of another model",
+    "gemma4_unified_assistant": "drafts tokens from the cache of another model",
+    "musicgen": "generates sound, and transformers' own table has another config than its class",
+    "musicgen_melody": "generates sound, and transformers' own table has another config than its class",
 }
 
 
