@@ -88,7 +88,7 @@ def _roles(
             raise NotKnown(f"the model cannot be built from its config ({reason})") from error
     roles = _with_linears(model, names, tensors, raw)
     turned = next((name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"), None)
-    if all(role == "float" for role, _ in roles.values()) and turned:  # weights are [I, O], as GPT-2 has them
+    if turned and all(role in ("float", "head") for role, _ in roles.values()):  # weights are [I, O], as GPT-2 has them
         raise UnsupportedError(
             "the weights of its linear layers lie transposed (Conv1D), they are not rounded", path=path, found=turned
         )

@@ -182,7 +182,8 @@ def test_linears_of_other_classes_are_linears_but_for_those_that_lie_transposed(
     assert {module.rpartition(".")[2] for module in made.scheme_map.schemes} == {
         "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h",
     }  # fmt: skip
-    config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4)
-    gpt2 = oracle.save(transformers.GPT2LMHeadModel(config), tmp_path / "gpt2")
-    with pytest.raises(UnsupportedError, match=r"lie transposed \(Conv1D\)"):
-        _prepared(gpt2, tmp_path / "dst", "int8")
+    for tied in (True, False):  # a head that is the embedding, and one that is a linear
+        config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4, tie_word_embeddings=tied)
+        gpt2 = oracle.save(transformers.GPT2LMHeadModel(config), tmp_path / f"gpt2-{tied}")
+        with pytest.raises(UnsupportedError, match=r"lie transposed \(Conv1D\)"):
+            _prepared(gpt2, tmp_path / "dst", "int8")
