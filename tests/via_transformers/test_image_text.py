@@ -1,27 +1,43 @@
-"""Models that read images and text: their text part is calibrated and measured on text, the others are carried."""
+"""Models that read images and text: their text part is calibrated and measured on text, the others are carried, and
+images mean the same to the result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
 import tiny_image_text
 import torch
+from image_prompts import image_features, random_images, save_processor, with_images
+from measure_architectures import load
+from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import quantkit
+from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import UnsupportedError
+from quantkit.quality.figures import mean_estimate
+from quantkit.text.tokenizer import load_tokenizer
 
 assert oracle  # which lets transformers be quiet
 KINDS = {
     "smolvlm": "a connector", "janus": "an aligner and image generation", "llama4": "no other class for the body",
     "mllama": "layers that attend to images",
 }  # fmt: skip
-TEXT = ("language_model.", "model.language_model.", "model.text_model.", "lm_head.")
+WITH_IMAGES = (
+    "gemma3", "internvl", "lfm2_vl", "llama4", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
+)  # fmt: skip
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+              "chat_template.jinja", "chat_template.json")  # fmt: skip
+TEXT = ("language_model.", "model.language_model.", "model.text_model.", "model.layers.", "lm_head.")
 TOKENS = torch.arange(3, 43).unsqueeze(0)
 
 
@@ -45,10 +61,13 @@ def _quantize(source: Path, target: Path, method: str) -> quantkit.QuantizeResul
     )  # fmt: skip
 
 
-def _logits(folder: Path) -> torch.Tensor:
-    with torch.no_grad():
-        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-        return model(input_ids=TOKENS).logits
+def _load(folder: Path) -> Any:
+    return load(folder, AutoModelForImageTextToText)
+
+
+@torch.no_grad()
+def _log_probs(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    return model(**inputs, use_cache=False).logits.log_softmax(-1)
 
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
@@ -72,9 +91,74 @@ def test_transformers_loads_it_as_what_it_is(image_text: Any, tmp_path: Path) ->
     assert "AutoModelForImageTextToText.from_pretrained" in card
     assert "pipeline_tag: image-text-to-text" in card
     floats = quantkit.convert(made.path, tmp_path / "floats", dequantize=True, tensors_only=True).path
-    assert torch.equal(_logits(made.path), _logits(floats))
+    packed, dequantized = (_log_probs(_load(one), {"input_ids": TOKENS}) for one in (made.path, floats))
+    assert torch.equal(packed, dequantized)
 
 
 def test_an_encoder_is_refused(image_text: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"the model has an encoder.*Florence2ForConditionalGeneration"):
         _quantize(image_text("florence2"), tmp_path / "dst", "rtn")
+
+
+def _kl(expected: Tensor, found: Tensor) -> tuple[float, float]:
+    """Of two models' logarithms of probabilities: the mean over tokens and its standard error."""
+    kl = mean_estimate((expected.exp() * (expected - found)).sum(-1).flatten().double())
+    assert kl.error is not None
+    return kl.value, kl.error
+
+
+@pytest.mark.parametrize("kind", WITH_IMAGES)
+@torch.no_grad()
+def test_images_mean_the_same_to_the_result(kind: str, image_text: Any, tmp_path: Path) -> None:
+    source = image_text(kind)
+    results = [_quantize(source, tmp_path / method, method).path for method in ("gptq", "rtn")]
+    results.append(quantkit.convert(results[0], tmp_path / "floats", dequantize=True).path)
+    before = load_file(source / "model.safetensors")
+    others = {name: value for name, value in before.items() if not name.startswith(TEXT)}
+    assert len(others) > 10
+    model, (length, windows) = _load(source), (64, 8)
+    texts = torch.tensor(load_tokenizer(DEMO_MODEL).encode(excerpt())[: windows * length]).view(windows, length)
+    first, second = (random_images(kind, windows, seed) for seed in (1, 2))
+    prompt = with_images(model, kind, texts, first)
+    for folder in results:
+        after, one = load_file(folder / "model.safetensors"), _load(folder)
+        assert all(torch.equal(after[name], value) for name, value in others.items())
+        assert torch.equal(image_features(one, kind, first), image_features(model, kind, first))
+        expected, found = (_log_probs(some, prompt)[:, -length:] for some in (model, one))
+        assert found.isfinite().all()
+        assert (found - _log_probs(one, {**prompt, **second})[:, -length:]).abs().max() > 0.1  # the image matters
+        image, error = _kl(expected, found)
+        text, text_error = _kl(*(_log_probs(some, {"input_ids": texts}) for some in (model, one)))
+        assert 0 < image < 2 * text + 2 * math.hypot(error, 2 * text_error)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llava"])
+def test_a_processor_makes_prompts_for_the_result(kind: str, image_text: Any, tmp_path: Path) -> None:
+    source = shutil.copytree(image_text(kind), tmp_path / "src")
+    model = _load(source)
+    save_processor(model.config, source)
+    result = _quantize(source, tmp_path / "dst", "rtn").path
+    pixels = np.random.default_rng(0).integers(0, 256, (48, 40, 3), dtype=np.uint8)
+    for folder in (result, quantkit.convert(result, tmp_path / "floats", dequantize=True).path):
+        processor, expected = (AutoProcessor.from_pretrained(one) for one in (folder, source))
+        assert processor.apply_chat_template([{"role": "user", "content": "Once"}]) == "Once"
+        tokenizer = processor.tokenizer
+        text = f"{tokenizer.boi_token if kind == 'gemma3' else tokenizer.image_token} {excerpt()[:200]}"
+        given, reference = (
+            one(images=Image.fromarray(pixels), text=text, return_tensors="pt") for one in (processor, expected)
+        )
+        assert given.keys() == reference.keys()
+        assert all(torch.equal(given[name], reference[name]) for name in given)
+        found = _log_probs(_load(folder), given)
+        assert found.isfinite().all()
+        assert 0 < _kl(_log_probs(model, given), found)[0] < 0.1
+
+
+def test_processors_and_templates_are_copied(image_text: Any, tmp_path: Path) -> None:
+    source = shutil.copytree(image_text("smolvlm"), tmp_path / "src")
+    contents = {name: f'{{"chat_template": "{name}"}}\n'.encode() for name in PROCESSORS}
+    for name, content in contents.items():
+        (source / name).write_bytes(content)
+    result = _quantize(source, tmp_path / "dst", "rtn").path
+    for folder in (result, quantkit.convert(result, tmp_path / "floats", dequantize=True).path):
+        assert {name: (folder / name).read_bytes() for name in PROCESSORS} == contents
