@@ -34,7 +34,8 @@ _LOADED = {
     "": "`convert --dequantize` and `from_pretrained(DST)`",
 }
 _BEGIN, _END = "<!-- made by scripts/measure_architectures.py -->\n", "<!-- end -->\n"
-_SECTION = re.compile(f"(?<={_BEGIN}).*(?={_END})", re.DOTALL)
+_SECTION = re.compile(f"(?<={_BEGIN}).*?(?={_END})", re.DOTALL)
+_NEXT_STEPS = re.compile(r"^((?:[^;()]|\((?:[^()]|\([^()]*\))*\))*);.*")  # after a semicolon outside parentheses
 _NAME = re.compile(r"(?<=[ |])`([a-z][\w.-]*)`(?=[ ,])")
 
 
@@ -47,7 +48,7 @@ def failure(found: Mapping[str, Any]) -> str | None:
     """
     if "error" in found:
         kind, _, message = str(found["error"]).partition(": ")
-        reason = message.partition(";")[0]  # the next steps follow
+        reason = _NEXT_STEPS.sub(r"\1", message)
         return reason if hasattr(quantkit.errors, kind) else f"{kind}: {reason}"
     for method, title in _METHODS.items():
         one = found[method]
@@ -67,7 +68,7 @@ def counts(found: Results) -> str:
     working = [[one for one in column if failure(one) is None] for column in columns]
     orders = [[_order(one) for one in column if "error" not in one] for column in columns]
     rows = {
-        "run": [str(len(column)) for column in columns],
+        "tried": [str(len(column)) for column in columns],
         "work": [_share(len(one), len(column)) for one, column in zip(working, columns, strict=True)],
         "KL of GPTQ divided by that of rounding, median": [_ratio(one) for one in working],
         "KL of GPTQ is lower, where they differ by more than two standard errors": [
@@ -126,7 +127,7 @@ def _order(found: Mapping[str, Any]) -> int:
     gptq, rtn = found["gptq"], found["rtn"]
     noise = 2 * math.hypot(gptq["kl_error"], rtn["kl_error"])
     difference = gptq["kl"] - rtn["kl"]
-    return (difference > noise) - (difference < -noise)
+    return int(difference > noise) - int(difference < -noise)
 
 
 def _ratio(found: list[Mapping[str, Any]]) -> str:
@@ -134,7 +135,7 @@ def _ratio(found: list[Mapping[str, Any]]) -> str:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{part} ({part / whole:.0%})" if whole else "0"
+    return f"{part} ({100 * part / whole:.0f} %)" if whole else "0"
 
 
 def _names(names: Iterable[str]) -> str:

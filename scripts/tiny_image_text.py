@@ -133,7 +133,7 @@ NOT_MADE: dict[str, str] = {
 
 # What differs from the common values, by part; "" is the whole.
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "chameleon": {"": {"vocabulary_map": {"<image>": 2047, "IMGIMGA": 2046, "IMGIMGB": 2045}}},
+    "chameleon": {"": {"vocabulary_map": {"<image>": 2047, "IMGIMGA": 4, "IMGIMGB": 5}}},  # bytes that no text has
     "cosmos3_edge": {"text_config": MROPE},
     "deepseek_ocr2": {"vision_config": {"sam_config": SAM, "encoder_config": {"layer_types": ["full_attention"] * 2}}},
     "dots3_note": {
