@@ -131,6 +131,23 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture(scope="session")
+def tiny_image_text_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The same of an architecture for images and text."""
+    folder = tmp_path_factory.mktemp("image-text")
+
+    @functools.cache
+    def made(model_type: str) -> Path:
+        import oracle
+        from tiny_image_text import make
+
+        assert oracle
+        make(model_type, folder / model_type)
+        return folder / model_type
+
+    return made
+
+
+@pytest.fixture(scope="session")
 def hybrid(tiny_model: Callable[[str], Path]) -> Path:
     """A tiny Qwen3-Next, with linear attention and experts, for which there is no decoder here."""
     return tiny_model("qwen3_next")

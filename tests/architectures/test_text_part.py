@@ -10,7 +10,6 @@ from typing import Any
 
 import oracle
 import pytest
-import tiny_image_text
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -23,6 +22,7 @@ from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.jobs.load import load_by_transformers
 
 assert oracle  # which lets transformers be quiet
+Tiny = Callable[[str], Path]
 TOKENS = torch.randint(3, 1900, (2, 60), generator=torch.Generator().manual_seed(1))
 OWN_TEXT = {  # kinds of text parts that a model can have, besides its default
     "granite": "llava_next", "ministral3": "mistral3",
@@ -35,18 +35,6 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("text-parts")
-
-    def make(kind: str) -> Path:
-        if not (folder / kind).exists():
-            tiny_image_text.make(kind, folder / kind)
-        return folder / kind
-
-    return make
-
-
 def _theirs(folder: Path, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
     model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
@@ -56,30 +44,32 @@ def _theirs(folder: Path, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", _WHOLES)
-def test_our_decoder_computes_what_transformers_does(kind: str, made: Any) -> None:
-    folder = made(kind)
+def test_our_decoder_computes_what_transformers_does(kind: str, tiny_image_text_model: Tiny) -> None:
+    folder = tiny_image_text_model(kind)
     model, _ = quantkit.load(folder, dtype="fp32")
     torch.testing.assert_close(model(TOKENS), _theirs(folder), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_vl_moe", "smolvlm"])
-def test_a_quantized_text_part_runs_with_our_kernels(kind: str, made: Any, tmp_path: Path) -> None:
-    dst = quantkit.quantize(
-        made(kind), tmp_path / "int4", "int4-g32", method="rtn", via="transformers", source_check=False,
-        accept_quality_loss=True,
-    ).path  # fmt: skip
+def test_a_quantized_text_part_runs_with_our_kernels(kind: str, tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+    given: Any = {"via": "transformers", "source_check": False, "accept_quality_loss": True}
+    source = tiny_image_text_model(kind)
+    dst = quantkit.quantize(source, tmp_path / "int4", "int4-g32", method="rtn", **given).path
     model, tokenizer = quantkit.load(dst, dtype="fp32", backend="cpu-exact")
     floats = quantkit.convert(dst, tmp_path / "floats", dequantize=True).path
     torch.testing.assert_close(model(TOKENS), _theirs(floats), atol=1e-3, rtol=0)  # the kernels round inputs
     assert len(list(quantkit.generate(model, tokenizer.encode("Once upon a time"), max_new_tokens=4))) <= 4
 
 
-def test_inspect_says_what_runs_the_text_part(made: Any) -> None:
-    assert any("run its text part as qwen2, without images" in note for note in quantkit.inspect(made("ovis2")).notes)
+def test_inspect_says_what_runs_the_text_part(tiny_image_text_model: Tiny) -> None:
+    assert any(
+        "run its text part as qwen2, without images" in note
+        for note in quantkit.inspect(tiny_image_text_model("ovis2")).notes
+    )
 
 
-def test_images_in_a_prompt_are_refused(made: Any) -> None:
-    folder = made("smolvlm")
+def test_images_in_a_prompt_are_refused(tiny_image_text_model: Tiny) -> None:
+    folder = tiny_image_text_model("smolvlm")
     image = json.loads((folder / "config.json").read_text())["image_token_id"]
     for load in (quantkit.load, load_by_transformers):
         model, _ = load(folder)
@@ -87,14 +77,14 @@ def test_images_in_a_prompt_are_refused(made: Any) -> None:
             list(model.generate([5, image, 6]) if load is not quantkit.load else quantkit.generate(model, [5, image]))
 
 
-def test_convert_and_quantize_never_drop_the_other_parts(made: Any, tmp_path: Path) -> None:
+def test_convert_and_quantize_never_drop_the_other_parts(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="architecture is not supported"):
-        quantkit.convert(made("llava"), tmp_path / "dst", to="meta")
+        quantkit.convert(tiny_image_text_model("llava"), tmp_path / "dst", to="meta")
 
 
 @pytest.mark.parametrize("names", [["other_model."], []], ids=["two decoders", "none"])
-def test_a_folder_without_one_decoder_is_refused(names: list[str], made: Any, tmp_path: Path) -> None:
-    tensors = load_file(made("llava") / "model.safetensors")
+def test_a_folder_without_one_decoder_is_refused(names: list[str], tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+    tensors = load_file(tiny_image_text_model("llava") / "model.safetensors")
     text = {
         name: value for name, value in tensors.items() if "embed_tokens" in name or name.endswith("model.norm.weight")
     }
@@ -105,21 +95,21 @@ def test_a_folder_without_one_decoder_is_refused(names: list[str], made: Any, tm
             del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors")
     for other in ("config.json", "tokenizer.model"):
-        (tmp_path / other).write_bytes((made("llava") / other).read_bytes())
+        (tmp_path / other).write_bytes((tiny_image_text_model("llava") / other).read_bytes())
     with pytest.raises(CheckpointError, match="has no single text decoder"):
         quantkit.load(tmp_path)
 
 
-def test_a_head_that_nothing_ties_is_required(made: Any, tmp_path: Path) -> None:
+def test_a_head_that_nothing_ties_is_required(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
     """transformers would fill it with random numbers."""
-    tensors = load_file(made("llava_next") / "model.safetensors")
+    tensors = load_file(tiny_image_text_model("llava_next") / "model.safetensors")
     kept = {name: value for name, value in tensors.items() if "lm_head" not in name}
     assert len(kept) == len(tensors) - 1
     save_file(kept, tmp_path / "model.safetensors")
-    raw = json.loads((made("llava_next") / "config.json").read_text())
+    raw = json.loads((tiny_image_text_model("llava_next") / "config.json").read_text())
     raw["text_config"]["tie_word_embeddings"] = True  # which is not read for this model
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    (tmp_path / "tokenizer.model").write_bytes((made("llava_next") / "tokenizer.model").read_bytes())
+    (tmp_path / "tokenizer.model").write_bytes((tiny_image_text_model("llava_next") / "tokenizer.model").read_bytes())
     with pytest.raises(CheckpointError, match=r"lm_head\.weight' is missing"):
         quantkit.load(tmp_path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +187,9 @@ def test_linears_of_other_classes_are_linears_but_for_those_that_lie_transposed(
         gpt2 = oracle.save(transformers.GPT2LMHeadModel(config), tmp_path / f"gpt2-{tied}")
         with pytest.raises(UnsupportedError, match=r"lie transposed \(Conv1D\)"):
             _prepared(gpt2, tmp_path / "dst", "int8")
+
+
+def test_a_router_with_a_longer_name_stays_float(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    made = quantkit.quantize(tiny_model("gemma3n_text"), tmp_path / "dst", "int8", tensors_only=True)
+    assert not any("modality_router" in name for name, one in made.manifest["modules"].items() if one["scheme"])
+    assert any(name.endswith("altup.prediction_coefs") for name in made.manifest["modules"])

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-import tiny_image_text
 import torch
 from image_prompts import image_features, random_images, save_processor, with_images
 from measure_architectures import load
@@ -27,6 +26,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.quality.figures import mean_estimate
 from quantkit.text.tokenizer import load_tokenizer
 
+Tiny = Callable[[str], Path]
 assert oracle  # which lets transformers be quiet
 KINDS = {
     "smolvlm": "a connector", "janus": "an aligner and image generation", "llama4": "no other class for the body",
@@ -39,18 +39,6 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepro
               "chat_template.jinja", "chat_template.json")  # fmt: skip
 TEXT = ("language_model.", "model.language_model.", "model.text_model.", "model.layers.", "lm_head.")
 TOKENS = torch.arange(3, 43).unsqueeze(0)
-
-
-@pytest.fixture(scope="module")
-def image_text(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("image-text")
-
-    def made(kind: str) -> Path:
-        if not (folder / kind).exists():
-            tiny_image_text.make(kind, folder / kind)
-        return folder / kind
-
-    return made
 
 
 def _quantize(source: Path, target: Path, method: str) -> quantkit.QuantizeResult:
@@ -72,8 +60,8 @@ def _log_probs(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_the_text_part_is_quantized(kind: str, method: str, image_text: Any, tmp_path: Path) -> None:
-    source = image_text(kind)
+def test_only_the_text_part_is_quantized(kind: str, method: str, tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+    source = tiny_image_text_model(kind)
     made = _quantize(source, tmp_path / "dst", method)
     before, after = (load_file(folder / "model.safetensors") for folder in (source, made.path))
     packed = [name for name in after if name.endswith("weight_packed")]
@@ -84,8 +72,8 @@ def test_only_the_text_part_is_quantized(kind: str, method: str, image_text: Any
     assert all(torch.equal(after[name], value) for name, value in others.items())
 
 
-def test_transformers_loads_it_as_what_it_is(image_text: Any, tmp_path: Path) -> None:
-    made = _quantize(image_text("smolvlm"), tmp_path / "dst", "rtn")
+def test_transformers_loads_it_as_what_it_is(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+    made = _quantize(tiny_image_text_model("smolvlm"), tmp_path / "dst", "rtn")
     assert not any("does not load" in note for note in made.notes)
     card = (made.path / "README.md").read_text()
     assert "AutoModelForImageTextToText.from_pretrained" in card
@@ -95,9 +83,9 @@ def test_transformers_loads_it_as_what_it_is(image_text: Any, tmp_path: Path) ->
     assert torch.equal(packed, dequantized)
 
 
-def test_an_encoder_is_refused(image_text: Any, tmp_path: Path) -> None:
+def test_an_encoder_is_refused(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"the model has an encoder.*Florence2ForConditionalGeneration"):
-        _quantize(image_text("florence2"), tmp_path / "dst", "rtn")
+        _quantize(tiny_image_text_model("florence2"), tmp_path / "dst", "rtn")
 
 
 def _kl(expected: Tensor, found: Tensor) -> tuple[float, float]:
@@ -109,8 +97,8 @@ def _kl(expected: Tensor, found: Tensor) -> tuple[float, float]:
 
 @pytest.mark.parametrize("kind", WITH_IMAGES)
 @torch.no_grad()
-def test_images_mean_the_same_to_the_result(kind: str, image_text: Any, tmp_path: Path) -> None:
-    source = image_text(kind)
+def test_images_mean_the_same_to_the_result(kind: str, tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+    source = tiny_image_text_model(kind)
     results = [_quantize(source, tmp_path / method, method).path for method in ("gptq", "rtn")]
     results.append(quantkit.convert(results[0], tmp_path / "floats", dequantize=True).path)
     before = load_file(source / "model.safetensors")
@@ -133,8 +121,8 @@ def test_images_mean_the_same_to_the_result(kind: str, image_text: Any, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llava"])
-def test_a_processor_makes_prompts_for_the_result(kind: str, image_text: Any, tmp_path: Path) -> None:
-    source = shutil.copytree(image_text(kind), tmp_path / "src")
+def test_a_processor_makes_prompts_for_the_result(kind: str, tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+    source = shutil.copytree(tiny_image_text_model(kind), tmp_path / "src")
     model = _load(source)
     save_processor(model.config, source)
     result = _quantize(source, tmp_path / "dst", "rtn").path
@@ -154,8 +142,8 @@ def test_a_processor_makes_prompts_for_the_result(kind: str, image_text: Any, tm
         assert 0 < _kl(_log_probs(model, given), found)[0] < 0.1
 
 
-def test_processors_and_templates_are_copied(image_text: Any, tmp_path: Path) -> None:
-    source = shutil.copytree(image_text("smolvlm"), tmp_path / "src")
+def test_processors_and_templates_are_copied(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+    source = shutil.copytree(tiny_image_text_model("smolvlm"), tmp_path / "src")
     contents = {name: f'{{"chat_template": "{name}"}}\n'.encode() for name in PROCESSORS}
     for name, content in contents.items():
         (source / name).write_bytes(content)

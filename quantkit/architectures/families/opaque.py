@@ -131,7 +131,7 @@ class Hints:
         """The role of the weight of a linear, whose `module` is on disk or in readers; None for a plain linear."""
         *parents, last = module.split(".")
         routes = tensor.shape[0] in self.experts and last not in LINEARS and any(word in last for word in _ROUTING)
-        if last in ROUTERS or last in NEVER or routes or not ROUTERS.isdisjoint(parents):
+        if last in ROUTERS or last.endswith("_router") or last in NEVER or routes or not ROUTERS.isdisjoint(parents):
             return "float"
         if last == "lm_head":
             return "float" if self.tied else "head"
