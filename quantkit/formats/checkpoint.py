@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.families.opaque import is_extra_layer
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
@@ -166,8 +167,10 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
             problem = f"the source is quantized already ({scheme})"
             raise UnsupportedError(problem, path=path, found=f"'{name}'", hint=FLOAT_MODEL)
     more = f" and {len(listed) - 1} more" if len(listed) > 1 else ""
-    problem = f"unexpected tensor '{listed[0]}'{more}"
-    raise CheckpointError(problem, path=path, expected="only tensors of the architecture")
+    problem, hint = f"unexpected tensor '{listed[0]}'{more}", None
+    if any(is_extra_layer(name, {}) or name.endswith(".eh_proj.weight") for name in listed):
+        hint = 'layers that predict further tokens are carried with `tensors_only=True`, or by `via="transformers"`'
+    raise CheckpointError(problem, path=path, expected="only tensors of the architecture", hint=hint)
 
 
 def lora_adapter(path: Path, found: str) -> UnsupportedError:

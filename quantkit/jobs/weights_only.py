@@ -90,16 +90,18 @@ _OTHERS = "other matrices"
 
 
 def _part(tensor: OpaqueTensor, raw: Mapping[str, Any]) -> str | None:
-    """What a tensor that stays as it is belongs to, in words; None for one that is rounded, or no matrix of floats."""
+    """What a tensor that stays as it is belongs to, in words; None for one that is rounded, or no matrix of floats in
+    a layer of the model."""
     if tensor.role in _PARTS:
         return _PARTS[tensor.role]
+    if is_extra_layer(tensor.name, raw):
+        return "further layers for prediction"
     last = tensor.module.rpartition(".")[2]
     if tensor.role in ("linear", "recurrent") or last in ROUTERS or (tensor.role == "float" and last in HEADS):
         return None
-    extra = "further layers for prediction" if is_extra_layer(tensor.name, raw) else None
     if len(tensor.shape) < 2 or tensor.dtype not in FLOATS or is_table(tensor.name):
-        return None if tensor.role else extra
-    return extra or ("stacked experts" if len(tensor.shape) > 2 and _EXPERTS.fullmatch(tensor.name) else _OTHERS)
+        return None
+    return "stacked experts" if len(tensor.shape) > 2 and _EXPERTS.fullmatch(tensor.name) else _OTHERS
 
 
 def within_bounds(

@@ -8,6 +8,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+from quantkit.architectures.families.opaque import is_extra_layer
 from quantkit.json_values import read_json, shown
 from quantkit.via_transformers.linears import model_class, quiet
 from quantkit.via_transformers.own_code import own_classes
@@ -25,16 +26,20 @@ def loading_problem(folder: Path, code: Path | None = None) -> str | None:
         return None
     given: dict[str, Any] = {"device_map": "meta", "local_files_only": True, "output_loading_info": True}
     try:
+        raw = read_json(folder / "config.json")
         with quiet(), contextlib.redirect_stderr(io.StringIO()):  # compressed-tensors shows its progress
             if code is None:
-                cls, _ = model_class(read_json(folder / "config.json"))
+                cls, _ = model_class(raw)
                 _, info = cls.from_pretrained(str(folder), **given)
             else:
-                cls, known = own_classes(read_json(folder / "config.json"), code)
+                cls, known = own_classes(raw, code)
                 _, info = cls.from_pretrained(str(folder), config=known.from_pretrained(str(folder)), **given)
     except Exception as error:  # of the code of any model
         return f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
     for kind in ("missing", "unexpected", "mismatched"):
-        if names := sorted(map(str, info[f"{kind}_keys"])):
+        names = sorted(map(str, info[f"{kind}_keys"]))
+        if kind == "unexpected":  # layers that predict further tokens, which its classes do not have, are left out
+            names = [name for name in names if not is_extra_layer(name, raw)]
+        if names:
             return f"{len(names)} tensors are {kind}, such as {names[0]}"
     return None

@@ -36,6 +36,8 @@ _TABLE = re.compile(
     r"emb|(^|\.)(wte|wpe|shared)$|norm|(^|\.)ln_|conv|position|relative|rotary|patch|bias$", re.IGNORECASE
 )
 _EXTRA = frozenset({"mtp", "mtp_layers", "mtp_block", "nextn", "nextn_layers"})
+_STACKED = re.compile(r"(.*\bexperts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
+_SIDE_BY_SIDE = {"gate_up_proj": ("gate_proj", "up_proj")}
 _BEFORE_LAYERS = frozenset({"model", "language_model", "text_model", "transformer", "backbone"})
 _LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config")
 _FLOAT_TYPES = ("float32", "float16", "bfloat16")
@@ -145,11 +147,11 @@ class Hints:
 
 def named_roles(raw: Mapping[str, Any], tensors: Sequence[OpaqueTensor]) -> dict[str, tuple[str, str | None]]:
     """The roles of tensors that follow from their names: of matrices with a name in `LINEARS`, and of those in modules
-    that carry a state."""
+    that carry a state. Those of layers that predict further tokens have none."""
     found: dict[str, tuple[str, str | None]] = {}
     hints = Hints.of(raw, {tensor.name: tensor.shape for tensor in tensors})
     for tensor in tensors:
-        if not may_be_linear(tensor):
+        if not may_be_linear(tensor) or is_extra_layer(tensor.name, raw):
             continue
         role = hints.role(tensor, tensor.module)
         last = tensor.module.rpartition(".")[2]
@@ -176,15 +178,59 @@ def carried_modules(config: ModelConfig) -> list[str]:
     return [tensor.module for tensor in config.tensors or () if not tensor.role and may_be_linear(tensor)]
 
 
+def possible_linears(tensor: OpaqueTensor) -> list[str]:
+    """The linears whose weights a tensor may hold, by the names of their modules in readers: one, or those of all
+    experts."""
+    if may_be_linear(tensor):
+        return [tensor.module]
+    stacked = _STACKED.fullmatch(tensor.name) if len(tensor.shape) == 3 and tensor.dtype in _FLOAT_TYPES else None
+    if stacked is None:
+        return []
+    linears = _SIDE_BY_SIDE.get(stacked[2], (stacked[2],))
+    return [f"{stacked[1]}.{expert}.{linear}" for expert in range(tensor.shape[0]) for linear in linears]
+
+
 def is_extra_layer(name: str, raw: Mapping[str, Any]) -> bool:
     """Whether a tensor is in a layer that predicts further tokens: by its name, or beyond a config.json's layers."""
+    return not _EXTRA.isdisjoint(name.split(".")) or layer_beyond(name, raw) is not None
+
+
+def layer_beyond(name: str, raw: Mapping[str, Any]) -> int | None:
+    """The number of the layer that a tensor is in, if it is beyond those that a config.json counts."""
     text, parts = _language(raw), name.split(".")
-    if not _EXTRA.isdisjoint(parts):
-        return True
     count = _size(text, "num_hidden_layers", "n_layer", "num_layers")
     at = parts.index("layers") + 1 if "layers" in parts[:-1] else 0
     language = all(part in _BEFORE_LAYERS for part in parts[: max(0, at - 1)])
-    return bool(count and at and language and parts[at].isdecimal() and int(parts[at]) >= count)
+    beyond = count and at and language and parts[at].isdecimal() and int(parts[at]) >= count
+    return int(parts[at]) if beyond else None
+
+
+def ignored_extra_layers(tensors: Sequence[OpaqueTensor], raw: Mapping[str, Any]) -> list[str]:
+    """How compressed-tensors states that the layers that predict further tokens are not quantized: the names of their
+    linears, and patterns.
+
+    Runtimes build some of these modules under names that no tensor has: q, k and v as one linear, all experts as one
+    module, other prefixes (vllm#53387, sglang#35797). SGLang builds a layer beyond those of the model as
+    ``model.decoder``.
+    """
+    names: dict[str, None] = {}
+    patterns: dict[str, None] = {}
+    beyond = False
+    for tensor in tensors:
+        if tensor.role or not is_extra_layer(tensor.name, raw):
+            continue
+        names |= dict.fromkeys(possible_linears(tensor))
+        parts = tensor.name.split(".")
+        at = next((index for index, part in enumerate(parts) if part in _EXTRA), None)
+        if at is None:
+            beyond, prefixes = True, "|".join(sorted(_BEFORE_LAYERS))
+            patterns[rf"re:^(({prefixes})\.)*layers\.{layer_beyond(tensor.name, raw)}\..*"] = None
+        else:
+            patterns[f"re:^{re.escape('.'.join(parts[: at + 1]))}.*"] = None
+    if beyond and not any(tensor.name.startswith("model.decoder.") for tensor in tensors):
+        patterns[r"re:^model\.decoder\..*"] = None
+    known = [tensor.module for tensor in tensors if tensor.role]  # a class may have more layers than its config counts
+    return [*names, *(one for one in patterns if not any(re.match(one[3:], module) for module in known))]
 
 
 def is_table(name: str) -> bool:

@@ -11,11 +11,11 @@ from typing import Any
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors, parameters_as_written
 from quantkit.architectures.families import config_to_hf
-from quantkit.architectures.families.opaque import carried_modules, with_dtype
+from quantkit.architectures.families.opaque import carried_modules, ignored_extra_layers, with_dtype
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
-from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME, Int8Activations
+from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME, CompressedTensors, Int8Activations
 from quantkit.formats.container import Container, Output
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint, index_path, weight_kinds
 from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
@@ -91,7 +91,12 @@ class HuggingFace(Container):
             every = config.tensors is None or config.unstored is not None
             method = output.method or self.native
             schemes, modules = _on_disk(output.schemes, config, method)
+            extra = ignored_extra_layers(config.tensors or (), raw) if isinstance(method, CompressedTensors) else []
+            apart = set(extra)  # or experts there would keep the model's from sharing a target
+            modules = {module: inputs for module, inputs in modules.items() if module not in apart}
             settings = method.write_settings(schemes, modules, every=every)
+            if extra:
+                settings["ignore"] += extra
             if output.kv_cache is not None:
                 settings[KV_CACHE_SCHEME] = output.kv_cache.scheme
             raw |= dict.fromkeys(method.keys, settings)
