@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.arguments import as_integer, as_path, as_string, require_flags
-from quantkit.doctor import gguf, quantization, readers, text, weights
+from quantkit.doctor import gguf, parts, quantization, readers, text, weights
 from quantkit.doctor.findings import RUNTIMES, SEVERITIES, Diagnosis, Finding, LayerError, Runtime, finding
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.view import View
@@ -109,6 +109,7 @@ class _Checks:
             yield from readers.check_container(folder, self.runtime)
         if view is not None:
             yield from weights.check(view)
+            yield from parts.check(view)
             yield from quantization.check(view, self.tp)
             yield from quantization.check_zero_points(view, deep=self.deep)
             yield from quantization.check_cache(view)

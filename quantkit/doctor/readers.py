@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from quantkit.architectures.names import is_embedding
 from quantkit.doctor.findings import Finding, Runtime, finding
@@ -50,10 +52,20 @@ def check(view: View, runtime: Runtime) -> Iterator[Finding]:
     if method is not None and runtime not in _METHODS.get(method, ()):
         yield finding("other-method", "quantization_config", f"{method}; {_TITLES[runtime]} does not read it")
         return
-    if view.config is None and view.folder.config:
-        yield finding("unknown-family", "config.json", f"model_type {view.folder.config.get('model_type')!r:.60}")
+    raw = view.folder.config
+    if view.config is None and raw and not (runtime == "transformers" and _transformers_knows(raw)):
+        yield finding("unknown-family", "config.json", f"model_type {raw.get('model_type')!r:.60}")
     for module in view.coded:
         yield from _module(view, module, runtime)
+
+
+def _transformers_knows(raw: Mapping[str, Any]) -> bool:
+    """Whether transformers is installed and has the architecture of a config.json."""
+    if importlib.util.find_spec("transformers") is None:
+        return False
+    from quantkit.via_transformers.linears import is_known  # which imports torch
+
+    return is_known(raw)
 
 
 def _module(view: View, module: str, runtime: Runtime) -> Iterator[Finding]:

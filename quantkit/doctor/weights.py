@@ -12,6 +12,7 @@ from quantkit.architectures.families.opaque import is_extra_layer
 from quantkit.architectures.names import is_derived_buffer, is_embedding
 from quantkit.doctor.findings import Finding, finding
 from quantkit.doctor.folder import CONFIG, Folder, may_hold_weights
+from quantkit.doctor.parts import PREDICTION
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.formats.codecs.awq import Awq
@@ -28,8 +29,6 @@ _OF_ACTIVATIONS = re.compile(
     r"|input_global_scale|[qkv]_scale|kv_scale|k_zero_point|v_zero_point)"
 )
 """Tensors that belong to quantized activations or a quantized cache."""
-_PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
-_TOWERS = {"vision_config": ("vis", "vit", "image", "patch"), "audio_config": ("audio", "speech", "sound")}
 
 
 def check_files(folder: Folder) -> Iterator[Finding]:
@@ -148,7 +147,6 @@ def check(view: View) -> Iterator[Finding]:
         yield from _missing(view)
         yield from _extra(view)
         yield from _shapes(view)
-    yield from _dropped(view)
 
 
 def check_read(view: View, *, deep: bool) -> Iterator[Finding]:
@@ -176,7 +174,7 @@ def _missing(view: View) -> Iterator[Finding]:
 
 def _extra(view: View) -> Iterator[Finding]:
     raw = view.folder.config
-    predicts = any(raw.get(key) for key in _PREDICTION)
+    predicts = any(raw.get(key) for key in PREDICTION)
     owners = {tensor.name: module for module, coded in view.coded.items() for tensor in coded.tensors.values()}
     expected = {tensor.module for tensor in view.expected.values() if tensor.linear is not None or tensor.stacked}
     embedded = {tensor.module for tensor in view.expected.values() if is_embedding(tensor.module)}
@@ -207,16 +205,3 @@ def _shapes(view: View) -> Iterator[Finding]:
             yield finding("wrong-shape", name, f"found {list(shape)}, expected {list(tensor.shape)}")
         if found is not None and coded is None and found.dtype not in FLOATS:
             yield finding("wrong-type", name, f"found {found.dtype}, expected floats")
-
-
-def _dropped(view: View) -> Iterator[Finding]:
-    raw, stored = view.folder.config, view.stored
-    if not stored or not view.folder.complete:
-        return
-    parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
-    for key, count in ((key, part.get(key)) for part in parts for key in _PREDICTION):
-        if type(count) is int and count > 0 and not any(is_extra_layer(name, raw) for name in stored):
-            yield finding("dropped-prediction", "config.json", f"{key} is {count}")
-    for key, words in _TOWERS.items():
-        if isinstance(raw.get(key), dict) and not any(word in name.lower() for name in stored for word in words):
-            yield finding("dropped-tower", "config.json", f"{key}, and no tensor with such a name")

@@ -19,6 +19,7 @@ CLASS = "which tensors transformers' class needs"
 
 def test_a_model_is_looked_at_by_the_class_of_transformers(hybrid: Path, hybrid_int4: Path) -> None:
     for folder in (hybrid, hybrid_int4):
+        assert not quantkit.diagnose(folder, runtime="transformers").findings
         found = quantkit.diagnose(folder)
         assert not found.findings
         assert CLASS in found.looked_at
@@ -52,6 +53,8 @@ def test_what_it_predicts_is_measured(hybrid: Path) -> None:
 def test_without_transformers_its_family_is_not_known(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else there(name))
+    (note,) = quantkit.diagnose(hybrid, runtime="transformers").findings
+    assert note.rule.name == "unknown-family"
     found = quantkit.diagnose(hybrid)
     assert CLASS not in found.looked_at
     assert any("its family is not known here" in one for one in found.left_out)

@@ -21,10 +21,13 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import quantkit
+from quantkit.architectures.families.opaque import named_roles
 from quantkit.data.files import DEMO_MODEL, excerpt
 from quantkit.errors import UnsupportedError
+from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.figures import mean_estimate
 from quantkit.text.tokenizer import load_tokenizer
+from quantkit.via_transformers.linears import with_linears
 
 Tiny = Callable[[str], Path]
 assert oracle  # which lets transformers be quiet
@@ -81,6 +84,16 @@ def test_transformers_loads_it_as_what_it_is(tiny_image_text_model: Tiny, tmp_pa
     floats = quantkit.convert(made.path, tmp_path / "floats", dequantize=True, tensors_only=True).path
     packed, dequantized = (_log_probs(_load(one), {"input_ids": TOKENS}) for one in (made.path, floats))
     assert torch.equal(packed, dequantized)
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "deepseek_vl", "qwen2_5_vl", "video_llava", "idefics2"])
+def test_other_parts_are_found_by_names_too(kind: str, tiny_image_text_model: Tiny) -> None:
+    source = open_checkpoint(tiny_image_text_model(kind), tensors_only=True)
+    config, _, _ = with_linears(source.config, source.extra_config, source.path)
+    by_names = named_roles(source.extra_config, config.tensors or ())
+    roles = {one.name: (one.role, by_names.get(one.name, ("",))[0]) for one in config.tensors or () if one.role}
+    assert {found for role, found in roles.values() if role == "tower"} == {"tower"}
+    assert {found for role, found in roles.values() if role == "linear"} == {"linear"}
 
 
 def test_an_encoder_is_refused(tiny_image_text_model: Tiny, tmp_path: Path) -> None:

@@ -31,7 +31,11 @@ HEADS = frozenset({"lm_head", "embed_out", "output_projection", "proj_out", "sco
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
 _ROUTING = ("gate", "router", "classifier")  # in names of linears with one output per expert
 NEVER = frozenset({"dt_proj"})  # not read through its module
-_TOWER = re.compile(r"(vision|visual|vit|image|audio|multi_?modal|mm)(_.*)?|.*_(vision|audio)")
+_TOWER = re.compile(
+    r"(vision|visual|vit|image|video|audio|sound|speech|multi_?modal|mm|sam|patch_merge)(_.*)?|.*_(vision|audio)"
+    r"|(.*_)?(projectors?|aligner|connector|q_?former|merger|resampler(_model)?)|vqmodel|language_projection|mlp1|mlp_AR"
+)
+"""Names of parts for images and sound, and of what leads from them to the language model."""
 _TABLE = re.compile(
     r"emb|(^|\.)(wte|wpe|shared)$|norm|(^|\.)ln_|conv|position|relative|rotary|patch|bias$", re.IGNORECASE
 )
@@ -127,7 +131,7 @@ class Hints:
 
     def is_recurrent(self, module: str) -> bool:
         """Whether a linear is in a module that carries a state; vision and audio parts process all tokens at once."""
-        return is_within(module, self.recurrent) and not self._is_tower(module)
+        return is_within(module, self.recurrent) and not self.is_tower(module)
 
     def role(self, tensor: OpaqueTensor, module: str) -> str | None:
         """The role of the weight of a linear, whose `module` is on disk or in readers; None for a plain linear."""
@@ -137,11 +141,12 @@ class Hints:
             return "float"
         if last == "lm_head":
             return "float" if self.tied else "head"
-        if self._is_tower(module):
+        if self.is_tower(module):
             return "tower"
         return "recurrent" if self.is_recurrent(module) or self.is_recurrent(tensor.module) else None
 
-    def _is_tower(self, module: str) -> bool:
+    def is_tower(self, module: str) -> bool:
+        """Whether a module is in a part for images or sound, or leads from one to the language model."""
         return self.multimodal and any(_TOWER.fullmatch(part) for part in module.split("."))
 
 

@@ -59,9 +59,13 @@ class CompressedTensors(QuantMethod):
     schemes = tuple(SCHEMES.values())
     runtimes: tuple[Runtime, ...] = ("vllm", "transformers")
 
-    def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
+    def claims(
+        self, settings: Settings, modules: Iterable[str], coded: Collection[str],
+        spelled: Callable[[str], list[str]] = spellings,
+    ) -> Claims:  # fmt: skip
+        """As `QuantMethod.claims`; `spelled` returns the names that a module may have in settings."""
         groups, modules = _groups(settings), list(modules)
-        matches = _matches(settings, groups, modules, spellings)
+        matches = _matches(settings, groups, modules, spelled)
         stated = {name: _claim(group, settings) for name, group in groups.items()}
         targets = dict.fromkeys(name for group in groups.values() for name in group.strings("targets"))
         found, conflicts = dict[str, Claim](), {}
@@ -70,7 +74,7 @@ class CompressedTensors(QuantMethod):
                 found[module] = claim
                 if any(stated[name] != claim for name in names):
                     conflicts[module] = " and ".join(names)
-        known = {name for module in modules for name in spellings(module)}
+        known = {name for module in modules for name in spelled(module)}
         unmatched = (one for one in targets if "." in one and not one.startswith("re:") and one not in known)
         return Claims(found, True, tuple(unmatched), conflicts)
 

@@ -1,0 +1,104 @@
+"""Rules about parts of a model other than its decoder: layers that predict further tokens (MTP), and parts for images
+and sound."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from quantkit.architectures.config import OpaqueTensor
+from quantkit.architectures.families.opaque import LINEARS, is_extra_layer, layer_beyond, possible_linears
+from quantkit.doctor.findings import Finding, finding
+from quantkit.doctor.folder import CONFIG
+from quantkit.doctor.view import View
+from quantkit.errors import CheckpointError
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors
+from quantkit.formats.containers.hf_settings import SETTINGS
+from quantkit.json_values import Settings
+
+PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
+"""The keys of config.json with the number of layers that predict further tokens."""
+_TOWERS = {"vision_config": ("vis", "vit", "image", "patch"), "audio_config": ("audio", "speech", "sound")}
+_JOINING = ("fc", "eh_proj")  # which runtimes never quantize in layers beyond the model's
+
+
+def check(view: View) -> Iterator[Finding]:
+    """What is wrong with layers that predict further tokens, and with parts for images and sound."""
+    if view.stored and view.folder.complete:
+        yield from _dropped_prediction(view)
+        yield from _dropped_towers(view)
+        yield from _not_ignored(view)
+    for module, coded in view.coded.items():
+        if coded.layout is not None and view.hints.is_tower(module):
+            yield finding("quantized-tower", module, coded.title)
+
+
+def _dropped_prediction(view: View) -> Iterator[Finding]:
+    raw, stored = view.folder.config, view.stored
+    layers = {layer for name in stored if (layer := layer_beyond(name, raw)) is not None}
+    parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
+    for key, count in ((key, part.get(key)) for part in parts for key in PREDICTION):
+        if type(count) is not int or count <= 0:
+            continue
+        if not any(is_extra_layer(name, raw) for name in stored):
+            yield finding("dropped-prediction", CONFIG, f"{key} is {count}")
+        elif layers and len(layers) < count:
+            found = f"layer {min(layers)}" if len(layers) == 1 else f"{len(layers)} such layers"
+            yield finding("dropped-prediction", CONFIG, f"{key} is {count}, and there is only {found}")
+
+
+def _dropped_towers(view: View) -> Iterator[Finding]:
+    for key, words in _TOWERS.items():
+        stated = isinstance(view.folder.config.get(key), dict)
+        if stated and not any(word in name.lower() for name in view.stored for word in words):
+            yield finding("dropped-tower", CONFIG, f"{key}, and no tensor with such a name")
+
+
+def _not_ignored(view: View) -> Iterator[Finding]:
+    """Linears of layers that predict further tokens that are stored as floats, and that runtimes would build as
+    quantized ones; and names that the config gives such layers and no module has."""
+    folder, method = view.folder, view.method
+    if method is None or folder.settings is None or view.claims.problems:
+        return
+    settings = Settings(folder.settings, folder.root / CONFIG, SETTINGS)
+    linears = _float_linears(view)
+    try:
+        if isinstance(method, CompressedTensors):  # runtimes do not vary the names of these modules
+            claims = method.claims(settings, linears, view.coded, spelled=lambda module: [module])
+            ignored = settings.strings("ignore") if settings.has("ignore") else []
+        else:
+            claims, ignored = method.claims(settings, linears, view.coded), []
+    except CheckpointError:
+        return  # reported by rules about quantized weights
+    unknown = [name for name in ignored if _is_unknown(view, name, linears)]
+    for module in linears if claims.certain else ():
+        if (claim := claims.modules.get(module)) is not None:
+            title = "quantized" if claim.layout is None else claim.layout.title
+            other = next((name for name in unknown if _is_same(name, module)), None)
+            also = "" if other is None else f", which names '{other}' instead,"
+            yield finding("mtp-not-ignored", module, f"floats, and by the config{also} {title}")
+    for name in unknown:
+        yield finding("names-nothing", name, "is no module of the folder")
+
+
+def _float_linears(view: View) -> list[str]:
+    """The linears of layers that predict further tokens, as runtimes name them, that are stored as floats."""
+    raw, found = view.folder.config, []
+    for name, tensor in view.stored.items():
+        if is_extra_layer(name, raw):
+            known = LINEARS if layer_beyond(name, raw) is not None else LINEARS.union(_JOINING)
+            modules = possible_linears(OpaqueTensor(name, tensor.shape, str(tensor.dtype)))
+            found += [one for one in modules if one.rpartition(".")[2] in known]
+    return found
+
+
+def _is_unknown(view: View, name: str, linears: Collection[str]) -> bool:
+    """Whether a name of a module in such a layer is that of none, nor of one next to it: runtimes fuse some."""
+    if name.startswith("re:") or not is_extra_layer(f"{name}.weight", view.folder.config) or name in linears:
+        return False
+    parent = name.rpartition(".")[0] + "."
+    return not any(stored.startswith(parent) for stored in view.stored)
+
+
+def _is_same(name: str, module: str) -> bool:
+    """Whether a name is that of a module, but for its beginning."""
+    return name.endswith(f".{module}") or module.endswith(f".{name}")
