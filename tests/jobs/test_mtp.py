@@ -145,17 +145,30 @@ def test_it_is_carried_when_the_result_is_dequantized(
     assert quantkit.verify(quantized(kind, "run").path, source(kind)).ok
 
 
-def test_a_model_that_is_known_by_names_has_it_in_floats(tmp_path: Path) -> None:
-    folder = tmp_path / "source"
+# where each is on disk, and what vLLM calls it: Qwen3-Next, GLM-4.5, MiMo, ERNIE 4.5, DeepSeek-V4
+NAMED = {
+    "mtp.layers.0": "mtp.layers.0", "model.layers.1": "model.layers.1", "model.mtp_layers.0": "model.layers.1",
+    "model.mtp_block.0": "model.layers.1", "mtp.0": "model.layers.1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", NAMED)
+def test_a_model_that_is_known_by_names_has_it_in_floats(layer: str, tmp_path: Path) -> None:
+    folder, linears = tmp_path / "source", ("self_attn.q_proj", "mlp.down_proj")
     folder.mkdir()
-    modules = [f"{block}.{name}" for name in ("q_proj", "mlp.down_proj") for block in (
-        "model.layers.0", "model.mtp_layers.0", "model.layers.1"
-    )]  # fmt: skip
-    save_file({f"{module}.weight": torch.randn(64, 64) for module in modules}, folder / "model.safetensors")
+    tensors = {f"{one}.{name}.weight": torch.randn(64, 64) for name in linears for one in ("model.layers.0", layer)}
+    save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"model_type": "nonesuch", "num_hidden_layers": 1}))
     made = quantkit.quantize(folder, tmp_path / "made", "int4-g32", method="rtn", tensors_only=True)
-    assert set(made.manifest["modules"]) == {"model.layers.0.q_proj", "model.layers.0.mlp.down_proj"}
-    assert all(_is_ignored(f"model.mtp_layers.0.{name}", _ignored(made.path)) for name in ("q_proj", "qkv_proj"))
+    assert {name for name, one in made.manifest["modules"].items() if one["scheme"]} == {
+        f"model.layers.0.{name}" for name in linears
+    }
+    ignored = _ignored(made.path)
+    for name in (*linears, "self_attn.qkv_proj", "mlp.experts"):
+        assert _is_ignored(f"{layer}.{name}", ignored)
+        assert _is_ignored(f"{NAMED[layer]}.{name}", ignored)
+        assert not _is_ignored(f"model.layers.0.{name}", ignored)
+    assert {one.rule.name for one in quantkit.diagnose(made.path).findings} == {"no-tokenizer"}
 
 
 @pytest.mark.parametrize("name", ["mtp.fc.weight", "model.layers.2.eh_proj.weight"])

@@ -39,7 +39,7 @@ _TOWER = re.compile(
 _TABLE = re.compile(
     r"emb|(^|\.)(wte|wpe|shared)$|norm|(^|\.)ln_|conv|position|relative|rotary|patch|bias$", re.IGNORECASE
 )
-_EXTRA = frozenset({"mtp", "mtp_layers", "mtp_block", "nextn", "nextn_layers"})
+_EXTRA = ("mtp", "nextn")  # how the names of modules begin that predict further tokens
 _STACKED = re.compile(r"(.*\bexperts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
 _SIDE_BY_SIDE = {"gate_up_proj": ("gate_proj", "up_proj")}
 _BEFORE_LAYERS = frozenset({"model", "language_model", "text_model", "transformer", "backbone"})
@@ -197,17 +197,21 @@ def possible_linears(tensor: OpaqueTensor) -> list[str]:
 
 def is_extra_layer(name: str, raw: Mapping[str, Any]) -> bool:
     """Whether a tensor is in a layer that predicts further tokens: by its name, or beyond a config.json's layers."""
-    return not _EXTRA.isdisjoint(name.split(".")) or layer_beyond(name, raw) is not None
+    return any(part.startswith(_EXTRA) for part in name.split(".")) or layer_beyond(name, raw) is not None
 
 
 def layer_beyond(name: str, raw: Mapping[str, Any]) -> int | None:
     """The number of the layer that a tensor is in, if it is beyond those that a config.json counts."""
-    text, parts = _language(raw), name.split(".")
-    count = _size(text, "num_hidden_layers", "n_layer", "num_layers")
+    count, parts = _num_layers(raw), name.split(".")
     at = parts.index("layers") + 1 if "layers" in parts[:-1] else 0
     language = all(part in _BEFORE_LAYERS for part in parts[: max(0, at - 1)])
     beyond = count and at and language and parts[at].isdecimal() and int(parts[at]) >= count
     return int(parts[at]) if beyond else None
+
+
+def _num_layers(raw: Mapping[str, Any]) -> int:
+    """The number of layers that a config.json states; 0 if it does not."""
+    return _size(_language(raw), "num_hidden_layers", "n_layer", "num_layers")
 
 
 def ignored_extra_layers(tensors: Sequence[OpaqueTensor], raw: Mapping[str, Any]) -> list[str]:
@@ -215,24 +219,29 @@ def ignored_extra_layers(tensors: Sequence[OpaqueTensor], raw: Mapping[str, Any]
     linears, and patterns.
 
     Runtimes build some of these modules under names that no tensor has: q, k and v as one linear, all experts as one
-    module, other prefixes (vllm#53387, sglang#35797). SGLang builds a layer beyond those of the model as
-    ``model.decoder``.
+    module (vllm#53387, sglang#35797). Unless they are ``mtp.layers``, vLLM counts such layers on from those of the
+    model, and SGLang has ``model.decoder`` for one.
     """
     names: dict[str, None] = {}
     patterns: dict[str, None] = {}
-    beyond = False
+    layers: dict[int, None] = {}
     for tensor in tensors:
-        if tensor.role or not is_extra_layer(tensor.name, raw):
+        linears = possible_linears(tensor) if not tensor.role and is_extra_layer(tensor.name, raw) else []
+        if not linears:
             continue
-        names |= dict.fromkeys(possible_linears(tensor))
+        names |= dict.fromkeys(linears)
         parts = tensor.name.split(".")
-        at = next((index for index, part in enumerate(parts) if part in _EXTRA), None)
-        if at is None:
-            beyond, prefixes = True, "|".join(sorted(_BEFORE_LAYERS))
-            patterns[rf"re:^(({prefixes})\.)*layers\.{layer_beyond(tensor.name, raw)}\..*"] = None
-        else:
-            patterns[f"re:^{re.escape('.'.join(parts[: at + 1]))}.*"] = None
-    if beyond and not any(tensor.name.startswith("model.decoder.") for tensor in tensors):
+        if (layer := layer_beyond(tensor.name, raw)) is not None:
+            layers[layer] = None
+            continue
+        at = next(index for index, part in enumerate(parts) if part.startswith(_EXTRA))
+        patterns[f"re:^{re.escape('.'.join(parts[: at + 1]))}.*"] = None
+        if at > 0 or parts[1].isdecimal():
+            number = next((int(part) for part in parts[at:] if part.isdecimal()), 0)
+            layers[_num_layers(raw) + number] = None
+    prefixes = "|".join(sorted(_BEFORE_LAYERS))
+    patterns |= dict.fromkeys(rf"re:^(({prefixes})\.)*layers\.{layer}\..*" for layer in layers)
+    if layers and not any(tensor.name.startswith("model.decoder.") for tensor in tensors):
         patterns[r"re:^model\.decoder\..*"] = None
     known = [tensor.module for tensor in tensors if tensor.role]  # a class may have more layers than its config counts
     return [*names, *(one for one in patterns if not any(re.match(one[3:], module) for module in known))]
