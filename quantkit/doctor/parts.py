@@ -3,7 +3,7 @@ and sound."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 
 from quantkit.architectures.config import OpaqueTensor
 from quantkit.architectures.families.opaque import LINEARS, is_extra_layer, layer_beyond, possible_linears
@@ -69,7 +69,7 @@ def _not_ignored(view: View) -> Iterator[Finding]:
             claims, ignored = method.claims(settings, linears, view.coded), []
     except CheckpointError:
         return  # reported by rules about quantized weights
-    unknown = [name for name in ignored if _is_unknown(view, name, linears)]
+    unknown = _unknown_names(view, ignored, linears)
     for module in linears if claims.certain else ():
         if (claim := claims.modules.get(module)) is not None:
             title = "quantized" if claim.layout is None else claim.layout.title
@@ -91,12 +91,19 @@ def _float_linears(view: View) -> list[str]:
     return found
 
 
-def _is_unknown(view: View, name: str, linears: Collection[str]) -> bool:
-    """Whether a name of a module in such a layer is that of none, nor of one next to it: runtimes fuse some."""
-    if name.startswith("re:") or not is_extra_layer(f"{name}.weight", view.folder.config) or name in linears:
-        return False
-    parent = name.rpartition(".")[0] + "."
-    return not any(stored.startswith(parent) for stored in view.stored)
+def _unknown_names(view: View, names: Iterable[str], linears: Iterable[str]) -> list[str]:
+    """The names in such layers that are those of no module, nor of one next to a module: runtimes fuse some."""
+    raw, known, parents = view.folder.config, set(linears), set[str]()
+    for stored in view.stored:
+        module = stored if is_extra_layer(stored, raw) else ""
+        while module := module.rpartition(".")[0]:
+            parents.add(module)
+    return [
+        name
+        for name in names
+        if not name.startswith("re:") and is_extra_layer(f"{name}.weight", raw)
+        and name not in known and name.rpartition(".")[0] not in parents
+    ]  # fmt: skip
 
 
 def _is_same(name: str, module: str) -> bool:
