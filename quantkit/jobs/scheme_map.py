@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
+from quantkit.architectures.families.opaque import READ_OUT
 from quantkit.architectures.names import CANONICAL, EMBEDDING
 from quantkit.architectures.topology import kept_unless_named, linear_columns, parameters, recurrent_linears
 from quantkit.arguments import as_strings
@@ -23,7 +24,7 @@ from quantkit.tensors.scheme import EMBEDDING_SCHEME, SPELLINGS, QuantScheme
 
 _HEAD = CANONICAL["head"]
 _RECURRENT = "carries a state from token to token: keeps its floats unless a recipe names it alone"
-_FINE = 8  # bits that linears may have which carry a state
+_FINE = 8  # bits that linears may have which change a state
 
 
 def requested_recipe(options: QuantizeOptions) -> Recipe:
@@ -122,7 +123,8 @@ class SchemeMap:
             module: (named if module in recurrent else recipe).requested(module, on_disk.get(module), kept)
             for module in columns
         }
-        _require_fine(named, {module: requested[module] for module in columns if module in recurrent}, on_disk)
+        feeding = (module for module in columns if module in recurrent and module.rpartition(".")[2] not in READ_OUT)
+        _require_fine(named, {module: requested[module] for module in feeding}, on_disk)
         schemes = {module: scheme.fitted(columns[module]) for module, scheme in requested.items() if scheme}
         if not schemes.keys() - {EMBEDDING}:
             raise _nothing(recurrent, set(columns) - kept)
@@ -186,13 +188,13 @@ class SchemeMap:
 
 
 def _require_fine(recipe: Recipe, requested: Mapping[str, QuantScheme | None], on_disk: Mapping[str, str]) -> None:
-    """Raise a `RequestError` if linears that carry a state would get few bits."""
+    """Raise a `RequestError` if linears that change a state would get few bits."""
     for module, scheme in requested.items():
         if scheme is not None and scheme.bits < _FINE:
             names = (module, on_disk.get(module, module))
             named = next(one for one in reversed(recipe.overrides) if any(map(one.matches, names)))
             raise RequestError(
-                f"'{module}' carries a state from token to token: it takes int8, or keeps its floats",
+                f"'{module}' changes a state that goes from token to token: it takes int8, or keeps its floats",
                 found=f"{scheme} for {shown(named.pattern)}", expected='"int8" or "keep"',
             )  # fmt: skip
 

@@ -192,6 +192,16 @@ def test_four_bits_are_refused_where_a_recipe_names_linear_attention(tmp_path: P
         quantkit.quantize(_hybrid(tmp_path / "src"), tmp_path / "dst", recipe, method="rtn", tensors_only=True)
 
 
+def test_output_projections_may_have_four_bits_where_a_recipe_names_them(tmp_path: Path) -> None:
+    """They get what was read from the state; published models have them so."""
+    recipe = quantkit.Recipe(INT8, (quantkit.Override("*.linear_attn.out_proj", INT4),))
+    made = quantkit.quantize(_hybrid(tmp_path / "src"), tmp_path / "dst", recipe, method="rtn", tensors_only=True)
+    schemes = {name: one["scheme"] for name, one in made.manifest["modules"].items() if ".linear_attn." in name}
+    assert {name.rpartition(".")[2] for name, scheme in schemes.items() if scheme == "int4-g32"} == {"out_proj"}
+    assert any("linear attention" in note and "out_proj" not in note for note in made.notes)
+    assert {one.rule.name for one in quantkit.diagnose(made.path).findings} == {"no-tokenizer"}
+
+
 def test_a_model_of_state_spaces_alone_is_quantized_where_a_recipe_names_them(tmp_path: Path) -> None:
     _, source = _made("mamba2", tmp_path / "src")
     everything = quantkit.Recipe(INT8, (quantkit.Override("*.*.*", INT8),))

@@ -100,7 +100,8 @@ def test_a_sound_hybrid_has_nothing(form: str, prefix: str, tmp_path: Path) -> N
 def test_gates_and_projections_of_linear_attention_in_four_bits(form: str, prefix: str, tmp_path: Path) -> None:
     modules = [f"{prefix}{STATE}.{name}" for name in _DELTA | _GATES]
     hybrid = Hybrid(form, prefix, modules, ignored=("visual", "connector", "mtp"))
-    assert _found(hybrid, tmp_path / "model") == {"low-bit-state": set(modules)}
+    changing = {module for module in modules if not module.endswith(".out_proj")}  # that reads the state
+    assert _found(hybrid, tmp_path / "model") == {"low-bit-state": changing}
 
 
 NO_MTP = Hybrid(further=TOWER)
