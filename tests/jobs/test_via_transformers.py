@@ -219,3 +219,11 @@ def test_what_is_not_installed_is_named_with_the_command(
     with pytest.raises(RequestError, match=rf"{missing} must be installed .*gpt_neox.*{EXTRA}; or `tensors_only=True`"):
         _quantize(tiny_model("gpt_neox"), tmp_path / "dst")
     assert not list(tmp_path.iterdir())
+
+
+def test_experts_that_stay_in_one_tensor_are_listed_one_by_one(tiny_model: Tiny, tmp_path: Path) -> None:
+    """As runtimes build them, which look there for what is not quantized."""
+    made = _quantize(tiny_model("gpt_oss"), tmp_path / "dst", "rtn", via="transformers", accept_quality_loss=True)
+    ignored = json.loads((made.path / "config.json").read_text())["quantization_config"]["ignore"]
+    experts = {f"model.layers.{layer}.mlp.experts.{expert}" for layer in range(2) for expert in range(4)}
+    assert {f"{one}.{linear}" for one in experts for linear in ("gate_proj", "up_proj", "down_proj")} <= set(ignored)

@@ -185,8 +185,8 @@ def may_be_linear(tensor: OpaqueTensor) -> bool:
 
 def carried_modules(config: ModelConfig) -> list[str]:
     """The modules whose weights are copied although they may be linears in some readers, such as layers that predict
-    further tokens; none for a model that runs."""
-    return [tensor.module for tensor in config.tensors or () if not tensor.role and may_be_linear(tensor)]
+    further tokens, or experts in one tensor; none for a model that runs."""
+    return [module for tensor in config.tensors or () if not tensor.role for module in possible_linears(tensor)]
 
 
 def possible_linears(tensor: OpaqueTensor) -> list[str]:
