@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -270,7 +271,8 @@ def build(model_type: str, tokens: int, *, seed: int) -> PreTrainedModel:
 
 
 def make(model_type: str, folder: Path, tokenizer: Path = DEMO_MODEL, *, seed: int = 0) -> None:
-    """Write a model of float32 weights, and a copy of a tokenizer.
+    """Write a model of float32 weights, and a copy of a tokenizer. The parts of its config state bfloat16, as those of
+    many published models state another type than that of the whole.
 
     Arguments:
         model_type: one of `ARCHITECTURES`.
@@ -279,6 +281,12 @@ def make(model_type: str, folder: Path, tokenizer: Path = DEMO_MODEL, *, seed: i
         seed: of the weights.
     """
     build(model_type, vocabulary(tokenizer), seed=seed).save_pretrained(folder)
+    path = folder / "config.json"
+    stated = json.loads(path.read_text())
+    for part in stated.values():
+        if isinstance(part, dict) and "dtype" in part:
+            part["dtype"] = "bfloat16"
+    path.write_text(json.dumps(stated, indent=2))
     copy_tokenizer(tokenizer, folder)
 
 

@@ -88,12 +88,12 @@ _QWEN2_VL = _Text(
 )
 _TEXTS: dict[str, _Text] = {
     "gemma3_text": _Text(
-        "gemma3_text", (2304, 9216, 26, 8, 4, 262208, 131072, 1e-6), {"bos_token_id": 2, "eos_token_id": 1}
+        "gemma3_text", (2304, 9216, 26, 8, 4, 262208, 131072, 1e-6), {"bos_token_id": 2, "eos_token_id": 1},
+        {"final_logit_softcapping": None},
     ),
     "glm4v_text": _Text(
         "glm4", (4096, 13696, 40, 32, 2, 151552, 32768, 1e-5), {"partial_rotary_factor": 1.0}, _GLM, fills=True
     ),
-    "granite": _Text("granite", (4096, 11008, 32, 32, None, 32000, 2048, 1e-6), _ENDS),
     "llama": _Text("llama", (4096, 11008, 32, 32, None, 32000, 2048, 1e-6), _ENDS),
     "ministral3": _Text("ministral3", (4096, 14336, 34, 32, 8, 131072, 262144, 1e-5), _ENDS),
     "mistral": _Text("mistral", (4096, 14336, 32, 32, 8, 32000, 131072, 1e-6), _ENDS),

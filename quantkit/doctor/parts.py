@@ -3,7 +3,8 @@ and sound."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from quantkit.architectures.config import OpaqueTensor
 from quantkit.architectures.families.opaque import LINEARS, is_extra_layer, layer_beyond, possible_linears
@@ -18,6 +19,7 @@ from quantkit.json_values import Settings
 PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
 """The keys of config.json with the number of layers that predict further tokens."""
 _TOWERS = {"vision_config": ("vis", "vit", "image", "patch"), "audio_config": ("audio", "speech", "sound")}
+_FUSED = frozenset({"qkv_proj", "gate_up_proj", "qkv", "query_key_value", "W_pack", "Wqkv", "in_proj"})
 _JOINING = ("fc", "eh_proj")  # which runtimes never quantize in layers beyond the model's
 
 
@@ -69,7 +71,10 @@ def _not_ignored(view: View) -> Iterator[Finding]:
             claims, ignored = method.claims(settings, linears, view.coded), []
     except CheckpointError:
         return  # reported by rules about quantized weights
-    unknown = _unknown_names(view, ignored, linears)
+    lost = _lost_linears(view, ignored, linears)
+    unknown = [name for name in _unknown_names(view, ignored, linears) if name not in lost]
+    for name in lost:
+        yield finding("dropped-prediction", name, "is in ignore, and in no file")
     for module in linears if claims.certain else ():
         if (claim := claims.modules.get(module)) is not None:
             title = "quantized" if claim.layout is None else claim.layout.title
@@ -104,6 +109,29 @@ def _unknown_names(view: View, names: Iterable[str], linears: Iterable[str]) -> 
         if not name.startswith("re:") and is_extra_layer(f"{name}.weight", raw)
         and name not in known and name.rpartition(".")[0] not in parents
     ]  # fmt: skip
+
+
+def _lost_linears(view: View, names: Iterable[str], linears: Iterable[str]) -> list[str]:
+    """The names of linears in such layers that are in no file, although others of the same layers are."""
+    raw = view.folder.config
+    extra = [name.rpartition(".")[0] for name in view.stored if is_extra_layer(name, raw)]
+    known = {*linears, *extra, *view.coded, *view.stored}
+    roots = {root for module in extra if (root := _root(module, raw))}
+    fused = {module.rpartition(".")[0] for module in extra if module.rpartition(".")[2] in _FUSED}
+    found = []
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        single = last in LINEARS.union(_JOINING) - _FUSED and parent not in fused
+        if not name.startswith("re:") and single and name not in known and _root(name, raw) in roots:
+            found.append(name)
+    return found
+
+
+def _root(module: str, raw: Mapping[str, Any]) -> str:
+    """The first part of a module's name that says that it is in such a layer, with those before it."""
+    parts = module.split(".")
+    prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return next((prefix for prefix in prefixes if is_extra_layer(f"{prefix}.weight", raw)), "")
 
 
 def _is_same(name: str, module: str) -> bool:

@@ -73,8 +73,9 @@ class CheckpointView:
 
 
 def stored_name(checkpoint: Checkpoint, name: str) -> str:
-    """The name of the tensor that holds a parameter's values; that of the embedding for a tied head."""
-    tied = name == "lm_head.weight" and checkpoint.config.tied_embeddings
+    """The name of the tensor that holds a parameter's values; that of the embedding for a tied head. A model known by
+    its tensors has all of them under their own names."""
+    tied = name == "lm_head.weight" and checkpoint.config.tied_embeddings and checkpoint.config.runnable
     return "model.embed_tokens.weight" if tied else name
 
 

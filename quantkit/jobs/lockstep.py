@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quantkit.architectures.topology import kept_unless_named
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.lockstep_quantizer import LockstepQuantizer
-from quantkit.errors import UnsupportedError
+from quantkit.errors import RequestError, UnsupportedError
 from quantkit.jobs.prepare import Prepared
 from quantkit.jobs.settings import GptqSettings
 from quantkit.progress import Progress
@@ -23,6 +24,7 @@ def surveyed(prepared: Prepared, drawn: Calibration) -> Prepared:
 
     Raises:
         UnsupportedError: if transformers cannot run the model, or no linear can be solved.
+        RequestError: if one cannot be solved that is quantized only because the recipe names it.
     """
     passage = passage_of(prepared.source)
     sites, kept = find_sites(passage.lazy, prepared.scheme_map.linears)
@@ -36,6 +38,12 @@ def surveyed(prepared: Prepared, drawn: Calibration) -> Prepared:
         raise UnsupportedError(
             "GPTQ can solve no linear layer of this model", path=prepared.source.path, found=f"'{module}': {reason}",
             hint='`method="rtn"` rounds them',
+        )  # fmt: skip
+    if named := [module for module in chosen if module in kept_unless_named(prepared.source.config)]:
+        raise RequestError(
+            f"GPTQ cannot solve '{named[0]}', which the recipe names: {chosen[named[0]]}", path=prepared.source.path,
+            found=f"{len(named)} such linear{'s' * (len(named) > 1)}",
+            hint='leave it out of the recipe; `method="rtn"` rounds it',
         )  # fmt: skip
     scheme_map = prepared.scheme_map.without(chosen)
     return replace(prepared, scheme_map=scheme_map, survey=survey, notes=[*prepared.notes, *notes])

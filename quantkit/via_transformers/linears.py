@@ -157,9 +157,20 @@ def model_class(raw: Mapping[str, Any], code: Path | None = None) -> tuple[Any, 
 
 
 def _config(known: Any, raw: Mapping[str, Any], skipped: Sequence[str]) -> Any:
-    """A config of a class, from a config.json without some of its keys."""
+    """A config of a class in float32, from a config.json without some of its keys."""
     stated = {key: value for key, value in raw.items() if key not in skipped}
-    return known.from_dict(known._decode_special_floats(copy.deepcopy(stated)))  # infinities, as its own files spell
+    config = known.from_dict(known._decode_special_floats(copy.deepcopy(stated)))  # infinities, as its own files spell
+    _set_float32(config)
+    return config
+
+
+def _set_float32(config: Any) -> None:
+    """Let a model of a config compute in float32, and all its parts: transformers builds each in the type that its own
+    part of the config states, and keeps that when it loads weights."""
+    config.dtype = torch.float32
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            _set_float32(part)
 
 
 def _require_sane(raw: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +25,7 @@ from quantkit.jobs.load import load_by_transformers
 assert oracle  # which lets transformers be quiet
 Tiny = Callable[[str], Path]
 TOKENS = torch.randint(3, 1900, (2, 60), generator=torch.Generator().manual_seed(1))
-OWN_TEXT = {  # kinds of text parts that a model can have, besides its default
-    "granite": "llava_next", "ministral3": "mistral3",
-}  # fmt: skip
+OWN_TEXT = {"ministral3": "mistral3"}  # kinds of text parts that a model can have, besides its default
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 512, "rms_norm_eps": 1e-4,
@@ -66,6 +65,28 @@ def test_inspect_says_what_runs_the_text_part(tiny_image_text_model: Tiny) -> No
         "run its text part as qwen2, without images" in note
         for note in quantkit.inspect(tiny_image_text_model("ovis2")).notes
     )
+
+
+def test_what_the_whole_leaves_out_of_its_head_is_left_out(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+    """transformers caps the logits of a Gemma 3 for text alone, and not those of one that reads images."""
+    source = shutil.copytree(tiny_image_text_model("gemma3"), tmp_path / "src")
+    oracle.edit_json(source / "config.json", text_config=_text_config(source) | {"final_logit_softcapping": 1.0})
+    model, _ = quantkit.load(source, dtype="fp32")
+    torch.testing.assert_close(model(TOKENS), _theirs(source), atol=1e-4, rtol=0)
+
+
+def test_a_text_part_whose_logits_transformers_does_not_scale_is_refused(
+    tiny_image_text_model: Tiny, tmp_path: Path
+) -> None:
+    source = shutil.copytree(tiny_image_text_model("llava_next"), tmp_path / "src")
+    oracle.edit_json(source / "config.json", text_config=_text_config(source) | {"model_type": "granite"})
+    with pytest.raises(UnsupportedError, match="architecture is not supported"):
+        quantkit.load(source)
+
+
+def _text_config(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())["text_config"]
+    return found
 
 
 def test_images_in_a_prompt_are_refused(tiny_image_text_model: Tiny) -> None:

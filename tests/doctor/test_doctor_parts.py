@@ -119,6 +119,15 @@ def test_mtp_that_the_config_states_is_missing(key: str, part: str, tmp_path: Pa
     assert _found(Hybrid(stated=stated), tmp_path / "there") == {}
 
 
+@pytest.mark.parametrize("lost", [["mtp.fc"], [name for name in MTP if "self_attn" in name]], ids=["one", "a module"])
+def test_some_of_what_predicts_further_tokens_is_missing(lost: list[str], tmp_path: Path) -> None:
+    """`ignore` names it; nothing else says that it should be there."""
+    others = ("linear_attn", "visual", "connector")
+    rest = TOWER | {name: shape for name, shape in MTP.items() if name not in lost}
+    hybrid = Hybrid(ignored=(*others, *MTP), further=rest)
+    assert _found(hybrid, tmp_path / "model") == {"dropped-prediction": set(lost)}
+
+
 def test_layers_beyond_those_of_the_model_are_counted(tmp_path: Path) -> None:
     assert _found(OF_LAYERS, tmp_path / "all") == {}
     two = replace(OF_LAYERS, stated={"num_nextn_predict_layers": 2})

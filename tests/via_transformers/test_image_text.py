@@ -3,6 +3,7 @@ images mean the same to the result."""
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
@@ -13,20 +14,22 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from command import Capture, run
 from image_prompts import image_features, random_images, save_processor, with_images
 from measure_architectures import load
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import quantkit
 from quantkit.architectures.families.opaque import named_roles
 from quantkit.data.files import DEMO_MODEL, excerpt
-from quantkit.errors import UnsupportedError
+from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.figures import mean_estimate
 from quantkit.text.tokenizer import load_tokenizer
+from quantkit.via_transformers.forward import open_to_run, passage_of
 from quantkit.via_transformers.linears import with_linears
 
 Tiny = Callable[[str], Path]
@@ -94,6 +97,53 @@ def test_other_parts_are_found_by_names_too(kind: str, tiny_image_text_model: Ti
     roles = {one.name: (one.role, by_names.get(one.name, ("",))[0]) for one in config.tensors or () if one.role}
     assert {found for role, found in roles.values() if role == "tower"} == {"tower"}
     assert {found for role, found in roles.values() if role == "linear"} == {"linear"}
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3", "llava"])
+def test_a_model_computes_in_float32_whatever_its_parts_state(kind: str, tiny_image_text_model: Tiny) -> None:
+    source = tiny_image_text_model(kind)
+    assert '"bfloat16"' in (source / "config.json").read_text()
+    lazy = passage_of(open_to_run(source, via="transformers")).lazy
+    for part in lazy.parts:
+        lazy.load(part)
+    assert {one.dtype for one in lazy.model.parameters()} == {torch.float32}
+    with torch.no_grad():
+        logits = lazy.model(input_ids=TOKENS, use_cache=False).logits
+    torch.testing.assert_close(
+        logits.log_softmax(-1), _log_probs(_load(source), {"input_ids": TOKENS}), atol=1e-5, rtol=0
+    )
+
+
+def test_a_tied_model_may_store_its_head(tiny_image_text_model: Tiny, tmp_path: Path, capfd: Capture) -> None:
+    source = shutil.copytree(tiny_image_text_model("qwen3_vl"), tmp_path / "src")
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    oracle.edit_json(source / "config.json", tie_word_embeddings=True)
+    given = ("--scheme", "int4-g32", "--samples", "16", "--no-source-check", "--accept-quality-loss")
+    assert run(capfd, "quantize", source, tmp_path / "dst", *given)[0] == 0
+    made = load_file(tmp_path / "dst" / "model.safetensors")
+    assert torch.equal(made["lm_head.weight"], tensors["lm_head.weight"])
+    assert quantkit.verify(tmp_path / "dst", source).ok
+
+
+def test_two_schemes_leave_doctor_nothing_to_say(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+    """Settings name each linear as on disk and as transformers does."""
+    given: Any = {"method": "rtn", "via": "transformers", "source_check": False, "accept_quality_loss": True}
+    made = quantkit.quantize(tiny_image_text_model("qwen2_5_vl"), tmp_path / "dst", "int4-g32", head="int8", **given)
+    groups = json.loads((made.path / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    assert any(name.startswith("model.language_model.layers.") for group in groups for name in group["targets"])
+    assert not [one for one in quantkit.diagnose(made.path).findings if one.rule.name == "names-nothing"]
+
+
+def test_gptq_refuses_a_tower_that_a_recipe_names(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
+    scheme = quantkit.QuantScheme.parse("int4-g32")
+    recipe = quantkit.Recipe(scheme, (quantkit.Override("*visual*", scheme),))
+    given: Any = {"via": "transformers", "source_check": False, "accept_quality_loss": True}
+    with pytest.raises(RequestError, match=r"GPTQ cannot solve '.*visual.*', which the recipe names: no calibration"):
+        quantkit.quantize(tiny_image_text_model("qwen2_5_vl"), tmp_path / "a", recipe, samples=16, **given)
+    made = quantkit.quantize(tiny_image_text_model("qwen2_5_vl"), tmp_path / "b", recipe, method="rtn", **given)
+    assert any("visual." in name for name, one in made.manifest["modules"].items() if one["scheme"])
 
 
 def test_an_encoder_is_refused(tiny_image_text_model: Tiny, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ class CompressedTensors(QuantMethod):
                 if any(stated[name] != claim for name in names):
                     conflicts[module] = " and ".join(names)
         known = {name for module in modules for name in spelled(module)}
+        known |= _of_readers(targets, modules)
         unmatched = (one for one in targets if "." in one and not one.startswith("re:") and one not in known)
         return Claims(found, True, tuple(unmatched), conflicts)
 
@@ -163,6 +164,19 @@ def read_here_alone(method: QuantMethod, schemes: Mapping[str, QuantScheme | Non
     """Whether no other reader of compressed-tensors loads a folder, as tried: its embedding is quantized, and the head
     is tied to it."""
     return tied and isinstance(method, CompressedTensors) and has_embedding(schemes)
+
+
+def _of_readers(targets: Collection[str], modules: Iterable[str]) -> set[str]:
+    """The names in settings that readers may have for modules: they differ from those on disk, which are targets too,
+    in what comes before the layers."""
+    tails = {_in_layers(module) for module in modules if module in targets}
+    return {one for one in targets if _in_layers(one) in tails}
+
+
+def _in_layers(module: str) -> str:
+    """The name of a module from the layers on; all of it outside of them."""
+    at = module.rfind("layers.", 0, module.rfind("."))
+    return module if at < 0 else module[at:]
 
 
 def _written(
