@@ -302,7 +302,8 @@ _SHARED: dict[str, Decorator] = {
 }  # fmt: skip
 _KINDS: dict[type | str, dict[str, Any]] = {
     "scheme": {"type": Scheme()}, "size": {"type": file_size}, "memory": {"type": memory}, "path": {"type": PATH},
-    "file": {"shell_complete": complete_files}, "patterns": {"multiple": True}, bool: {"is_flag": True},
+    "file": {"shell_complete": complete_files}, "patterns": {"multiple": True},
+    "adapters": {"multiple": True, "shell_complete": complete_files}, bool: {"is_flag": True},
 }  # fmt: skip
 
 

@@ -176,7 +176,7 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
 
 def lora_adapter(path: Path, found: str) -> UnsupportedError:
     """The error for an adapter instead of a model."""
-    hint = "merge it into its base model first"
+    hint = f"merge it into its base: `quantkit convert BASE DST --lora {path}`"
     return UnsupportedError("is a LoRA adapter, not a model", path=path, found=found, hint=hint)
 
 

@@ -38,7 +38,7 @@ _CODE = ".py"
 _SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".bpe", ".vocab"}
 QUANTIZED_ELSEWHERE = tuple(SETTINGS_FILES)
 """Files that hold settings of a quantization next to a config.json without any."""
-_NOT_TAKEN = {"config.json", "quantkit.json", "params.json", *QUANTIZED_ELSEWHERE}
+_NOT_TAKEN = {"config.json", "quantkit.json", "params.json", "adapter_config.json", *QUANTIZED_ELSEWHERE}
 
 
 def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:

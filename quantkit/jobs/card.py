@@ -24,6 +24,7 @@ from quantkit.calibration.effort import EFFORTS, SAMPLES, SEED
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import read_here_alone
+from quantkit.formats.lora.adapter import adapter_words, requested_adapters
 from quantkit.jobs.labels import base_model, file_name, known_name, layer_names, model_name
 from quantkit.jobs.option_fields import command_words, declared
 from quantkit.jobs.prepare import Prepared
@@ -234,6 +235,9 @@ def _quantize_command(src: str, dst: str, prepared: Prepared, drawn: Calibration
     values |= _method_options(prepared, drawn)
     values["to"] = None if prepared.target.name == NATIVE else prepared.target.name
     values["template"] = options.template and Path(options.template).name
+    values["lora"] = [
+        adapter_words({file_name(path) or "ADAPTER": weight})[0] for path, weight in requested_adapters(options.lora)
+    ]
     values["certify_text"] = options.certify_text and (file_name(options.certify_text) or "TEXT")
     license = _front_matter(prepared.source.path / NAME).get("license")
     for name, default in ("base_model", base_model(prepared.source)), ("license", license):

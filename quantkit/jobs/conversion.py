@@ -24,6 +24,7 @@ from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, GGUF, Target
 from quantkit.jobs import carried_codes
+from quantkit.jobs.adapters import recorded_adapters, with_adapters
 from quantkit.jobs.carried_codes import Changes, widened
 from quantkit.jobs.convert_options import ConvertOptions
 from quantkit.jobs.labels import model_name
@@ -106,6 +107,7 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
         side_files, encoder = container.side_files(output), container.encoder(output)
     notes += [*kv_notes, *container.notes(output)]
     recorded = options.recorded(target.name, cast=cast, tensors_only=not source.config.runnable)
+    recorded |= recorded_adapters(source)
     work = Work("convert", source, encoder, side_files, recorded)
     return Conversion(dst, options, work, target, changes, precise, [*source.notes, *notes], kv_cache)
 
@@ -114,7 +116,7 @@ def _open(src: Path, options: ConvertOptions, floats_as: DType | None) -> Stored
     source = open_checkpoint(src, options.weights, tensors_only=options.tensors_only, floats_as=floats_as)
     if not source.config.runnable and source.method is not None:
         unstack(source)  # experts that become floats become one tensor again
-    return source
+    return with_adapters(source, options.lora, dequantize=options.dequantize, floats_as=options.float_type)
 
 
 @contextmanager

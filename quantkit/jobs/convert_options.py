@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from quantkit.arguments import as_integer
 from quantkit.formats.detect import WeightKind
+from quantkit.formats.lora.adapter import Requested, adapter_words
 from quantkit.formats.registry import TargetName
-from quantkit.jobs.option_fields import OTHER, IfExists, option, require_valid
+from quantkit.jobs.option_fields import ADAPTERS, ADAPTERS_HELP, OTHER, IfExists, option, require_valid
 from quantkit.tensors.dtypes import SHORT_NAMES, DType, FloatName, float_name
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class ConvertOptions:
         resume: continue an interrupted run, if there is one.
         if_exists: ``fail``, or ``skip`` to accept a `dst` that this call would write again, after a comparison of all
             hashes of source and output.
+        lora: LoRA adapters to merge into `src`, in PEFT's format: the folder of one, a list of several, or a mapping
+            from folders to weights. ``FOLDER=0.5`` also states a weight, which is 1 otherwise.
         allow_nonfinite: write NaN and Inf, and values that overflow `dtype`, as they are.
         source_check: first check that the source predicts a sample text, if it has a tokenizer.
         tensors_only: copy the tensors as they are, whatever the architecture.
@@ -63,6 +66,7 @@ class ConvertOptions:
     requantize: bool = option(
         _QUANTIZED, "Cast scales or round again where the target format is not exact.", bool, default=False
     )
+    lora: Requested = option(ADAPTERS, ADAPTERS_HELP, "adapters", default=(), metavar="FOLDER[=WEIGHT]")
     source_check: bool = option(_CHECKS, default=True)
     allow_nonfinite: bool = option(_CHECKS, default=False)
     resume: bool = option("Output", default=False)
@@ -74,6 +78,7 @@ class ConvertOptions:
         """Raise a `RequestError` for a value of the wrong type, or an unknown float type."""
         require_valid(self)
         float_name(self.dtype)
+        object.__setattr__(self, "lora", adapter_words(self.lora))
         object.__setattr__(self, "mp", as_integer("mp", self.mp))
 
     @property

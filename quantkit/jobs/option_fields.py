@@ -20,6 +20,9 @@ IfExists = Literal["fail", "skip"]
 
 OTHER = "Other options"
 """The last section of a help page."""
+ADAPTERS = "Adapters"
+"""The section of `lora`."""
+ADAPTERS_HELP = "Merge a LoRA adapter in PEFT's format into SRC; repeatable, each with its weight. Default: weight 1."
 _KEY = "option"
 
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.output.staging import interrupted_fingerprint, require_name, require_new_names
 from quantkit.formats.registry import Target
+from quantkit.jobs.adapters import recorded_adapters, with_adapters
 from quantkit.jobs.certificate import CertifiedText, certified_text
 from quantkit.jobs.labels import model_name
 from quantkit.jobs.option_fields import command_words, declared
@@ -71,6 +72,7 @@ class Prepared:
         certified: the text on which the loss by position is measured; None if this was not requested.
         notes: for the user.
         allocation: the schemes chosen for a size; None before that, and if a scheme was given.
+        adapters: what the manifest records of adapters that are merged; empty if there are none.
     """
 
     options: QuantizeOptions
@@ -84,6 +86,7 @@ class Prepared:
     allocation: Allocation | None = None
     survey: Survey | None = None
     unread: str | None = None
+    adapters: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def dst(self) -> Path:
@@ -160,6 +163,8 @@ def prepare(options: QuantizeOptions) -> Prepared:
     if options.method == "gptq" and options.size is None:
         require_calibratable(source)
     tokenizer, notes = checked_tokenizer(source)
+    source = with_adapters(source, options.lora, dequantize=options.dequantize)
+    adapters = recorded_adapters(source)
     source, more = _as_floats(source, options)
     notes += more
     if options.tensors_only and target.name != NATIVE:
@@ -188,7 +193,9 @@ def prepare(options: QuantizeOptions) -> Prepared:
     settings = gptq_settings(options, scheme_map.schemes.values(), source, tokenizer)
     certified = certified_text(options.certify_positions, options.certify_text, source, tokenizer)
     notes += [] if certified is None else certified.notes
-    return Prepared(options, source, scheme_map, tokenizer, linears_by, settings, certified, notes)
+    return Prepared(
+        options, source, scheme_map, tokenizer, linears_by, settings, certified, notes, adapters=adapters
+    )  # fmt: skip
 
 
 def _opened(options: QuantizeOptions) -> StoredCheckpoint:

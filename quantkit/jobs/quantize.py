@@ -251,6 +251,7 @@ def _work(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) ->
         recorded["to"] = prepared.target.name
     if options.dequantize:
         recorded["dequantize"] = True
+    recorded |= prepared.adapters
     if options.split_max_size is not None:
         recorded["split_max_size"] = options.split_max_size
     if prepared.allocation is not None:

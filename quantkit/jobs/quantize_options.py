@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 from quantkit.arguments import as_integer, as_path, as_seed, as_string, is_several
 from quantkit.calibration.effort import ACTIVATION_MEMORY, EFFORTS, MAX_LENGTH, SAMPLES, SEED, EffortName
 from quantkit.errors import RequestError
+from quantkit.formats.lora.adapter import Requested, adapter_words
 from quantkit.formats.registry import TargetName
-from quantkit.jobs.option_fields import OTHER, IfExists, declared, option, require_valid
+from quantkit.jobs.option_fields import ADAPTERS, ADAPTERS_HELP, OTHER, IfExists, declared, option, require_valid
 from quantkit.jobs.target import NATIVE, quantized_target
 from quantkit.json_values import shown
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
@@ -77,6 +78,7 @@ class QuantizeOptions:
         activation_memory: bytes of calibration activations kept in memory, by default 4_000_000_000, or half of what
             is available if that is less; the rest goes to the disk of `dst`.
         device: where GPTQ computes, as torch spells it; None is a GPU if there is one.
+        lora: as in `convert`: adapters are merged before the model is calibrated and quantized.
         source_check: as in `convert`.
         allow_nonfinite: as in `convert`.
         accept_quality_loss: keep a result that is too far from its source.
@@ -151,6 +153,7 @@ class QuantizeOptions:
         "memory", metavar="AMOUNT", changes_result=False,
     )  # fmt: skip
     device: str | torch.device | None = option(CALIBRATION, changes_result=False)
+    lora: Requested = option(ADAPTERS, ADAPTERS_HELP, "adapters", default=(), metavar="FOLDER[=WEIGHT]")
     source_check: bool = option(CHECKS, default=True, changes_result=False)
     allow_nonfinite: bool = option(CHECKS, default=False)
     accept_quality_loss: bool = option(CHECKS, "Keep a result that is too far from its source.", bool, default=False)
@@ -183,6 +186,7 @@ class QuantizeOptions:
         """Raise a `RequestError` for a value of the wrong type or out of range, and for options that exclude each
         other, as far as this needs no model."""
         require_valid(self)
+        object.__setattr__(self, "lora", adapter_words(self.lora))
         as_path("dst", self.dst)
         for value, pattern, name, expected in (
             (self.base_model, HUB_NAME, "base_model", "owner/name"),

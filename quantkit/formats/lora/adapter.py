@@ -1,0 +1,202 @@
+"""An adapter's folder: its settings, and its tensors by what they do to a module of the base."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from quantkit.arguments import as_number, as_path, is_several
+from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.files import pth_io, safetensors_io
+from quantkit.files.source import SourceFile
+from quantkit.files.tensor_file import TensorFile
+from quantkit.formats.lora.adapter_config import NAME, read_config
+from quantkit.json_values import shown
+from quantkit.tensors.dtypes import FLOATS
+from quantkit.tensors.late import torch
+
+Requested = str | Path | Iterable[str | Path] | Mapping[str | Path, float]
+"""One adapter or several: folders, each possibly with ``=WEIGHT`` after it, or weights by folder."""
+
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_PREFIX = "base_model.model."
+_ROLES = {
+    "lora_A.weight": "down", "lora_B.weight": "up", "lora_B.bias": "bias", "lora_embedding_A": "embedding_down",
+    "lora_embedding_B": "embedding_up", "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}  # fmt: skip
+_WITH_WEIGHT = re.compile(r"(?P<path>.+)=(?P<weight>[^=/]+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """The tensors that an adapter has for one module, by their names in its file.
+
+    Attributes:
+        down: A, [rank, inputs]; of an embedding [rank, tokens].
+        up: B, [outputs, rank]; of an embedding [width, rank].
+        bias: of B, [outputs]; None if there is none.
+        magnitude: of DoRA, [outputs]; of an embedding [width]; None without DoRA.
+        is_embedding: whether the module is an embedding.
+    """
+
+    name: str
+    down: str
+    up: str
+    bias: str | None
+    magnitude: str | None
+    is_embedding: bool
+
+
+class Adapter:
+    """A LoRA adapter in a folder, read lazily.
+
+    Attributes:
+        weight: the factor of all its updates.
+        modules: what it adds to modules, by their names in the base.
+        replaced: the tensors of the base that it replaces, with the names of their new values.
+    """
+
+    def __init__(self, folder: Path, weight: float = 1.0) -> None:
+        """Open an adapter; headers only.
+
+        Raises:
+            CheckpointError: if files are missing or damaged, or tensors do not belong together.
+            UnsupportedError: if it has settings or tensors that are not known.
+        """
+        self.path, self.weight = folder, weight
+        if not (folder / NAME).is_file():
+            raise CheckpointError("is not a LoRA adapter", path=folder, expected=f"a folder with {NAME}")
+        self.config = read_config(folder)
+        found = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+        if found is None:
+            raise CheckpointError("the adapter has no weights", path=folder, expected=" or ".join(_WEIGHTS))
+        self._file: TensorFile = (safetensors_io if found.suffix == ".safetensors" else pth_io).open_file(found)
+        self.file = found
+        self.modules: dict[str, LoraModule] = {}
+        self.replaced: dict[str, str] = {}
+        self._sort_tensors()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of one of its tensors."""
+        return self._file.tensors[key].shape
+
+    def read(self, key: str) -> torch.Tensor:
+        """One of its tensors in float32. Raises `CheckpointError` if the file changed since it was opened."""
+        self._file.source.require_unchanged()
+        value: torch.Tensor = self._file.read(key)
+        return value.float()
+
+    @cached_property
+    def sha256(self) -> dict[str, str]:
+        """The hashes of its files, by name."""
+        return {file.path.name: file.sha256() for file in (SourceFile(self.config.path), self._file.source)}
+
+    def to_json(self) -> dict[str, object]:
+        """What the manifest records."""
+        return {"name": self.path.absolute().name, "weight": self.weight, "sha256": self.sha256}
+
+    def _sort_tensors(self) -> None:
+        parts: dict[str, dict[str, str]] = {}
+        for key, tensor in self._file.tensors.items():
+            if tensor.dtype not in FLOATS:
+                raise UnsupportedError(f"tensor '{key}' is not stored as floats", path=self.file, found=tensor.dtype)
+            name = key.removeprefix(_PREFIX)
+            suffix = next((one for one in _ROLES if name.endswith(f".{one}")), None)
+            if suffix is not None:
+                held, place = parts.setdefault(name.removesuffix(f".{suffix}"), {}), _ROLES[suffix]
+            elif "lora_" in name or ".modules_to_save." in name:
+                raise UnsupportedError(f"tensor '{key}' is of a kind that is not merged", path=self.file)
+            else:
+                held, place = self.replaced, name.replace(".base_layer.", ".")
+            if place in held:
+                raise CheckpointError(
+                    f"tensor '{key}' is in the adapter twice", path=self.file, found=f"'{held[place]}'"
+                )
+            held[place] = key
+        self.modules = {name: self._module(name, found) for name, found in parts.items()}
+        if not self.modules and not self.replaced:
+            raise CheckpointError("holds no tensors", path=self.file)
+
+    def _module(self, name: str, parts: Mapping[str, str]) -> LoraModule:
+        """Check that a module has all its tensors, in shapes that fit each other."""
+        is_embedding = "embedding_down" in parts or "embedding_up" in parts
+        start = "embedding_" if is_embedding else ""
+        expected = {f"{start}down", f"{start}up"} | ({"magnitude"} if self.config.dora else set())
+        found = set(parts) - (set() if is_embedding else {"bias"})
+        if found != expected:
+            spelled = {role: suffix for suffix, role in reversed(_ROLES.items())}
+            raise CheckpointError(
+                f"the tensors of module '{name}' do not belong together", path=self.file,
+                found=", ".join(sorted(spelled[one] for one in parts)),
+                expected=", ".join(sorted(spelled[one] for one in expected)),
+            )  # fmt: skip
+        module = LoraModule(
+            name, parts[f"{start}down"], parts[f"{start}up"], parts.get("bias"), parts.get("magnitude"), is_embedding
+        )
+        rank, (down, up) = self.config.rank_of(name), (self.shape(module.down), self.shape(module.up))
+        if len(down) != 2 or len(up) != 2:
+            raise UnsupportedError(
+                f"tensor '{module.down}' is not of a linear or an embedding", path=self.file,
+                found=f"{list(down)} and {list(up)}",
+            )  # fmt: skip
+        for key, size in ((module.down, down[0]), (module.up, up[1])):
+            if size != rank:
+                raise CheckpointError(
+                    f"tensor '{key}' has another rank than the settings", path=self.file, found=size,
+                    expected=f"{rank}, by {NAME}", hint="the two files are of different adapters",
+                )  # fmt: skip
+        for one in (module.bias, module.magnitude):
+            if one is not None and self.shape(one) != up[:1]:
+                raise CheckpointError(
+                    f"tensor '{one}' has the wrong shape", path=self.file, found=list(self.shape(one)),
+                    expected=list(up[:1]),
+                )  # fmt: skip
+        if not self.config.is_target(name):
+            raise CheckpointError(
+                f"module '{name}' has tensors, and 'target_modules' does not name it", path=self.file,
+                hint="the two files are of different adapters",
+            )  # fmt: skip
+        return module
+
+
+def requested_adapters(lora: Requested) -> list[tuple[Path, float]]:
+    """The folders of adapters and their weights.
+
+    Raises:
+        RequestError: for a value of another type, a weight that is not finite, or an adapter that is named twice.
+    """
+    if isinstance(lora, Mapping):
+        found = [(as_path("lora", path), as_number("lora", weight)) for path, weight in lora.items()]
+    else:
+        several = lora if is_several(lora) and not isinstance(lora, (str, Path)) else [lora]
+        found = [_with_weight(as_path("lora", one)) for one in several]
+    folders = [path.absolute() for path, _ in found]
+    for path, weight in found:
+        if not math.isfinite(weight):
+            raise RequestError("the weight of an adapter is not finite", path=path, found=weight)
+        if folders.count(path.absolute()) > 1:
+            raise RequestError("`lora` names an adapter twice", found=path)
+    return found
+
+
+def adapter_words(lora: Requested) -> tuple[str, ...]:
+    """Requested adapters as the command line spells them. Raises `RequestError` as `requested_adapters` does."""
+    return tuple(str(path) if weight == 1 else f"{path}={weight}" for path, weight in requested_adapters(lora))
+
+
+def _with_weight(path: Path) -> tuple[Path, float]:
+    """An adapter, and the weight after its path: ``PATH=0.5``; 1 if there is none."""
+    match = _WITH_WEIGHT.fullmatch(str(path))
+    if match is None or path.exists():
+        return path, 1.0
+    try:
+        return Path(match["path"]), float(match["weight"])
+    except ValueError:
+        raise RequestError(
+            "no weight of an adapter", found=shown(match["weight"]), expected="PATH=NUMBER, such as adapter=0.5"
+        ) from None

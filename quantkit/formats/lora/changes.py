@@ -1,0 +1,229 @@
+"""What adapters do to each canonical tensor of a base: names and shapes are compared before anything is computed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.disk import DiskTensor, Place, disk_tensors
+from quantkit.architectures.names import is_embedding
+from quantkit.architectures.topology import parameters
+from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.lora.adapter import Adapter, LoraModule
+from quantkit.formats.lora.adapter_config import NAME
+
+_PREFIXES = frozenset({"model", "language_model", "transformer"})
+"""Parts of names that differ between a folder and transformers' modules."""
+_MERGE_ALONE = "merge the adapters one after the other"
+
+
+@dataclass(frozen=True)
+class Update:
+    """A product of two matrices that is added to rows of a weight.
+
+    Attributes:
+        module: the adapter's tensors.
+        place: where the canonical tensor is in the tensor that the adapter changes.
+        swapped: whether the product is transposed: of embeddings, and of weights that are [inputs, outputs].
+        scaling: the factor of the product.
+    """
+
+    adapter: Adapter
+    module: LoraModule
+    place: Place
+    swapped: bool
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Values of an adapter that replace a tensor, or are added to a bias.
+
+    Attributes:
+        key: the name in the adapter.
+        place: where the canonical tensor is in it.
+        scaling: the factor of what is added; 1 for a replacement.
+    """
+
+    adapter: Adapter
+    key: str
+    place: Place
+    scaling: float = 1.0
+
+
+@dataclass
+class Changes:
+    """What adapters do to one canonical tensor: it is replaced first, then updated."""
+
+    replacement: Vector | None = None
+    updates: list[Update] = field(default_factory=list)
+    added: list[Vector] = field(default_factory=list)
+
+
+def untied(config: ModelConfig) -> ModelConfig:
+    """The same model with a separate output head."""
+    return replace(config, tied_embeddings=False) if config.runnable else config
+
+
+def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, Changes]:
+    """What adapters do to a base, by canonical name. Of a tied base, the head is a separate tensor.
+
+    Raises:
+        CheckpointError: if a tensor of an adapter does not fit the base.
+        UnsupportedError: if what adapters do to a tensor cannot be combined.
+    """
+    bases = _Bases(source)
+    changes: dict[str, Changes] = defaultdict(Changes)
+    for adapter in adapters:
+        seen = set[str]()
+        for module in adapter.modules.values():
+            base = bases.find(f"{module.name}.weight", adapter, module.down, seen)
+            swapped = _require_shape(adapter, module, base)
+            scaling = adapter.config.scaling(module.name) * adapter.weight
+            for place in base.places:
+                changes[place.name].updates.append(Update(adapter, module, place, swapped, scaling))
+            if module.bias is not None:
+                bias = bases.find(f"{module.name}.bias", adapter, module.bias, seen)
+                _require_same_shape(adapter, module.bias, bias)
+                for place in bias.places:
+                    changes[place.name].added.append(Vector(adapter, module.bias, place, scaling))
+        replaced = set[str]()
+        for name, key in adapter.replaced.items():
+            base = bases.find(name, adapter, key, replaced)
+            _require_same_shape(adapter, key, base)
+            for place in base.places:
+                if changes[place.name].replacement is not None or adapter.weight != 1:
+                    raise UnsupportedError(
+                        f"tensor '{key}' replaces one of the base, which has no weight and works for one adapter only",
+                        path=adapter.file, found=f"weight {adapter.weight:g}, {len(adapters)} adapters",
+                        hint="leave the weight out, and " + _MERGE_ALONE,
+                    )  # fmt: skip
+                changes[place.name].replacement = Vector(adapter, key, place)
+        if not adapter.config.is_partial and source.config.runnable:
+            _require_all_targets(adapter, bases, seen)
+    for one in changes.values():
+        _require_combinable(one)
+    return dict(changes)
+
+
+class _Bases:
+    """The tensors of a base under the names that adapters use."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        config = untied(source.config)
+        self.path, self._config = source.path, config
+        apart = disk_tensors(config, {parameter.module for parameter in parameters(config)})
+        self.named: dict[str, DiskTensor] = {}
+        for tensor in (*disk_tensors(config), *apart):
+            self.named.setdefault(tensor.name, tensor)
+        for tensor in (*self.named.values(),):
+            if tensor.whole:
+                self.named.setdefault(tensor.places[0].name, tensor)
+        self._short: dict[str, list[DiskTensor]] = defaultdict(list)
+        for name, tensor in self.named.items():
+            if tensor not in self._short[_short(name)]:
+                self._short[_short(name)].append(tensor)
+        self._is_tied = not config.runnable and not any(
+            name.rpartition(".")[0].endswith(("lm_head", "embed_out", "output")) for name in self.named
+        )
+
+    def find(self, name: str, adapter: Adapter, key: str, seen: set[str]) -> DiskTensor:
+        """A tensor by the name that an adapter uses, which is added to `seen`."""
+        found = self.named.get(name)
+        if found is None and len(near := self._short.get(_short(name), [])) == 1:
+            found = near[0]
+        if found is None:
+            base = adapter.config.base_model
+            made_for = "" if base is None else f": {NAME} names {base}"
+            raise CheckpointError(
+                f"tensor '{key}' changes '{name}', which the base does not have", path=adapter.file,
+                found=f"base {self.path}", expected=f"tensors such as '{next(iter(self.named))}'",
+                hint=f"pass the base that the adapter was made for{made_for}",
+            )  # fmt: skip
+        if found.name in seen:
+            raise CheckpointError(f"two tensors of the adapter change '{found.name}'", path=adapter.file)
+        if self._is_tied and is_embedding(found.module):
+            raise UnsupportedError(
+                "changes an embedding that the output head may share, in a model known by its tensors only",
+                path=adapter.file, found=f"'{key}'", hint="merge it with PEFT",
+            )  # fmt: skip
+        seen.add(found.name)
+        return found
+
+
+def _short(name: str) -> str:
+    """A name without the parts that differ between folders and modules."""
+    return ".".join(part for part in name.split(".") if part not in _PREFIXES)
+
+
+def _require_shape(adapter: Adapter, module: LoraModule, base: DiskTensor) -> bool:
+    """Check that a product has the shape of a weight; whether it is to be transposed for that."""
+    (_, columns), (rows, _) = adapter.shape(module.down), adapter.shape(module.up)
+    shape = (columns, rows) if module.is_embedding else (rows, columns)
+    if not module.is_embedding and adapter.config.transposed and base.shape == shape[::-1]:
+        if module.magnitude is not None:
+            raise UnsupportedError(
+                "DoRA of a weight that is [inputs, outputs] is not merged", path=adapter.file,
+                found=f"'{module.magnitude}'", hint="merge it with PEFT",
+            )  # fmt: skip
+        return True
+    if base.shape != shape:
+        raise _misfit(adapter, f"module '{module.name}' does not fit the base", list(shape), base)
+    return module.is_embedding
+
+
+def _require_same_shape(adapter: Adapter, key: str, base: DiskTensor) -> None:
+    if adapter.shape(key) != base.shape:
+        raise _misfit(adapter, f"tensor '{key}' does not fit the base", list(adapter.shape(key)), base)
+
+
+def _misfit(adapter: Adapter, problem: str, found: object, base: DiskTensor) -> QuantkitError:
+    named = adapter.config.base_model
+    made_for = "" if named is None else f": {NAME} names {named}"
+    return CheckpointError(
+        problem, path=adapter.file, found=found, expected=f"{list(base.shape)}, of '{base.name}'",
+        hint=f"pass the base that the adapter was made for{made_for}",
+    )  # fmt: skip
+
+
+def _require_all_targets(adapter: Adapter, bases: _Bases, seen: set[str]) -> None:
+    """Check that a list of targets has tensors for every linear that it names: a file may lack some."""
+    if not isinstance(adapter.config.targets, tuple):
+        return
+    for name, base in bases.named.items():
+        if base.linear is None or base.stacked is not None or ".experts." in name or base.name in seen:
+            continue
+        if name == base.name and adapter.config.is_target(base.module) and base.name not in adapter.replaced:
+            raise CheckpointError(
+                f"lacks tensors of module '{base.module}', which 'target_modules' names", path=adapter.file,
+                found=f"{len(adapter.modules)} modules", hint="the file is incomplete; copy or download it again",
+            )  # fmt: skip
+
+
+def _require_combinable(changes: Changes) -> None:
+    """Refuse DoRA along with other updates, as its magnitudes are those of one adapter at full weight."""
+    for one in changes.updates:
+        if one.module.magnitude is not None and (len(changes.updates) > 1 or one.adapter.weight != 1):
+            raise UnsupportedError(
+                "DoRA has no weight, and works for one adapter of a module only", path=one.adapter.file,
+                found=f"{len(changes.updates)} adapters of '{one.module.name}', weight {one.adapter.weight:g}",
+                hint="leave the weight out, and " + _MERGE_ALONE,
+            )  # fmt: skip
+
+
+def base_notes(adapter: Adapter, path: Path, names: Sequence[str]) -> list[str]:
+    """A note if an adapter names another base; `names` are those by which the base is known."""
+    named = adapter.config.base_model
+    if not named or not names or _last_part(named) in map(_last_part, names):
+        return []
+    known = " or ".join(names)
+    return [f"{adapter.path}: was made for {named}, and {path} is {known}; names and shapes of all tensors fit"]
+
+
+def _last_part(name: str) -> str:
+    """The name of a model without its owner or folder."""
+    return name.rstrip("/").rpartition("/")[2].lower()

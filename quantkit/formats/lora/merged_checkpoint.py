@@ -1,0 +1,169 @@
+"""A base model with LoRA adapters merged into its weights: one tensor at a time, in float32, each rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quantkit.architectures.disk import Place
+from quantkit.errors import UnsupportedError
+from quantkit.formats.checkpoint import CheckpointView, stored_name
+from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.lora.adapter import Adapter
+from quantkit.formats.lora.changes import Changes, Update, Vector, find_changes, untied
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.late import qtensor, torch
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class MergedCheckpoint(CheckpointView):
+    """A `StoredCheckpoint` with adapters merged into it.
+
+    For a weight W of the base and adapters with weights w, scalings s and matrices A [r, I] and B [O, r], a merged
+    weight is ``W + sum(w * s * B @ A)``. With DoRA, its rows are then scaled to the norms that the adapter has learned
+    divided by those of this sum (https://arxiv.org/abs/2402.09353, section 4.3). A base that ties its head to the
+    embedding is untied if an adapter changes one of them.
+    """
+
+    def __init__(
+        self, source: StoredCheckpoint, adapters: Sequence[Adapter], floats_as: DType | None = None
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            floats_as: the type of changed tensors; None is the type of the base's, or the model's if it is quantized.
+
+        Raises:
+            CheckpointError: if a tensor of an adapter does not fit the base.
+            UnsupportedError: if what adapters do cannot be combined.
+        """
+        self._changes = find_changes(adapters, source)
+        self._base, self._floats_as = source, floats_as
+        self._unties = source.config.tied_embeddings and bool({_HEAD, _EMBEDDING} & self._changes.keys())
+        if self._unties and (tying := [one for one in adapters if one.config.ties_weights]):
+            raise UnsupportedError(
+                "'ensure_weight_tying' is not supported where the base ties its head to the embedding",
+                path=tying[0].config.path, found="true", hint="merge it with PEFT's `merge_and_unload`",
+            )  # fmt: skip
+        super().__init__(source, untied(source.config) if self._unties else None)
+        self.adapters = list(adapters)
+        self.method, self.layout, self.kv_cache = source.method, source.layout, source.kv_cache
+        self.readers = source.readers
+        self._column_norms: dict[str, torch.Tensor] = {}
+        if self._unties:
+            self.notes.append(
+                f"{self.path}: the output head becomes a separate tensor, as an adapter changes the embedding or the"
+                " head, which the base ties"
+            )
+
+    def names(self) -> list[str]:
+        return [*self._base.names(), _HEAD] if self._unties else self._base.names()
+
+    def stored_bytes(self, name: str) -> int:
+        """The size of a tensor of the base on disk."""
+        return self._base.stored_bytes(stored_name(self._base, name))
+
+    def info(self, name: str) -> TensorSpec:
+        spec = self._base.info(stored_name(self._base, name))
+        if name not in self._changes:
+            return TensorSpec(name, spec.shape, spec.dtype, spec.scheme, spec.stored_as)
+        coded = spec.scheme is not None or spec.stored_as is not None
+        return TensorSpec(name, spec.shape, self._floats_as or (DType(self.config.dtype) if coded else spec.dtype))
+
+    def load(self, name: str, part: TensorSlice | None = None) -> torch.Tensor | qtensor.QuantTensor:
+        """One tensor, or a part of it, in floats if an adapter changes it."""
+        changes = self._changes.get(name)
+        if changes is None:
+            return self._base.load(stored_name(self._base, name), part)
+        if part is not None and part.axis == 1:
+            return part.of(self._merged(name, changes, None)).contiguous()
+        return self._merged(name, changes, part)
+
+    def _merged(self, name: str, changes: Changes, part: TensorSlice | None) -> torch.Tensor:
+        spec = self.info(name)
+        rows = _indices(spec.shape[0], part)
+        base = self._before(name, changes, part)
+        updates = [_Product(one, rows) for one in changes.updates]
+        added = [_chosen(one, rows) * one.scaling for one in changes.added]
+        merged = torch.empty((len(rows), *spec.shape[1:]), dtype=spec.dtype.torch)
+        for start, stop in qtensor.row_chunks(len(rows), merged[0].numel() if len(rows) else 1):
+            chunk = qtensor.float_rows(base, start, stop)
+            for update in updates:
+                chunk = update.applied(chunk, start, stop, self._embedding_norms(name, changes, update))
+            for one in added:
+                chunk = chunk + one[start:stop]
+            merged[start:stop] = chunk
+        return merged
+
+    def _before(
+        self, name: str, changes: Changes, part: TensorSlice | None
+    ) -> torch.Tensor | qtensor.QuantTensor:  # fmt: skip
+        """A tensor before updates: the base's, or the one that replaces it."""
+        if changes.replacement is not None:
+            return _chosen(changes.replacement, _indices(self.info(name).shape[0], part))
+        return self._base.load(stored_name(self._base, name), part)
+
+    def _embedding_norms(self, name: str, changes: Changes, product: _Product) -> torch.Tensor | None:
+        """The norms of the columns of an embedding with its update, over all tokens, which DoRA divides by; None for
+        other weights."""
+        if product.magnitude is None or not product.is_embedding:
+            return None
+        if name not in self._column_norms:
+            rows, columns = self.info(name).shape
+            base, (update,) = self._before(name, changes, None), changes.updates
+            complete, squares = _Product(update, torch.arange(rows)), torch.zeros(columns, dtype=torch.float64)
+            for start, stop in qtensor.row_chunks(rows, columns):
+                total = qtensor.float_rows(base, start, stop) + complete.delta(start, stop)
+                squares += total.double().square().sum(0)
+            self._column_norms[name] = squares.sqrt().float()
+        return self._column_norms[name]
+
+
+class _Product:
+    """An update of some rows, in float32."""
+
+    def __init__(self, update: Update, rows: torch.Tensor) -> None:
+        adapter, module = update.adapter, update.module
+        down, up = adapter.read(module.down), adapter.read(module.up)
+        left, self._right = (down.t(), up.t()) if update.swapped else (up, down)
+        chosen = _disk_rows(update.place)[rows]
+        self._left, self._scaling = left[chosen], update.scaling
+        self.is_embedding = module.is_embedding
+        self.magnitude = None if module.magnitude is None else adapter.read(module.magnitude)
+        if self.magnitude is not None and not self.is_embedding:
+            self.magnitude = self.magnitude[chosen]
+
+    def delta(self, start: int, stop: int) -> torch.Tensor:
+        """What is added to some of the rows."""
+        return (self._left[start:stop] @ self._right) * self._scaling
+
+    def applied(self, chunk: torch.Tensor, start: int, stop: int, norms: torch.Tensor | None) -> torch.Tensor:
+        """Some of the rows with the update; `norms` are those of columns, see `_embedding_norms`."""
+        total = chunk + self.delta(start, stop)
+        if self.magnitude is None:
+            return total
+        if norms is not None:
+            return total * (self.magnitude / norms)
+        scale: torch.Tensor = self.magnitude[start:stop] / torch.linalg.norm(total, dim=1)
+        return total * scale.unsqueeze(1)
+
+
+def _indices(count: int, part: TensorSlice | None) -> torch.Tensor:
+    """The indices of rows in a part."""
+    every = torch.arange(count)
+    return every if part is None else part.of(every)
+
+
+def _disk_rows(place: Place) -> torch.Tensor:
+    """The row on disk of each row of a canonical tensor."""
+    shape, first, step, order = place.shape, place.first, place.step, place.head_order
+    rows = torch.arange(shape[0])
+    if order is not None:
+        rows = rows.reshape(-1, len(order))[:, list(order)].reshape(-1)
+    return first + step * rows
+
+
+def _chosen(vector: Vector, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of a canonical tensor from an adapter's."""
+    return vector.adapter.read(vector.key)[_disk_rows(vector.place)[rows]]
