@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import lora
 import oracle
 import pytest
 import torch
-from safetensors.torch import load_file
+from command import Capture, run
+from partial import contents
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantkit
+from quantkit.data.files import DEMO_MODEL
+from quantkit.errors import (
+    CheckpointError,
+    DestinationError,
+    QuantkitError,
+    RequestError,
+    ResumeError,
+    UnsupportedError,
+)
+from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.lora.adapter import Adapter
+from quantkit.formats.lora.adapter_config import KNOWN
+from quantkit.formats.lora.merged_checkpoint import MergedCheckpoint
+from quantkit.tensors.tensor_slice import TensorSlice
+from quantkit.text.tokenizer import load_tokenizer
 
 UNCHECKED: Any = {"source_check": False}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -45,6 +68,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return oracle.save(oracle.make("qwen2"), tmp_path_factory.mktemp("base") / "base")
 
 
+@pytest.fixture(scope="session")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama model whose head is its embedding."""
+    return oracle.save(oracle.make("llama", tie_word_embeddings=True), tmp_path_factory.mktemp("tied") / "base")
+
+
 def tensors(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
@@ -66,3 +95,288 @@ def test_a_merged_model_equals_that_of_peft(kind: str, base: Path, tmp_path: Pat
     require_close(tensors(made.path), expected)
     before = tensors(base)
     assert any(not torch.equal(before[name], value) for name, value in expected.items())
+
+
+def test_bfloat16_is_rounded_once_as_by_peft(tmp_path: Path) -> None:
+    base = oracle.save(oracle.make("qwen2").to(torch.bfloat16), tmp_path / "base")
+    adapter = lora.save_adapter(base, tmp_path / "adapter", use_rslora=True, bias="all")
+    made = quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
+    require_close(tensors(made.path), lora.merged(base, adapter, torch.bfloat16), ulps=0)
+    made = quantkit.convert(base, tmp_path / "floats", lora=adapter, dtype="fp32", **UNCHECKED)
+    require_close(tensors(made.path), lora.merged(base, adapter))
+
+
+def test_adapters_are_added_with_their_weights(base: Path, tmp_path: Path, capfd: Capture) -> None:
+    one = lora.save_adapter(base, tmp_path / "one", r=2)
+    two = lora.save_adapter(base, tmp_path / "two", r=5, target_modules=["q_proj", "embed_tokens"], seed=4)
+    expected = lora.merged_with_weights(base, {one: 0.7, two: -0.3})
+    made = quantkit.convert(base, tmp_path / "out", lora={one: 0.7, two: -0.3}, **UNCHECKED)
+    require_close(tensors(made.path), expected)
+    assert [(entry["name"], entry["weight"]) for entry in made.manifest["options"]["lora"]] == [
+        ("one", 0.7), ("two", -0.3)
+    ]  # fmt: skip
+    given = ["--lora", f"{one}=0.7", "--lora", f"{two}=-0.3", "--no-source-check"]
+    code, _, err = run(capfd, "convert", base, tmp_path / "by-command", *given)
+    assert code == 0, err
+    assert contents(tmp_path / "by-command") == contents(made.path)
+
+
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_a_tied_head_that_an_adapter_replaces_becomes_separate(module: str, tied: Path, tmp_path: Path) -> None:
+    adapter = lora.save_adapter(tied, tmp_path / "adapter", modules_to_save=[module])
+    made = quantkit.convert(tied, tmp_path / "out", lora=adapter, **UNCHECKED)
+    require_close(tensors(made.path), lora.merged(tied, adapter))
+    assert json.loads((made.path / "config.json").read_text())["tie_word_embeddings"] is False
+    assert any("head becomes a separate tensor" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_a_tied_model_predicts_what_its_adapter_does(module: str, tied: Path, tmp_path: Path) -> None:
+    """PEFT's merge would change both the embedding and the head; its adapter changes one of them."""
+    adapter = lora.save_adapter(tied, tmp_path / "adapter", target_modules=["q_proj", module])
+    made = quantkit.convert(tied, tmp_path / "out", lora=adapter, **UNCHECKED)
+    tokens = oracle.random_tokens(12)
+    expected = oracle.logits(lora.loaded(tied, adapter), tokens)
+    assert torch.allclose(oracle.logits(oracle.load(made.path), tokens), expected, atol=1e-4)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "phi3": {"target_modules": ["qkv_proj", "gate_up_proj"], "use_dora": True},
+    "glm": {"target_modules": ["q_proj", "k_proj", "gate_up_proj"], "bias": "all"},
+    "gemma2": {"modules_to_save": ["input_layernorm"]},
+    "qwen3_moe": {"target_modules": ["q_proj", "k_proj"], "modules_to_save": ["q_norm"]},
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families_with_other_names_or_rows_are_merged(kind: str, tmp_path: Path) -> None:
+    head = {} if kind == "phi3" else {"head_dim": 16}
+    base = oracle.save(oracle.make(kind, **head), tmp_path / "base")
+    adapter = lora.save_adapter(base, tmp_path / "adapter", **FAMILIES[kind])
+    made = quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
+    found = {name: value.detach() for name, value in oracle.load(made.path).state_dict().items()}
+    require_close(found, lora.merged(base, adapter))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "bias": "all"}),
+        ("opt", {"target_modules": ["q_proj", "fc1"], "use_dora": True}),
+    ],
+)
+def test_models_known_by_their_tensors_are_merged(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    base = oracle.save(oracle.make(kind), tmp_path / "base")
+    adapter = lora.save_adapter(base, tmp_path / "adapter", **settings)
+    made = quantkit.convert(base, tmp_path / "out", lora=adapter, tensors_only=True, **UNCHECKED)
+    found = {name: value.detach() for name, value in oracle.load(made.path).state_dict().items()}
+    require_close(found, lora.merged(base, adapter))
+
+
+@pytest.mark.parametrize("to", ["meta", "gguf"])
+def test_bases_in_other_formats_are_merged(to: str, tmp_path: Path) -> None:
+    vocabulary = load_tokenizer(DEMO_MODEL).vocab_size
+    base = oracle.save(oracle.make("llama", head_dim=8, vocab_size=vocabulary), tmp_path / "base")
+    shutil.copyfile(DEMO_MODEL / "tokenizer.model", base / "tokenizer.model")
+    adapter = lora.save_adapter(base, tmp_path / "adapter", target_modules=ATTENTION)
+    expected = quantkit.convert(base, tmp_path / "merged", lora=adapter, **UNCHECKED)
+    other = quantkit.convert(base, tmp_path / ("base.gguf" if to == "gguf" else to), to=to, **UNCHECKED)
+    made = quantkit.convert(other.path, tmp_path / "out", to="hf", lora=adapter, **UNCHECKED)
+    require_close(tensors(made.path), tensors(expected.path), ulps=0)
+
+
+def test_a_quantized_base_is_read_as_floats(tmp_path: Path) -> None:
+    base = oracle.save(oracle.make("llama", hidden_size=128, intermediate_size=256), tmp_path / "base")
+    adapter = lora.save_adapter(base, tmp_path / "adapter", modules_to_save=["lm_head"])
+    small = quantkit.quantize(base, tmp_path / "int4", "int4-g64", method="rtn", **UNCHECKED, accept_quality_loss=True)
+    with pytest.raises(UnsupportedError, match=r"base is quantized.*found int4-g64.*`dequantize=True`"):
+        quantkit.convert(small.path, tmp_path / "out", lora=adapter, **UNCHECKED)
+    made = quantkit.convert(small.path, tmp_path / "out", lora=adapter, dequantize=True, **UNCHECKED)
+    floats = quantkit.convert(small.path, tmp_path / "floats", dequantize=True, **UNCHECKED)
+    require_close(tensors(made.path), lora.merged(floats.path, adapter))
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_quantize_rounds_the_merged_model(kind: str, tmp_path: Path) -> None:
+    base = oracle.save(oracle.make(kind, hidden_size=64, ffn_dim=96), tmp_path / "base")
+    adapter = lora.save_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
+    options = {"method": "rtn", "accept_quality_loss": True, "tensors_only": kind == "opt", **UNCHECKED}
+    floats = {**UNCHECKED, "tensors_only": kind == "opt"}
+    made = quantkit.quantize(base, tmp_path / "made", "int8", lora=adapter, **options)
+    merged = quantkit.convert(base, tmp_path / "merged", lora=adapter, **floats)
+    expected = quantkit.quantize(merged.path, tmp_path / "expected", "int8", **options)
+    found, other = tensors(made.path), tensors(expected.path)
+    assert found.keys() == other.keys()
+    assert all(torch.equal(found[name], other[name]) for name in other)
+    assert made.manifest["lora"][0]["weight"] == 1
+    if kind == "llama":
+        assert "--lora adapter" in (made.path / "README.md").read_text()
+
+
+def test_parts_are_those_of_the_whole(tmp_path: Path) -> None:
+    base = oracle.save(oracle.make("glm", head_dim=16), tmp_path / "base")
+    dora = lora.save_adapter(base, tmp_path / "dora", target_modules=[*ATTENTION, "embed_tokens"], use_dora=True)
+    source = MergedCheckpoint(open_checkpoint(base), [Adapter(dora)])
+    for name in source.names():
+        whole = source.load(name)
+        parts = [TensorSlice(0, ((2, 9), (1, 3)))] + ([TensorSlice(1, ((3, 7),))] if whole.dim() == 2 else [])
+        for part in parts:
+            assert torch.allclose(source.load(name, part), part.of(whole), atol=1e-6), name
+
+
+def _edited(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: oracle.edit_json(folder / "adapter_config.json", **changes)
+
+
+def _stored(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "adapter_model.safetensors"
+        found = load_file(path)
+        change(found)
+        save_file(found, path)
+
+    return edit
+
+
+Q = "base_model.model.model.layers.1.self_attn.q_proj"
+REFUSED: list[tuple[Callable[[Path], None], type[QuantkitError], str]] = [
+    (_edited(peft_type="VERA"), UnsupportedError, r"another kind \(found 'VERA', expected LORA"),
+    (_edited(init_lora_weights="pissa_niter_4"), UnsupportedError, "changes the base .*'pissa_niter_4'"),
+    (_edited(init_lora_weights="lora_ga"), UnsupportedError, "changes the base .*'lora_ga'"),
+    (_edited(target_parameters=["experts.gate_up_proj"]), UnsupportedError, "'target_parameters' is not supported"),
+    (_edited(trainable_token_indices=[1]), UnsupportedError, "'trainable_token_indices' is not supported"),
+    (_edited(layer_replication=[[0, 2]]), UnsupportedError, "'layer_replication' is not supported"),
+    (_edited(alora_invocation_tokens=[1]), UnsupportedError, "'alora_invocation_tokens' is not supported"),
+    (_edited(megatron_config={"a": 1}), UnsupportedError, "'megatron_config' is not supported"),
+    (_edited(use_qalora=True), UnsupportedError, "'use_qalora' is not supported"),
+    (_edited(some_new_setting=2), UnsupportedError, "'some_new_setting' is not supported"),
+    (_edited(bias="some"), UnsupportedError, "unknown value of 'bias'"),
+    (_edited(rank_pattern={"(": 2}), CheckpointError, "invalid regular expression"),
+    (_edited(rank_pattern={"q_proj": 5}), CheckpointError, "another rank than the settings .found 4, expected 5"),
+    (_edited(target_modules=["q_proj"]), CheckpointError, "'target_modules' does not name it"),
+    (_edited(target_modules=["q_proj", "v_proj", "down_proj", "o_proj"]), CheckpointError, "lacks tensors of module"),
+    (_edited(use_dora=True), CheckpointError, "do not belong together .*lora_magnitude_vector"),
+    (_stored(lambda all: all.pop(f"{Q}.lora_B.weight")), CheckpointError, "do not belong together"),
+    (_stored(lambda all: [all.pop(f"{Q}.lora_{one}.weight") for one in "AB"]), CheckpointError, "lacks tensors of"),
+    (_stored(lambda all: all.update({f"{Q}.lora_C.weight": torch.ones(2)})), UnsupportedError, "is not merged"),
+    (_stored(lambda all: all.update({f"{Q}.other": torch.ones(2)})), CheckpointError, "which the base does not have"),
+    (_stored(lambda all: all.update({f"{Q}.bias": torch.ones(2)})), CheckpointError, r"found \[2\], expected \[64\]"),
+    (
+        _stored(lambda all: all.update({f"{Q}.lora_A.weight": torch.ones(4, 63)})), CheckpointError,
+        r"does not fit the base \(found \[64, 63\], expected \[64, 64\].*pass the base .* names .*base",
+    ),
+    (_stored(lambda all: all.clear()), CheckpointError, "holds no tensors"),
+    (lambda folder: (folder / "adapter_model.safetensors").unlink(), CheckpointError, "has no weights"),
+    (lambda folder: (folder / "adapter_config.json").unlink(), CheckpointError, "is not a LoRA adapter"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "kind", "message"), REFUSED)
+def test_what_is_not_merged_is_refused_by_name(
+    damage: Callable[[Path], None], kind: type[QuantkitError], message: str, base: Path, tmp_path: Path
+) -> None:
+    adapter = lora.save_adapter(base, tmp_path / "adapter")
+    damage(adapter)
+    with pytest.raises(kind, match=message):
+        quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_setting_of_the_installed_peft_is_decided() -> None:
+    """A new setting is refused once it has a value; its default must not be refused."""
+    defaults = lora.default_settings()
+    refused = {name for name in defaults if name not in KNOWN}
+    assert refused == {
+        "megatron_config", "trainable_token_indices", "velora_config", "alora_invocation_tokens", "use_qalora",
+        "monteclora_config", "layer_replication", "target_parameters", "use_bdlora", "arrow_config", "kasa_config",
+    }  # fmt: skip
+    assert not any(defaults[name] for name in refused)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "weights", "message"),
+    [
+        (["dora"], [0.5], "DoRA has no weight"), (["dora", "rslora"], [1, 1], "DoRA has no weight"),
+        (["bias all"], [0.5], "replaces one of the base"), (["bias all", "bias all"], [1, 1], "replaces one of the"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_added_is_refused(
+    kinds: list[str], weights: list[float], message: str, base: Path, tmp_path: Path
+) -> None:
+    adapters = [lora.save_adapter(base, tmp_path / f"a{number}", **ADAPTERS[kind]) for number, kind in enumerate(kinds)]
+    with pytest.raises(UnsupportedError, match=message):
+        quantkit.convert(base, tmp_path / "out", lora=dict(zip(adapters, weights, strict=True)), **UNCHECKED)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("a=b", "no weight of an adapter"), ({"a": math.nan}, "not finite"), (["a", "a=2"], "names an adapter twice"),
+        (3, "wrong type"), ({"a": "1"}, "`lora`"), ("", "is empty"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_refused(given: Any, message: str, base: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=message):
+        quantkit.convert(base, tmp_path / "out", lora=given)
+
+
+def test_an_adapter_of_another_base_is_said(base: Path, tmp_path: Path) -> None:
+    adapter = lora.save_adapter(base, tmp_path / "adapter")
+    made = quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
+    assert not any("was made for" in note for note in made.notes)
+    _edited(base_model_name_or_path="someone/Other-7B")(adapter)
+    made = quantkit.convert(base, tmp_path / "other", lora=adapter, **UNCHECKED)
+    assert any("was made for someone/Other-7B" in note for note in made.notes)
+    larger = oracle.save(oracle.make("qwen2", hidden_size=80, num_attention_heads=10), tmp_path / "larger")
+    with pytest.raises(CheckpointError, match=r"does not fit the base.*names someone/Other-7B"):
+        quantkit.convert(larger, tmp_path / "wrong", lora=adapter, **UNCHECKED)
+
+
+@pytest.mark.parametrize("tensors_only", [False, True])
+def test_an_adapter_in_the_models_folder_is_not_ignored_in_silence(
+    tensors_only: bool, base: Path, tmp_path: Path
+) -> None:
+    folder = oracle.copy(base, tmp_path / "both")
+    lora.save_adapter(base, folder)
+    options = {"tensors_only": tensors_only, **UNCHECKED}
+    made = quantkit.convert(folder, tmp_path / "out", **options)
+    assert any("also holds a LoRA adapter, which is not merged" in note for note in made.notes)
+    assert not (made.path / "adapter_config.json").exists()
+    made = quantkit.quantize(folder, tmp_path / "int8", "int8", method="rtn", accept_quality_loss=True, **options)
+    assert any("also holds a LoRA adapter, which is not merged" in note for note in made.notes)
+    made = quantkit.convert(folder, tmp_path / "merged", lora=folder, **options)
+    assert not any("not merged" in note for note in made.notes)
+    require_close(tensors(made.path), lora.merged(base, folder))
+
+
+CHILD = """
+import os, signal, sys
+import quantkit
+from quantkit.jobs import output
+output.CHECKPOINT_BYTES = 10_000
+
+def progress(phase, done, total, unit):
+    if phase == "convert" and 0.5 * total <= done < total:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+quantkit.convert(sys.argv[1], sys.argv[2], lora=sys.argv[3], source_check=False, progress=progress)
+"""
+
+
+@pytest.mark.processes
+def test_a_killed_merge_resumes_with_the_same_adapter_only(base: Path, tmp_path: Path) -> None:
+    adapter = lora.save_adapter(base, tmp_path / "adapter")
+    expected = quantkit.convert(base, tmp_path / "expected", lora=adapter, **UNCHECKED)
+    assert forked.python(CHILD, base, tmp_path / "out", adapter).returncode == -signal.SIGKILL
+    other = lora.save_adapter(base, tmp_path / "other" / "adapter", seed=5)
+    for changed in (other, f"{adapter}=0.5", ()):
+        with pytest.raises(ResumeError, match="lora"):
+            quantkit.convert(base, tmp_path / "out", lora=changed, resume=True, **UNCHECKED)
+    reported: list[tuple[Any, ...]] = []
+    options = {"resume": True, "progress": lambda *now: reported.append(now), **UNCHECKED}
+    made = quantkit.convert(base, tmp_path / "out", lora=adapter, **options)
+    assert next(done for phase, done, *_ in reported if phase == "convert") > 0
+    assert contents(made.path) == contents(expected.path)
+    assert quantkit.convert(base, tmp_path / "out", lora=adapter, if_exists="skip", **UNCHECKED).skipped
+    with pytest.raises(DestinationError, match="options"):
+        quantkit.convert(base, tmp_path / "out", lora=other, if_exists="skip", **UNCHECKED)

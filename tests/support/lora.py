@@ -33,6 +33,18 @@ def save_adapter(base: Path, folder: Path, *, seed: int = 3, safetensors: bool =
     return folder
 
 
+def loaded(base: Path, adapter: Path) -> Any:
+    """A base with an adapter that is not merged."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.PeftModel.from_pretrained(oracle.load(base), adapter).eval()
+
+
+def default_settings() -> dict[str, Any]:
+    """What PEFT writes for an adapter with no options."""
+    return dict(peft.LoraConfig().to_dict())
+
+
 def merged(base: Path, adapter: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The tensors of a base that PEFT has merged an adapter into."""
     with warnings.catch_warnings():

@@ -18,6 +18,7 @@ from quantkit.formats.lora.adapter_config import NAME, read_config
 from quantkit.json_values import shown
 from quantkit.tensors.dtypes import FLOATS
 from quantkit.tensors.late import torch
+from quantkit.tensors.tensor_slice import TensorSlice
 
 Requested = str | Path | Iterable[str | Path] | Mapping[str | Path, float]
 """One adapter or several: folders, each possibly with ``=WEIGHT`` after it, or weights by folder."""
@@ -85,11 +86,14 @@ class Adapter:
         """The shape of one of its tensors."""
         return self._file.tensors[key].shape
 
-    def read(self, key: str) -> torch.Tensor:
-        """One of its tensors in float32. Raises `CheckpointError` if the file changed since it was opened."""
+    def load(self, key: str, part: TensorSlice | None = None) -> torch.Tensor:
+        """One of its tensors, or a part of it. Raises `CheckpointError` if the file changed since it was opened."""
         self._file.source.require_unchanged()
-        value: torch.Tensor = self._file.read(key)
-        return value.float()
+        return self._file.read(key, part)
+
+    def read(self, key: str) -> torch.Tensor:
+        """One of its tensors in float32; otherwise as `load`."""
+        return self.load(key).float()
 
     @cached_property
     def sha256(self) -> dict[str, str]:

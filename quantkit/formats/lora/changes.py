@@ -9,13 +9,16 @@ from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, Place, disk_tensors
-from quantkit.architectures.names import is_embedding
+from quantkit.architectures.names import CANONICAL, EMBEDDING, is_embedding
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, stored_name
 from quantkit.formats.lora.adapter import Adapter, LoraModule
 from quantkit.formats.lora.adapter_config import NAME
+from quantkit.tensors.late import qtensor, torch
+from quantkit.tensors.tensor_slice import TensorSlice
 
+HEAD = CANONICAL["head"]
 _PREFIXES = frozenset({"model", "language_model", "transformer"})
 """Parts of names that differ between a folder and transformers' modules."""
 _MERGE_ALONE = "merge the adapters one after the other"
@@ -95,6 +98,8 @@ def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, C
         for name, key in adapter.replaced.items():
             base = bases.find(name, adapter, key, replaced)
             _require_same_shape(adapter, key, base)
+            if _is_copy(adapter, key, base, source):
+                continue
             for place in base.places:
                 if changes[place.name].replacement is not None or adapter.weight != 1:
                     raise UnsupportedError(
@@ -179,6 +184,21 @@ def _require_shape(adapter: Adapter, module: LoraModule, base: DiskTensor) -> bo
 def _require_same_shape(adapter: Adapter, key: str, base: DiskTensor) -> None:
     if adapter.shape(key) != base.shape:
         raise _misfit(adapter, f"tensor '{key}' does not fit the base", list(adapter.shape(key)), base)
+
+
+def _is_copy(adapter: Adapter, key: str, base: DiskTensor, source: Checkpoint) -> bool:
+    """Whether a tensor of an adapter is the base's: PEFT saves the embedding and the head with some adapters. Only
+    these are read."""
+    name = base.places[0].name
+    may_be_tied = source.config.tied_embeddings and base.module in (HEAD, EMBEDDING)
+    if not (base.whole and len(base.shape) == 2 and (may_be_tied or ".base_layer." in key)):
+        return False
+    for start, stop in qtensor.row_chunks(*base.shape):
+        part = TensorSlice(0, ((start, stop),))
+        rows = qtensor.float_rows(source.load(stored_name(source, name), part), 0, stop - start)
+        if not torch.equal(adapter.load(key, part).float(), rows):
+            return False
+    return True
 
 
 def _misfit(adapter: Adapter, problem: str, found: object, base: DiskTensor) -> QuantkitError:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quantkit.architectures.disk import Place
+from quantkit.architectures.names import EMBEDDING
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import CheckpointView, stored_name
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.lora.adapter import Adapter
-from quantkit.formats.lora.changes import Changes, Update, Vector, find_changes, untied
+from quantkit.formats.lora.changes import HEAD, Changes, Update, Vector, find_changes, untied
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD, _EMBEDDING = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 
 
 class MergedCheckpoint(CheckpointView):
@@ -100,8 +101,10 @@ class MergedCheckpoint(CheckpointView):
         self, name: str, changes: Changes, part: TensorSlice | None
     ) -> torch.Tensor | qtensor.QuantTensor:  # fmt: skip
         """A tensor before updates: the base's, or the one that replaces it."""
-        if changes.replacement is not None:
-            return _chosen(changes.replacement, _indices(self.info(name).shape[0], part))
+        if (new := changes.replacement) is not None:
+            if new.place.shape == new.adapter.shape(new.key) and new.place.head_order is None:
+                return new.adapter.load(new.key, part)
+            return _chosen(new, _indices(self.info(name).shape[0], part))
         return self._base.load(stored_name(self._base, name), part)
 
     def _embedding_norms(self, name: str, changes: Changes, product: _Product) -> torch.Tensor | None:
