@@ -13,6 +13,7 @@ from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import lora_adapter
 from quantkit.formats.container import Container, StoredCheckpoint
+from quantkit.formats.lora.adapter_config import own_adapter_note
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import CONTAINERS, HF
@@ -116,6 +117,7 @@ def open_unfinished(
         raise CheckpointError(
             error.problem, path=error.path, found=error.found, expected=error.expected, hint=hint
         ) from error
+    checkpoint.notes += own_adapter_note(folder)
     if weights is None:
         ignored = [spelled[other] for other, _ in found if other != kind]
         checkpoint.notes += [f"{folder}: {files} along with {spelled[kind]}; ignored" for files in ignored]

@@ -6,7 +6,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.lora.adapter import Adapter, Requested, requested_adapters
-from quantkit.formats.lora.adapter_config import NAME
+from quantkit.formats.lora.adapter_config import own_adapter_note
 from quantkit.formats.lora.changes import base_notes
 from quantkit.formats.lora.merged_checkpoint import MergedCheckpoint
 from quantkit.jobs.labels import base_model, file_name, known_name
@@ -17,7 +17,7 @@ def with_adapters(
     source: StoredCheckpoint, lora: Requested, *, dequantize: bool = False, floats_as: DType | None = None
 ) -> StoredCheckpoint:  # fmt: skip
     """A source with the requested adapters merged into it, or as it is if there are none. Notes say if an adapter names
-    another base, or if the source's folder has one that is not merged.
+    another base.
 
     Args:
         dequantize: whether weights of a quantized source may become floats.
@@ -29,10 +29,7 @@ def with_adapters(
             not to be dequantized.
     """
     requested = requested_adapters(lora)
-    own = source.path / NAME
     if not requested:
-        if own.is_file():
-            source.notes.append(f"{own}: the folder also holds a LoRA adapter, which is not merged; `lora` merges it")
         return source
     quantized = schemes(source) or read_as_floats(source)
     if quantized and not dequantize:
@@ -41,6 +38,8 @@ def with_adapters(
             found=str(next(iter(quantized.values()))), hint="`dequantize=True` reads its weights as floats",
         )  # fmt: skip
     merged = MergedCheckpoint(source, [Adapter(path, weight) for path, weight in requested], floats_as)
+    if source.path.absolute() in [path.absolute() for path, _ in requested]:
+        merged.notes[:] = [note for note in merged.notes if note not in own_adapter_note(source.path)]
     for adapter in merged.adapters:
         merged.notes += base_notes(adapter, source.path, _names(source))
     return merged

@@ -75,8 +75,9 @@ def model_card_files(
         known=known_name(source, base) is not None, version=__version__, config=source.config,
         settings=prepared.settings, drawn=drawn, allocation=allocation, embedding=chosen.embedding,
         size=size_text(weight_bytes), picture=PICTURE, bits_per_weight=bits_per_weight, significant=significant,
-        command=command, recipe=recipe, gate=gate, certificate=certificate, **readers,
-        **_layers(prepared), **_calibration(prepared, drawn), **_quality(prepared, gate), **_positions(certificate),
+        adapters=_adapters(prepared.options), command=command, recipe=recipe, gate=gate, certificate=certificate,
+        **readers, **_layers(prepared), **_calibration(prepared, drawn), **_quality(prepared, gate),
+        **_positions(certificate),
     )  # fmt: skip
     files = {NAME: text.encode()}
     if allocation is not None:
@@ -235,15 +236,19 @@ def _quantize_command(src: str, dst: str, prepared: Prepared, drawn: Calibration
     values |= _method_options(prepared, drawn)
     values["to"] = None if prepared.target.name == NATIVE else prepared.target.name
     values["template"] = options.template and Path(options.template).name
-    values["lora"] = [
-        adapter_words({file_name(path) or "ADAPTER": weight})[0] for path, weight in requested_adapters(options.lora)
-    ]
+    values["lora"] = _adapters(options)
     values["certify_text"] = options.certify_text and (file_name(options.certify_text) or "TEXT")
     license = _front_matter(prepared.source.path / NAME).get("license")
     for name, default in ("base_model", base_model(prepared.source)), ("license", license):
         values[name] = None if values[name] == default else values[name]
     words = ["quantkit", "quantize", src, dst, *command_words(values)]
     return shlex.join(words), json.dumps(recipe.to_json(), indent=2) if "recipe" in values else None
+
+
+def _adapters(options: QuantizeOptions) -> list[str]:
+    """The merged adapters by the names of their folders, with their weights."""
+    found = ((file_name(path) or "ADAPTER", weight) for path, weight in requested_adapters(options.lora))
+    return [word for name, weight in found for word in adapter_words({name: weight})]
 
 
 def _scheme_options(recipe: Recipe) -> dict[str, object]:

@@ -173,6 +173,32 @@ def test_models_known_by_their_tensors_are_merged(kind: str, settings: dict[str,
     require_close(found, lora.merged(base, adapter))
 
 
+def test_names_without_the_models_prefix_are_found(tmp_path: Path) -> None:
+    """GPT-2's own folders have `h.0`, where transformers' module is `transformer.h.0`."""
+    base = oracle.save(oracle.make("gpt2", tie_word_embeddings=True), tmp_path / "base")
+    adapter = lora.save_adapter(base, tmp_path / "adapter", target_modules=["c_attn"], fan_in_fan_out=True)
+    expected = lora.merged(base, adapter)
+    stored = load_file(base / "model.safetensors")
+    save_file({name.removeprefix("transformer."): value for name, value in stored.items()}, base / "model.safetensors")
+    made = quantkit.convert(base, tmp_path / "out", lora=adapter, tensors_only=True, **UNCHECKED)
+    found = tensors(made.path)
+    require_close(found, {name: expected[f"transformer.{name}"] for name in found})
+
+
+@pytest.mark.parametrize("module", ["lm_head", "wte"])
+def test_a_tied_head_of_a_model_known_by_its_tensors_is_refused(module: str, tmp_path: Path) -> None:
+    base = oracle.save(oracle.make("gpt2", tie_word_embeddings=True), tmp_path / "base")
+    adapter = lora.save_adapter(base, tmp_path / "adapter", target_modules=["c_attn", module], fan_in_fan_out=True)
+    with pytest.raises(UnsupportedError, match="known by its tensors only"):
+        quantkit.convert(base, tmp_path / "out", lora=adapter, tensors_only=True, **UNCHECKED)
+
+
+def test_tied_adapters_of_a_tied_base_are_refused(tied: Path, tmp_path: Path) -> None:
+    adapter = lora.save_adapter(tied, tmp_path / "adapter", modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    with pytest.raises(UnsupportedError, match="'ensure_weight_tying' is not supported"):
+        quantkit.convert(tied, tmp_path / "out", lora=adapter, **UNCHECKED)
+
+
 @pytest.mark.parametrize("to", ["meta", "gguf"])
 def test_bases_in_other_formats_are_merged(to: str, tmp_path: Path) -> None:
     vocabulary = load_tokenizer(DEMO_MODEL).vocab_size
@@ -210,7 +236,9 @@ def test_quantize_rounds_the_merged_model(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], other[name]) for name in other)
     assert made.manifest["lora"][0]["weight"] == 1
     if kind == "llama":
-        assert "--lora adapter" in (made.path / "README.md").read_text()
+        card = (made.path / "README.md").read_text()
+        assert "base with the LoRA adapter `adapter`, quantized by" in card
+        assert "--lora adapter" in card
 
 
 def test_parts_are_those_of_the_whole(tmp_path: Path) -> None:
@@ -255,6 +283,7 @@ REFUSED: list[tuple[Callable[[Path], None], type[QuantkitError], str]] = [
     (_edited(rank_pattern={"q_proj": 5}), CheckpointError, "another rank than the settings .found 4, expected 5"),
     (_edited(target_modules=["q_proj"]), CheckpointError, "'target_modules' does not name it"),
     (_edited(target_modules=["q_proj", "v_proj", "down_proj", "o_proj"]), CheckpointError, "lacks tensors of module"),
+    (_edited(modules_to_save=["lm_head"]), CheckpointError, "lacks the tensors of 'lm_head'"),
     (_edited(use_dora=True), CheckpointError, "do not belong together .*lora_magnitude_vector"),
     (_stored(lambda all: all.pop(f"{Q}.lora_B.weight")), CheckpointError, "do not belong together"),
     (_stored(lambda all: [all.pop(f"{Q}.lora_{one}.weight") for one in "AB"]), CheckpointError, "lacks tensors of"),
@@ -344,6 +373,7 @@ def test_an_adapter_in_the_models_folder_is_not_ignored_in_silence(
     assert not (made.path / "adapter_config.json").exists()
     made = quantkit.quantize(folder, tmp_path / "int8", "int8", method="rtn", accept_quality_loss=True, **options)
     assert any("also holds a LoRA adapter, which is not merged" in note for note in made.notes)
+    assert any("also holds a LoRA adapter" in note for note in open_checkpoint(folder).notes)
     made = quantkit.convert(folder, tmp_path / "merged", lora=folder, **options)
     assert not any("not merged" in note for note in made.notes)
     require_close(tensors(made.path), lora.merged(base, folder))

@@ -17,9 +17,9 @@ NAME = "adapter_config.json"
 _USED = frozenset({
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
     "base_model_name_or_path", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
-    "init_lora_weights", "ensure_weight_tying",
+    "init_lora_weights", "ensure_weight_tying", "modules_to_save",
 })  # fmt: skip
-_SHOWN_BY_TENSORS = frozenset({"bias", "lora_bias", "modules_to_save"})
+_SHOWN_BY_TENSORS = frozenset({"bias", "lora_bias"})
 _TRAINING_ONLY = frozenset({
     "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "runtime_config",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config",  # of initializations, see `init_lora_weights`
@@ -49,6 +49,7 @@ class AdapterConfig:
         base_model: the base that it names; None if it names none.
         targets: the modules that it changes: their last parts, or one regular expression; None if it does not say.
         is_partial: whether it leaves out some modules that `targets` matches.
+        saved: the modules that it replaces, by their last parts; the base need not have all of them.
     """
 
     path: Path
@@ -63,6 +64,7 @@ class AdapterConfig:
     base_model: str | None
     targets: tuple[str, ...] | str | None
     is_partial: bool
+    saved: tuple[str, ...]
 
     def rank_of(self, module: str) -> int:
         """The rank of a module, by its name in the base."""
@@ -80,6 +82,15 @@ class AdapterConfig:
         if isinstance(self.targets, str):
             return re.fullmatch(self.targets, module) is not None
         return any(module == one or module.endswith(f".{one}") for one in self.targets)
+
+
+def own_adapter_note(folder: Path) -> list[str]:
+    """A note if a model's folder also holds an adapter."""
+    if not (folder / NAME).is_file():
+        return []
+    return [
+        f"{folder / NAME}: the folder also holds a LoRA adapter, which is not merged; `quantkit convert --lora` does"
+    ]
 
 
 def read_config(folder: Path) -> AdapterConfig:
@@ -112,6 +123,7 @@ def read_config(folder: Path) -> AdapterConfig:
         settings.string("base_model_name_or_path") if settings.has("base_model_name_or_path") else None,
         _targets(settings),
         any(raw.get(key) not in (None, []) for key in ("exclude_modules", "layers_to_transform")),
+        tuple(settings.strings("modules_to_save")) if settings.has("modules_to_save") else (),
     )  # fmt: skip
     expressions = [*found.rank_pattern, *found.alpha_pattern]
     _require_expressions(expressions + ([found.targets] if isinstance(found.targets, str) else []), path)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, Place, disk_tensors
+from quantkit.architectures.families.opaque import HEADS
 from quantkit.architectures.names import CANONICAL, EMBEDDING, is_embedding
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
@@ -108,6 +109,7 @@ def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, C
                         hint="leave the weight out, and " + _MERGE_ALONE,
                     )  # fmt: skip
                 changes[place.name].replacement = Vector(adapter, key, place)
+        _require_all_saved(adapter, bases)
         if not adapter.config.is_partial and source.config.runnable:
             _require_all_targets(adapter, bases, seen)
     for one in changes.values():
@@ -132,9 +134,8 @@ class _Bases:
         for name, tensor in self.named.items():
             if tensor not in self._short[_short(name)]:
                 self._short[_short(name)].append(tensor)
-        self._is_tied = not config.runnable and not any(
-            name.rpartition(".")[0].endswith(("lm_head", "embed_out", "output")) for name in self.named
-        )
+        ties = not config.runnable and source.extra_config.get("tie_word_embeddings") is not False
+        self._is_tied = ties and not any(_is_head(name) for name in self.named)
 
     def find(self, name: str, adapter: Adapter, key: str, seen: set[str]) -> DiskTensor:
         """A tensor by the name that an adapter uses, which is added to `seen`."""
@@ -142,12 +143,15 @@ class _Bases:
         if found is None and len(near := self._short.get(_short(name), [])) == 1:
             found = near[0]
         if found is None:
-            base = adapter.config.base_model
-            made_for = "" if base is None else f": {NAME} names {base}"
+            if self._is_tied and _is_head(name):
+                raise UnsupportedError(
+                    "changes an output head that is tied to the embedding, in a model known by its tensors only",
+                    path=adapter.file, found=f"'{key}'", hint="merge it with PEFT",
+                )  # fmt: skip
             raise CheckpointError(
                 f"tensor '{key}' changes '{name}', which the base does not have", path=adapter.file,
                 found=f"base {self.path}", expected=f"tensors such as '{next(iter(self.named))}'",
-                hint=f"pass the base that the adapter was made for{made_for}",
+                hint=_other_base(adapter),
             )  # fmt: skip
         if found.name in seen:
             raise CheckpointError(f"two tensors of the adapter change '{found.name}'", path=adapter.file)
@@ -158,6 +162,10 @@ class _Bases:
             )  # fmt: skip
         seen.add(found.name)
         return found
+
+
+def _is_head(name: str) -> bool:
+    return name.rpartition(".")[0].rpartition(".")[2] in HEADS
 
 
 def _short(name: str) -> str:
@@ -202,12 +210,16 @@ def _is_copy(adapter: Adapter, key: str, base: DiskTensor, source: Checkpoint) -
 
 
 def _misfit(adapter: Adapter, problem: str, found: object, base: DiskTensor) -> QuantkitError:
-    named = adapter.config.base_model
-    made_for = "" if named is None else f": {NAME} names {named}"
     return CheckpointError(
         problem, path=adapter.file, found=found, expected=f"{list(base.shape)}, of '{base.name}'",
-        hint=f"pass the base that the adapter was made for{made_for}",
+        hint=_other_base(adapter),
     )  # fmt: skip
+
+
+def _other_base(adapter: Adapter) -> str:
+    """The next step if an adapter does not fit its base."""
+    named = adapter.config.base_model
+    return "pass the base that the adapter was made for" + ("" if named is None else f": {NAME} names {named}")
 
 
 def _require_all_targets(adapter: Adapter, bases: _Bases, seen: set[str]) -> None:
@@ -221,6 +233,18 @@ def _require_all_targets(adapter: Adapter, bases: _Bases, seen: set[str]) -> Non
             raise CheckpointError(
                 f"lacks tensors of module '{base.module}', which 'target_modules' names", path=adapter.file,
                 found=f"{len(adapter.modules)} modules", hint="the file is incomplete; copy or download it again",
+            )  # fmt: skip
+
+
+def _require_all_saved(adapter: Adapter, bases: _Bases) -> None:
+    """Check that there is a tensor for each of ``modules_to_save`` that the base has."""
+    for module in adapter.config.saved:
+        if any(f".{module}." in f".{name}" for name in bases.named) and not any(
+            f".{module}." in f".{name}" for name in adapter.replaced
+        ):
+            raise CheckpointError(
+                f"lacks the tensors of '{module}', which 'modules_to_save' names", path=adapter.file,
+                hint="the file is incomplete; copy or download it again",
             )  # fmt: skip
 
 
