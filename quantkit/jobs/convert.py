@@ -61,6 +61,7 @@ def convert(options: ConvertArguments) -> ConvertResult:
 
     Example:
         >>> quantkit.convert("Llama-3.2-1B", "Llama-3.2-1B-hf", dtype="bf16")
+        >>> quantkit.convert("Llama-3.2-1B", "merged", lora={"adapter": 0.7, "other": 0.3})
         >>> quantkit.convert("Llama-3.2-1B-int4", "llama-3.2-1b.gguf").exact.line()
     """
     started = time.monotonic()

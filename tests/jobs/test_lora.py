@@ -16,7 +16,7 @@ import oracle
 import pytest
 import torch
 from command import Capture, run
-from partial import contents
+from partial import contents, interrupted
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -34,6 +34,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.lora.adapter import Adapter
 from quantkit.formats.lora.adapter_config import KNOWN
 from quantkit.formats.lora.merged_checkpoint import MergedCheckpoint
+from quantkit.jobs import output
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -44,7 +45,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "rank and alpha": {"r": 3, "lora_alpha": 7},
     "patterns": {
         "rank_pattern": {"layers.1.self_attn.q_proj": 2, "v_proj": 6},
-        "alpha_pattern": {r"layers\.[02]\.self_attn\.q_proj": 11, "down_proj": 3},
+        "alpha_pattern": {"proj": 99, "layers.1": 99, r"layers\.[02]\.self_attn\.q_proj": 11, "down_proj": 3},
     },
     "rslora": {"use_rslora": True, "rank_pattern": {"q_proj": 2}},
     "dora": {"use_dora": True, "target_modules": [*ATTENTION, "up_proj"]},
@@ -128,6 +129,9 @@ def test_a_tied_head_that_an_adapter_replaces_becomes_separate(module: str, tied
     require_close(tensors(made.path), lora.merged(tied, adapter))
     assert json.loads((made.path / "config.json").read_text())["tie_word_embeddings"] is False
     assert any("head becomes a separate tensor" in note for note in made.notes)
+    source, result = MergedCheckpoint(open_checkpoint(tied), [Adapter(adapter)]), open_checkpoint(made.path)
+    assert sorted(source.names()) == sorted(result.names())
+    assert source.stored_bytes("lm_head.weight") == result.stored_bytes("lm_head.weight")
 
 
 @pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
@@ -185,6 +189,15 @@ def test_names_without_the_models_prefix_are_found(tmp_path: Path) -> None:
     require_close(found, {name: expected[f"transformer.{name}"] for name in found})
 
 
+def test_a_model_that_reads_images_is_merged(tiny_image_text_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """On disk, the text part of LLaVA is `language_model.model`; in transformers, `model.language_model`."""
+    base = tiny_image_text_model("llava")
+    adapter = lora.save_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "fc1", "linear_1"])
+    made = quantkit.convert(base, tmp_path / "out", lora=adapter, tensors_only=True, **UNCHECKED)
+    found = {name: value.detach() for name, value in lora.load(made.path).state_dict().items()}
+    require_close(found, lora.merged(base, adapter))
+
+
 @pytest.mark.parametrize("module", ["lm_head", "wte"])
 def test_a_tied_head_of_a_model_known_by_its_tensors_is_refused(module: str, tmp_path: Path) -> None:
     base = oracle.save(oracle.make("gpt2", tie_word_embeddings=True), tmp_path / "base")
@@ -236,9 +249,9 @@ def test_quantize_rounds_the_merged_model(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], other[name]) for name in other)
     assert made.manifest["lora"][0]["weight"] == 1
     if kind == "llama":
-        card = (made.path / "README.md").read_text()
-        assert "base with the LoRA adapter `adapter`, quantized by" in card
-        assert "--lora adapter" in card
+        readme = (made.path / "README.md").read_text()
+        assert "base with the LoRA adapter `adapter`, quantized by" in readme
+        assert "--lora adapter" in readme
 
 
 def test_parts_are_those_of_the_whole(tmp_path: Path) -> None:
@@ -410,3 +423,40 @@ def test_a_killed_merge_resumes_with_the_same_adapter_only(base: Path, tmp_path:
     assert quantkit.convert(base, tmp_path / "out", lora=adapter, if_exists="skip", **UNCHECKED).skipped
     with pytest.raises(DestinationError, match="options"):
         quantkit.convert(base, tmp_path / "out", lora=other, if_exists="skip", **UNCHECKED)
+
+
+def test_a_quantization_resumes_with_the_same_adapter_only(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "CHECKPOINT_BYTES", 10_000)
+    adapter, other = (lora.save_adapter(base, tmp_path / name, seed=seed) for name, seed in (("a", 3), ("b", 5)))
+    options: dict[str, Any] = {"method": "rtn", "accept_quality_loss": True}
+
+    def job(src: Path, dst: Path, **given: Any) -> Any:
+        return quantkit.quantize(src, dst, "int8", lora=adapter, **options, **given)
+
+    interrupted(job, base, tmp_path / "out")
+    with pytest.raises(ResumeError, match="lora"):
+        quantkit.quantize(base, tmp_path / "out", "int8", lora=other, resume=True, **options, **UNCHECKED)
+    made = job(base, tmp_path / "out", resume=True, **UNCHECKED)
+    expected = job(base, tmp_path / "expected", **UNCHECKED)
+    assert tensors(made.path).keys() == tensors(expected.path).keys()
+    assert contents(made.path)["model.safetensors"] == contents(expected.path)["model.safetensors"]
+
+
+def test_the_commands_merge_adapters_and_refuse_another_base(base: Path, tmp_path: Path, capfd: Capture) -> None:
+    adapter = lora.save_adapter(base, tmp_path / "adapter")
+    given = ["--scheme", "int8", "--lora", adapter, "--no-source-check", "--accept-quality-loss"]
+    code, _, err = run(capfd, "quantize", base, tmp_path / "out", *given)
+    assert code == 0, err
+    expected = quantkit.quantize(base, tmp_path / "same", "int8", lora=adapter, **UNCHECKED, accept_quality_loss=True)
+    assert contents(tmp_path / "out")["model.safetensors"] == contents(expected.path)["model.safetensors"]
+    code, _, err = run(capfd, "plan", "convert", base, tmp_path / "planned", "--lora", adapter)
+    assert code == 0, err
+    larger = oracle.save(oracle.make("qwen2", intermediate_size=80), tmp_path / "larger")
+    code, _, err = run(capfd, "convert", larger, tmp_path / "wrong", "--lora", adapter)
+    assert code == 3
+    assert "module 'model.layers.0.mlp.down_proj' does not fit the base (found [64, 96], expected [64, 80]" in err
+    code, _, err = run(capfd, "convert", adapter, tmp_path / "wrong")
+    assert code == 4
+    assert f"merge it into its base: `quantkit convert BASE DST --lora {adapter}`" in err

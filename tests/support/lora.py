@@ -14,6 +14,14 @@ from torch import Tensor
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import peft
+    from transformers import AutoModelForImageTextToText
+
+
+def load(base: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A model as transformers loads it, also one that reads images."""
+    if "ConditionalGeneration" not in (base / "config.json").read_text():
+        return oracle.load(base, dtype)
+    return AutoModelForImageTextToText.from_pretrained(base, dtype=dtype).eval()
 
 
 def save_adapter(base: Path, folder: Path, *, seed: int = 3, safetensors: bool = True, **settings: Any) -> Path:
@@ -22,7 +30,7 @@ def save_adapter(base: Path, folder: Path, *, seed: int = 3, safetensors: bool =
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)
-        model = peft.get_peft_model(oracle.load(base), config)
+        model = peft.get_peft_model(load(base), config)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -37,7 +45,7 @@ def loaded(base: Path, adapter: Path) -> Any:
     """A base with an adapter that is not merged."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return peft.PeftModel.from_pretrained(oracle.load(base), adapter).eval()
+        return peft.PeftModel.from_pretrained(load(base), adapter).eval()
 
 
 def default_settings() -> dict[str, Any]:
@@ -49,7 +57,7 @@ def merged(base: Path, adapter: Path, dtype: torch.dtype = torch.float32) -> dic
     """The tensors of a base that PEFT has merged an adapter into."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = peft.PeftModel.from_pretrained(oracle.load(base, dtype), adapter).merge_and_unload()
+        model = peft.PeftModel.from_pretrained(load(base, dtype), adapter).merge_and_unload()
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
@@ -59,7 +67,7 @@ def merged_with_weights(base: Path, adapters: Mapping[Path, float]) -> dict[str,
     names = [f"adapter{number}" for number in range(len(paths))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = peft.PeftModel.from_pretrained(oracle.load(base), paths[0], adapter_name=names[0])
+        model = peft.PeftModel.from_pretrained(load(base), paths[0], adapter_name=names[0])
         for name, path in zip(names[1:], paths[1:], strict=True):
             model.load_adapter(path, adapter_name=name)
         model.add_weighted_adapter(names, list(adapters.values()), "all", combination_type="cat")
