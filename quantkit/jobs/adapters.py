@@ -14,13 +14,15 @@ from quantkit.tensors.dtypes import DType
 
 
 def with_adapters(
-    source: StoredCheckpoint, lora: Requested, *, dequantize: bool = False, floats_as: DType | None = None
+    source: StoredCheckpoint, lora: Requested, *, dequantize: bool = False, allow_nonfinite: bool = False,
+    floats_as: DType | None = None,
 ) -> StoredCheckpoint:  # fmt: skip
     """A source with the requested adapters merged into it, or as it is if there are none. Notes say if an adapter names
     another base.
 
     Args:
         dequantize: whether weights of a quantized source may become floats.
+        allow_nonfinite: whether adapters may hold NaN and Inf.
         floats_as: see `MergedCheckpoint`.
 
     Raises:
@@ -37,7 +39,8 @@ def with_adapters(
             "adapters are merged into floats, and the base is quantized", path=source.path,
             found=str(next(iter(quantized.values()))), hint="`dequantize=True` reads its weights as floats",
         )  # fmt: skip
-    merged = MergedCheckpoint(source, [Adapter(path, weight) for path, weight in requested], floats_as)
+    adapters = [Adapter(path, weight, allow_nonfinite=allow_nonfinite) for path, weight in requested]
+    merged = MergedCheckpoint(source, adapters, floats_as)
     if source.path.absolute() in [path.absolute() for path, _ in requested]:
         merged.notes[:] = [note for note in merged.notes if note not in own_adapter_note(source.path)]
     for adapter in merged.adapters:

@@ -116,7 +116,10 @@ def _open(src: Path, options: ConvertOptions, floats_as: DType | None) -> Stored
     source = open_checkpoint(src, options.weights, tensors_only=options.tensors_only, floats_as=floats_as)
     if not source.config.runnable and source.method is not None:
         unstack(source)  # experts that become floats become one tensor again
-    return with_adapters(source, options.lora, dequantize=options.dequantize, floats_as=options.float_type)
+    return with_adapters(
+        source, options.lora, dequantize=options.dequantize, allow_nonfinite=options.allow_nonfinite,
+        floats_as=options.float_type,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -163,7 +163,9 @@ def prepare(options: QuantizeOptions) -> Prepared:
     if options.method == "gptq" and options.size is None:
         require_calibratable(source)
     tokenizer, notes = checked_tokenizer(source)
-    source = with_adapters(source, options.lora, dequantize=options.dequantize)
+    source = with_adapters(
+        source, options.lora, dequantize=options.dequantize, allow_nonfinite=options.allow_nonfinite
+    )  # fmt: skip
     adapters = recorded_adapters(source)
     source, more = _as_floats(source, options)
     notes += more

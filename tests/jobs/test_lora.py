@@ -7,6 +7,7 @@ import math
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from quantkit.data.files import DEMO_MODEL
 from quantkit.errors import (
     CheckpointError,
     DestinationError,
+    NonFiniteError,
     QuantkitError,
     RequestError,
     ResumeError,
@@ -35,6 +37,7 @@ from quantkit.formats.lora.adapter import Adapter
 from quantkit.formats.lora.adapter_config import KNOWN
 from quantkit.formats.lora.merged_checkpoint import MergedCheckpoint
 from quantkit.jobs import output
+from quantkit.tensors import qtensor
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -162,6 +165,26 @@ def test_families_with_other_names_or_rows_are_merged(kind: str, tmp_path: Path)
     require_close(found, lora.merged(base, adapter))
 
 
+def test_experts_that_an_adapter_names_one_by_one_are_merged(tmp_path: Path) -> None:
+    """As PEFT saved adapters of experts when transformers kept each expert separately."""
+    base = oracle.save(oracle.make("qwen3_moe", head_dim=16, num_experts=4, num_experts_per_tok=2), tmp_path / "base")
+    adapter = lora.save_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    path, weights = adapter / "adapter_model.safetensors", tensors(base)
+    stored, generator = load_file(path), torch.Generator().manual_seed(1)
+    for name in [name for name in weights if ".experts." in name]:
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        rows, columns = weights[name].shape
+        stored[f"{module}.lora_A.weight"] = 0.1 * torch.randn(4, columns, generator=generator)
+        stored[f"{module}.lora_B.weight"] = 0.1 * torch.randn(rows, 4, generator=generator)
+    save_file(stored, path, metadata={"format": "pt"})
+    _edited(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])(adapter)
+    made = quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
+    found = {name: value.detach() for name, value in oracle.load(made.path).state_dict().items()}
+    require_close(found, lora.merged(base, adapter))
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    assert not torch.equal(tensors(made.path)[name], weights[name])
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -265,6 +288,14 @@ def test_parts_are_those_of_the_whole(tmp_path: Path) -> None:
             assert torch.allclose(source.load(name, part), part.of(whole), atol=1e-6), name
 
 
+def test_rows_are_merged_in_chunks(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"target_modules": [*ATTENTION, "embed_tokens"], "use_dora": True, "bias": "all"}
+    adapter = lora.save_adapter(base, tmp_path / "adapter", **settings)
+    monkeypatch.setattr(qtensor, "row_chunks", partial(qtensor.row_chunks, elements=300))
+    made = quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
+    require_close(tensors(made.path), lora.merged(base, adapter))
+
+
 def _edited(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: oracle.edit_json(folder / "adapter_config.json", **changes)
 
@@ -307,6 +338,7 @@ REFUSED: list[tuple[Callable[[Path], None], type[QuantkitError], str]] = [
         _stored(lambda all: all.update({f"{Q}.lora_A.weight": torch.ones(4, 63)})), CheckpointError,
         r"does not fit the base \(found \[64, 63\], expected \[64, 64\].*pass the base .* names .*base",
     ),
+    (_stored(lambda all: all[f"{Q}.lora_A.weight"].fill_(math.nan)), NonFiniteError, "of the adapter holds NaN or Inf"),
     (_stored(lambda all: all.clear()), CheckpointError, "holds no tensors"),
     (lambda folder: (folder / "adapter_model.safetensors").unlink(), CheckpointError, "has no weights"),
     (lambda folder: (folder / "adapter_config.json").unlink(), CheckpointError, "is not a LoRA adapter"),

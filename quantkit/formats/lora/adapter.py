@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from quantkit.arguments import as_number, as_path, is_several
-from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.errors import CheckpointError, NonFiniteError, RequestError, UnsupportedError
 from quantkit.files import pth_io, safetensors_io
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import TensorFile
@@ -62,14 +62,17 @@ class Adapter:
         replaced: the tensors of the base that it replaces, with the names of their new values.
     """
 
-    def __init__(self, folder: Path, weight: float = 1.0) -> None:
+    def __init__(self, folder: Path, weight: float = 1.0, *, allow_nonfinite: bool = False) -> None:
         """Open an adapter; headers only.
+
+        Args:
+            allow_nonfinite: whether its tensors may hold NaN and Inf.
 
         Raises:
             CheckpointError: if files are missing or damaged, or tensors do not belong together.
             UnsupportedError: if it has settings or tensors that are not known.
         """
-        self.path, self.weight = folder, weight
+        self.path, self.weight, self._allow_nonfinite = folder, weight, allow_nonfinite
         if not (folder / NAME).is_file():
             raise CheckpointError("is not a LoRA adapter", path=folder, expected=f"a folder with {NAME}")
         self.config = read_config(folder)
@@ -87,9 +90,20 @@ class Adapter:
         return self._file.tensors[key].shape
 
     def load(self, key: str, part: TensorSlice | None = None) -> torch.Tensor:
-        """One of its tensors, or a part of it. Raises `CheckpointError` if the file changed since it was opened."""
+        """One of its tensors, or a part of it.
+
+        Raises:
+            CheckpointError: if the file changed since it was opened.
+            NonFiniteError: if it holds NaN or Inf, unless they are allowed.
+        """
         self._file.source.require_unchanged()
-        return self._file.read(key, part)
+        value: torch.Tensor = self._file.read(key, part)
+        if not (self._allow_nonfinite or torch.isfinite(value).all()):
+            raise NonFiniteError(
+                f"tensor '{key}' of the adapter holds NaN or Inf", path=self.file,
+                hint="`allow_nonfinite=True` merges it all the same",
+            )  # fmt: skip
+        return value
 
     def read(self, key: str) -> torch.Tensor:
         """One of its tensors in float32; otherwise as `load`."""
