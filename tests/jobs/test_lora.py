@@ -356,6 +356,17 @@ def test_what_is_not_merged_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
+def test_empty_settings_count_as_absent(base: Path, tmp_path: Path) -> None:
+    """Old adapters have keys that PEFT no longer has, and null for some that it has."""
+    adapter = lora.save_adapter(base, tmp_path / "adapter")
+    expected = quantkit.convert(base, tmp_path / "expected", lora=adapter, **UNCHECKED)
+    path = adapter / "adapter_config.json"
+    old = {"bias": None, "rank_pattern": None, "enable_lora": None, "merge_weights": False, "some_list": []}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **old}))
+    made = quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
+    require_close(tensors(made.path), tensors(expected.path), ulps=0)
+
+
 def test_every_setting_of_the_installed_peft_is_decided() -> None:
     """A new setting is refused once it has a value; its default must not be refused."""
     defaults = lora.default_settings()

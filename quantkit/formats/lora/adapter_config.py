@@ -112,7 +112,7 @@ def read_config(folder: Path) -> AdapterConfig:
                 hint="merge it with PEFT's `merge_and_unload`",
             )  # fmt: skip
     _require_unchanged_base(raw.get("init_lora_weights", True), path)
-    if raw.get("bias", "none") not in ("none", "all", "lora_only"):
+    if (raw.get("bias") or "none") not in ("none", "all", "lora_only"):
         raise UnsupportedError("unknown value of 'bias'", path=path, found=shown(raw["bias"]))
     found = AdapterConfig(
         path, settings.integer("r", 1, _MAX_RANK), settings.number("lora_alpha", -_MAX_ALPHA, _MAX_ALPHA),
