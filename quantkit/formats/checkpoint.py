@@ -176,7 +176,7 @@ def raise_unexpected(names: Iterable[str], path: Path) -> None:
 
 def lora_adapter(path: Path, found: str) -> UnsupportedError:
     """The error for an adapter instead of a model."""
-    hint = f"merge it into its base: `quantkit convert BASE DST --lora {path}`"
+    hint = "merge it into its base with `lora` of convert or quantize"
     return UnsupportedError("is a LoRA adapter, not a model", path=path, found=found, hint=hint)
 
 

@@ -88,9 +88,7 @@ def own_adapter_note(folder: Path) -> list[str]:
     """A note if a model's folder also holds an adapter."""
     if not (folder / NAME).is_file():
         return []
-    return [
-        f"{folder / NAME}: the folder also holds a LoRA adapter, which is not merged; `quantkit convert --lora` does"
-    ]
+    return [f"{folder / NAME}: the folder also holds a LoRA adapter, which is not merged; `lora` of convert does that"]
 
 
 def read_config(folder: Path) -> AdapterConfig:
