@@ -44,7 +44,6 @@ _WHOLES: dict[str, tuple[str, _Tied]] = {
 }  # fmt: skip
 """The models by ``model_type``: the default of their text part's, and when the head is the embedding."""
 
-
 _FLAT = ("qwen2_5_vl", "qwen2_vl")  # whose older files have the settings of text among those of the whole
 
 
@@ -123,8 +122,8 @@ def text_family(raw: Mapping[str, Any]) -> str | None:
 
 
 def text_settings(raw: Mapping[str, Any], path: object) -> dict[str, Any]:
-    """The config.json of the text part of a model that has a `text_family`, as that states it: with
-    transformers' defaults, and without rotary settings that do not concern text.
+    """The config.json of the text part of a model that has a `text_family`, as that states it: with transformers'
+    defaults, and without rotary settings that do not concern text.
 
     Raises:
         UnsupportedError: if its attention is not causal.
@@ -181,7 +180,7 @@ class TextNames:
             if count != 1:
                 raise CheckpointError(
                     f"has no single {what}", path=str(path), found=", ".join(map(repr, found)) or "none",
-                    expected=f"one module '{_EMBEDDING}' beside a '{_NORM}', and at most one '{_HEAD}'",
+                    expected=f"one module '{_EMBEDDING}' next to a '{_NORM}', and at most one '{_HEAD}'",
                 )  # fmt: skip
         return cls(models[0], heads[0] if heads else None)
 

@@ -9,6 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from quantkit.architectures.families.opaque import may_change_state
 from quantkit.architectures.names import is_embedding
 from quantkit.architectures.topology import fused_modules, parameters
 from quantkit.doctor.findings import Finding, finding
@@ -80,7 +81,7 @@ def _module(view: View, module: str) -> Iterator[Finding]:
         said = "no quantization_config" if view.folder.settings is None else "not among those it quantizes"
         yield finding("not-in-config", module, f"{coded.title}, and in the config {said}")
     bits = coded.bits if claim is None or claim.bits is None else claim.bits
-    if bits is not None and bits < _STATE_BITS and view.hints.feeds_state(module):
+    if bits is not None and bits < _STATE_BITS and view.hints.is_recurrent(module) and may_change_state(module):
         yield finding("low-bit-state", module, f"{coded.title}, {bits} bits")
     for leaf, expected in coded.wrong_types(LAYOUTS):
         yield finding("codes-type", f"{module}.{leaf}", f"found {coded.tensors[leaf].dtype}, expected {expected}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
-from quantkit.architectures.families.opaque import READ_OUT
+from quantkit.architectures.families.opaque import may_change_state
 from quantkit.architectures.names import CANONICAL, EMBEDDING
 from quantkit.architectures.topology import kept_unless_named, linear_columns, parameters, recurrent_linears
 from quantkit.arguments import as_strings
@@ -123,8 +123,8 @@ class SchemeMap:
             module: (named if module in recurrent else recipe).requested(module, on_disk.get(module), kept)
             for module in columns
         }
-        feeding = (module for module in columns if module in recurrent and module.rpartition(".")[2] not in READ_OUT)
-        _require_fine(named, {module: requested[module] for module in feeding}, on_disk)
+        changing = (module for module in columns if module in recurrent and may_change_state(module))
+        _require_fine(named, {module: requested[module] for module in changing}, on_disk)
         schemes = {module: scheme.fitted(columns[module]) for module, scheme in requested.items() if scheme}
         if not schemes.keys() - {EMBEDDING}:
             raise _nothing(recurrent, set(columns) - kept)

@@ -31,8 +31,7 @@ HEADS = frozenset({"lm_head", "embed_out", "output_projection", "proj_out", "sco
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
 _ROUTING = ("gate", "router", "classifier")  # in names of linears with one output per expert
 NEVER = frozenset({"dt_proj"})  # not read through its module
-READ_OUT = frozenset({"out_proj", "o_proj"})
-"""Linears of modules with a state that get what was read from it: their errors are not carried to the next token."""
+_READ_OUT = ("out_proj", "o_proj")
 _TOWER = re.compile(
     r"(vision|visual|vit|image|video|audio|sound|speech|multi_?modal|mm|sam|patch_merge)(_.*)?|.*_(vision|audio)"
     r"|(.*_)?(projectors?|aligner|connector|q_?former|merger|resampler(_model)?)|vqmodel|language_projection|mlp1|mlp_AR"
@@ -130,10 +129,6 @@ class Hints:
         experts = frozenset(one for one in values if type(one) is int and one > 1)
         multimodal = any(isinstance(raw.get(key), dict) for key in (*_LANGUAGE, "vision_config", "audio_config"))
         return cls(experts, is_tied(raw), multimodal, recurrent_modules(shapes))
-
-    def feeds_state(self, module: str) -> bool:
-        """Whether a linear is in such a module and may change its state: all but the output projection."""
-        return self.is_recurrent(module) and module.rpartition(".")[2] not in READ_OUT
 
     def is_recurrent(self, module: str) -> bool:
         """Whether a linear is in a module that carries a state; vision and audio parts process all tokens at once."""
@@ -336,6 +331,12 @@ def recurrent_modules(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
             if any(map(str.isdecimal, layer)) and not own.isdecimal():
                 found.add(".".join(parts[:-2]))
     return frozenset(found - {""})
+
+
+def may_change_state(module: str) -> bool:
+    """Whether a linear of such a module may change its state: all but the output projection, which gets what was read
+    from it, so that its errors are not carried to the next token."""
+    return module.rpartition(".")[2] not in _READ_OUT
 
 
 def is_within(module: str, modules: Set[str]) -> bool:
