@@ -19,6 +19,7 @@ from quantkit.doctor.findings import RUNTIMES
 from quantkit.errors import RequestError
 from quantkit.jobs.convert_options import ConvertOptions
 from quantkit.jobs.quantize_options import OUTPUT, SCHEMES, QuantizeOptions
+from quantkit.tensors.mix import mix_named
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 
 if TYPE_CHECKING:
@@ -127,6 +128,26 @@ def verify(a: Path, b: Path | None, allow_bound: bool, trust_remote_code: bool, 
         sys.exit(report.verdict.value)
 
 
+@click.command(cls=Command)
+@options.src
+@click.argument("dst", type=options.PATH)
+@options.of_job(QuantizeOptions, only=("calibration", "text_column", "samples", "length", "seed"))
+@options.data
+def imatrix(src: str, dst: Path, data: str | None, **given: Any) -> None:
+    """Measure the importance of inputs for llama.cpp.
+
+    DST is a new file for its quantizer, or for `quantkit quantize --imatrix`: GGUF if its name ends in .gguf, the older
+    form if it ends in .dat.
+    """
+    outputs = Outputs(data)
+
+    from quantkit.jobs.imatrix import imatrix as job
+
+    with ProgressDisplay() as progress:
+        made = job(src, dst, **{name: value for name, value in given.items() if value is not None}, progress=progress)
+    _report(outputs, made)
+
+
 _CONVERT = {
     "to": options.target("hf for floats, SRC's own format for quantized models"),
     "mp": click.option("--mp", type=int, default=1, show_default=True, help="Number of Meta model-parallel shards."),
@@ -205,10 +226,10 @@ def _files_read(given: dict[str, Any]) -> list[Any]:
     return [given[name] for name in ("calibration", "recipe", "plan", "certify_text")]
 
 
-def _has_int4(scheme: QuantScheme | Recipe | None) -> bool:
+def _has_int4(scheme: str | QuantScheme | Recipe | None) -> bool:
     """Whether a layer may get int4, which GPTQ solves unless another method is requested; schemes that are chosen for
     a size may be int4."""
-    if scheme is None:
+    if scheme is None or isinstance(scheme, str):
         return True
     named = [scheme] if isinstance(scheme, QuantScheme) else [scheme.default, *(one.scheme for one in scheme.overrides)]
     return any(one is not None and one.bits == 4 for one in named)
@@ -237,7 +258,8 @@ def _job_arguments(given: dict[str, Any]) -> dict[str, Any]:
         hint = "a size chooses the schemes" if sized else "a recipe's default is its scheme"
         raise RequestError(f"{' and '.join(chosen)} exclude each other", hint=hint)
     if path is None:
-        return {**given, "scheme": None if given["scheme"] is None else QuantScheme.parse(given["scheme"])}
+        named = given["scheme"]
+        return {**given, "scheme": named if named is None or mix_named(named) else QuantScheme.parse(named)}
     if given["head"] is not None:
         raise RequestError("--head does not go with --recipe", hint="a recipe names lm_head among its overrides")
     return {**given, "scheme": Recipe.from_json(path)}

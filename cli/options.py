@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,6 +28,7 @@ from quantkit.processors import checked_threads, set_threads
 from quantkit.runtime.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
+from quantkit.tensors.mix import MIXES, mix_named
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.via_transformers import VIAS
 
@@ -162,10 +163,11 @@ class Scheme(click.types.StringParamType):
     """The name of a scheme, checked before anything large is imported."""
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return str(QuantScheme.parse(value))
+        mix = mix_named(value) if param is not None and param.name == "scheme" else None
+        return str(QuantScheme.parse(value)) if mix is None else mix.name
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(name) for name in SCHEMES if name.startswith(incomplete)]
+        return [CompletionItem(name) for name in (*SCHEMES, *MIXES) if name.startswith(incomplete)]
 
 
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -307,13 +309,14 @@ _KINDS: dict[type | str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def of_job(job_options: type, own: Mapping[str, Decorator] | None = None) -> Decorator:
-    """The options of a command, from the fields of its job's options. `own` ones replace the shared ones for fields
-    without a help text."""
+def of_job(job_options: type, own: Mapping[str, Decorator] | None = None, *, only: Collection[str] = ()) -> Decorator:
+    """The options of a command, from the fields of its job's options, or `only` from some of them. `own` ones replace
+    the shared ones for fields without a help text."""
     shared = {**_SHARED, **(own or {})}
     made = (
         section(as_options(info.section), shared[name] if info.help is None else _of_field(name, info, info.help))
         for name, info in declared(job_options).items()
+        if not only or name in only
     )
     return in_order(*made)
 

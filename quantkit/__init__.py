@@ -66,6 +66,8 @@ if TYPE_CHECKING:
     from quantkit.jobs.estimate import Estimate as Estimate
     from quantkit.jobs.generate_file import GeneratedFile as GeneratedFile
     from quantkit.jobs.generate_file import generate_file as generate_file
+    from quantkit.jobs.imatrix import ImatrixResult as ImatrixResult
+    from quantkit.jobs.imatrix import imatrix as imatrix
     from quantkit.jobs.inspect import Inspection as Inspection
     from quantkit.jobs.inspect import inspect as inspect
     from quantkit.jobs.llama import Llama as Llama
@@ -99,7 +101,8 @@ _JOBS = {
     "convert": "quantkit.jobs.convert",
     "diagnose": "quantkit.doctor.diagnose", "evaluate": "quantkit.evals.evaluate",
     "generate": "quantkit.runtime.generate", "generate_batch": "quantkit.runtime.generate_batch",
-    "generate_file": "quantkit.jobs.generate_file", "inspect": "quantkit.jobs.inspect", "load": "quantkit.jobs.load",
+    "generate_file": "quantkit.jobs.generate_file", "imatrix": "quantkit.jobs.imatrix",
+    "inspect": "quantkit.jobs.inspect", "load": "quantkit.jobs.load",
     "open_checkpoint": "quantkit.formats.detect", "quantize": "quantkit.jobs.quantize",
     "sampling_defaults": "quantkit.runtime.generation_config", "stream": "quantkit.runtime.generate",
     "verify": "quantkit.quality.verify",
@@ -110,7 +113,8 @@ _TYPES = {
     "Completion": "quantkit.runtime.request", "ConvertResult": "quantkit.jobs.result",
     "Diagnosis": "quantkit.doctor.findings", "Estimate": "quantkit.jobs.plan", "Evaluation": "quantkit.evals.results",
     "FolderReport": "quantkit.quality.manifest_check", "Gate": "quantkit.quality.gate",
-    "GeneratedFile": "quantkit.jobs.generate_file", "Inspection": "quantkit.jobs.inspect",
+    "GeneratedFile": "quantkit.jobs.generate_file", "ImatrixResult": "quantkit.jobs.imatrix",
+    "Inspection": "quantkit.jobs.inspect",
     "Logprobs": "quantkit.runtime.request", "Override": "quantkit.tensors.recipe",
     "QuantScheme": "quantkit.tensors.scheme", "QuantizeResult": "quantkit.jobs.result",
     "Recipe": "quantkit.tensors.recipe", "SamplingParams": "quantkit.runtime.sampling_params",

@@ -22,13 +22,16 @@ from quantkit.quality.figures import significant
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
-CANDIDATES = tuple(map(QuantScheme.parse, ("int4-g128", "int4-g64", "int4-g32", "int8")))
-"""The scheme of each unit is chosen among these and floats."""
+CANDIDATES = tuple(map(QuantScheme.parse, (
+    "q3_k", "int4-g128", "int4-g64", "int4-g32", "q4_k", "q5_0", "q5_k", "q6_k", "int8"
+)))  # fmt: skip
+"""The scheme of each unit is chosen among those of these that the format holds, and floats."""
 FLOAT = "float"
 """The name in tables of the choice to keep floats."""
 PICTURE = "bit-allocation.svg"
 """The name of the picture's file, next to the model card."""
-_COLORS = ("#d6e6f4", "#9cc8e2", "#4f9bcb", "#1c5f9f", "#f0883e")  # in the order of the schemes
+_COLORS = ("#d6e6f4", "#9cc8e2", "#4f9bcb", "#1c5f9f")  # from few bits to many
+_FLOAT_COLOR = "#f0883e"
 _CELL, _LETTER, _MARGIN, _TOP = 20, 6.4, 12, 104  # pixels
 _MIN_WIDTH = 420.0
 _UNIT = "KL x 1e-4"
@@ -237,7 +240,11 @@ def picture(allocation: Allocation) -> str:
         losses[unit.layer] += unit.loss
     title = f"{allocation.bits:.4g} bits a weight, estimated KL {significant(allocation.kl)}"
     left = _MARGIN + max(len(name) for name in [*names, _UNIT]) * _LETTER + 8
-    colors = dict(zip((*map(str, CANDIDATES), FLOAT), _COLORS, strict=True))
+    offered = {scheme for unit in allocation.units for scheme in unit.estimated_kl} - {FLOAT}
+    ordered = [scheme for scheme in map(str, CANDIDATES) if scheme in offered]
+    last = max(1, len(ordered) - 1)
+    shades = (_COLORS[round(number * (len(_COLORS) - 1) / last)] for number in range(len(ordered)))
+    colors = dict(zip(ordered, shades, strict=True)) | {FLOAT: _FLOAT_COLOR}
     legend, x = [], float(_MARGIN)
     for scheme, color in colors.items():
         legend.append((scheme, color, x))

@@ -20,7 +20,7 @@ from quantkit.bit_allocation.losses import estimate_losses
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, Reason
+from quantkit.formats.codecs.codec import CodeFormat, QuantMethod, Reason, codec_of
 from quantkit.formats.codecs.compressed_weights import SHAPE
 from quantkit.formats.codecs.ggml import BlockType
 from quantkit.formats.codecs.gptq_zeros import G_IDX
@@ -105,7 +105,7 @@ class Fit:
         as large as a finer one."""
         found = []
         for unit in self.units:
-            own = [one for one in CANDIDATES if not isinstance(self.codes.codec(one), Reason)]
+            own = [one for one in CANDIDATES if not isinstance(codec_of(self.codes, one), Reason)]
             own = [one for one in own if all(one.fitted(p.shape[1]) == one for p in unit.parameters)]
             sizes = [self._unit_bytes(unit, one) for one in own]
             found.append([one for at, one in enumerate(own) if sizes[at] < min(sizes[at + 1 :], default=math.inf)])

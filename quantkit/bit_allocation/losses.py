@@ -40,12 +40,13 @@ from quantkit.memory import malloc_trim
 from quantkit.model.decoder import Block, final_logits, rms_norm
 from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, floats_of, meta_init
 from quantkit.progress import Progress, silent
+from quantkit.solver.block_grid import search_blocks
 from quantkit.solver.gptq import Damped, SingularError
 from quantkit.solver.grid import search_scales
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import add_square_, fill_lower_
-from quantkit.tensors.qtensor import row_chunks
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor, nearest_codes, row_chunks
+from quantkit.tensors.scheme import QuantScheme, Scales
 
 _WEIGHTS_TRIED = 1 << 18  # of a unit, about
 _MIN_ROWS = 4  # tried of a linear
@@ -306,6 +307,19 @@ class RowErrors:
         return 0.5 * lost * weighted.sum().item() / tried
 
 
+def _rounded(columns: Tensor, importance: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> Tensor:
+    """Weights [I, O] rounded to the scales that GPTQ would search."""
+    if scheme.scales is not Scales.FLOATS:
+        scales = search_blocks(columns, importance, scheme, search_scales)
+        rows = columns.t()
+        codes = nearest_codes(rows.reshape(len(rows), scheme.groups(len(columns)), -1), scales, scheme)
+        return QuantTensor.of_blocks(codes, scales, scheme).dequantize().t().contiguous()
+    scale, _ = search_scales(columns, importance, scheme, scale_dtype)
+    grouped, step = columns.view(scale.shape[0], -1, columns.shape[1]), scale.float().unsqueeze(1)
+    half = scheme.levels // 2  # schemes are symmetric
+    return (grouped / step).round_().clamp_(-half, half - 1).mul_(step).view_as(columns)
+
+
 def row_errors(
     weights: Mapping[str, Tensor], hessian: Tensor, schemes: Sequence[QuantScheme], scale_dtype: torch.dtype,
     tried: Mapping[str, int],
@@ -332,10 +346,7 @@ def row_errors(
     counts = [len(rows) for rows in chosen.values()]
     errors: dict[QuantScheme, Sequence[Tensor]] = {}
     for scheme in schemes:
-        scale, _ = search_scales(columns, damped.diagonal, scheme, scale_dtype)
-        grouped, step = columns.view(scale.shape[0], -1, columns.shape[1]), scale.float().unsqueeze(1)
-        half = scheme.levels // 2  # schemes are symmetric
-        residual = (grouped / step).round_().clamp_(-half, half - 1).mul_(step).sub_(grouped).view_as(columns)
+        residual = _rounded(columns, damped.diagonal, scheme, scale_dtype).sub_(columns)
         errors[scheme] = torch.split((variances @ residual.square_()).cpu(), counts)
     found = {}
     for number, (module, weight) in enumerate(weights.items()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -127,12 +127,15 @@ class GroupSolver:
         for scheme, (part, total) in parts.items():
             target = targets.pop(scheme, None)
             rows, report = solve(part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels)
-            codes, error, energy = (self.group.join(one, total) for one in (rows.codes, report.error, report.energy))
-            scale = self.group.join(rows.scale.float(), total).to(self.scale_dtype)
-            zero = None if rows.zero is None else self.group.join(rows.zero, total)
-            joined = GptqReport(report.damping, report.dead_columns, error.cpu(), energy.cpu())
-            found[scheme] = QuantTensor(codes, scale, zero, scheme).to("cpu"), joined
+            error, energy = (self.group.join(one, total).cpu() for one in (report.error, report.energy))
+            joined = rows.map(partial(self._joined, total))
+            found[scheme] = joined.to("cpu"), GptqReport(report.damping, report.dead_columns, error, energy)
         return found
+
+    def _joined(self, total: int, rows: Tensor) -> Tensor:
+        """All rows of a tensor, of which each process has its share; floats of 16 bits travel as float32."""
+        wide = rows.float() if rows.is_floating_point() else rows
+        return self.group.join(wide, total).to(rows.dtype)
 
 
 def drift_damping(inputs: int, tokens: int) -> float:

@@ -45,6 +45,16 @@ def input_importance(
     Raises:
         UnsupportedError: if transformers cannot run the model.
     """
+    sums, counts = squared_inputs(source, _tokens(source, tokenizer), linears=linears, progress=progress)
+    found = {name: importance_of(total, counts[name]) for name, total in sums.items()}
+    return {name: weights for name, weights in found.items() if weights is not None}
+
+
+def squared_inputs(
+    source: Checkpoint, tokens: Tensor, *, linears: Collection[str] | None = None, progress: Progress = silent
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The sums of squared inputs [I] of each linear that samples [B, T] reach, by name, and how many tokens these are;
+    for the arguments and errors see `input_importance`."""
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
@@ -53,8 +63,16 @@ def input_importance(
         sums[linear] = sums.get(linear, 0) + rows.square().sum(0)
         counts[linear] = counts.get(linear, 0) + len(rows)
 
-    observe_inputs(source, _tokens(source, tokenizer), observe, linears=linears, progress=progress)
-    return {name: _weights(total, counts[name]) for name, total in sums.items() if _is_known(total)}
+    observe_inputs(source, tokens, observe, linears=linears, progress=progress)
+    return sums, counts
+
+
+def importance_of(total: Tensor, count: float) -> Tensor | None:
+    """The importance [I] of inputs whose squares are `total`, for a number of tokens; None if that gives no finite
+    weights."""
+    if not (total.isfinite().all() and 0 < total.mean() < torch.inf):
+        return None
+    return (total / total.mean()).clamp_(min=_LEAST) ** (count / (count + _EVEN))
 
 
 def importance_tokens(source: Checkpoint) -> tuple[int, int]:
@@ -73,12 +91,3 @@ def _tokens(source: Checkpoint, tokenizer: Tokenizer | None) -> Tensor:
             pass
     generator = torch.Generator().manual_seed(0)
     return torch.randint(source.config.vocab_size, (samples, length), generator=generator)
-
-
-def _weights(total: Tensor, count: int) -> Tensor:
-    return (total / total.mean()).clamp_(min=_LEAST) ** (count / (count + _EVEN))
-
-
-def _is_known(total: Tensor) -> bool:
-    """Whether a sum of squares gives finite weights."""
-    return bool(total.isfinite().all() and 0 < total.mean() < torch.inf)

@@ -37,6 +37,7 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
 MMAP_THRESHOLD = 8 << 20
+_EXACT_BITS = 8  # of an embedding whose error is not worth a pass of its own
 
 Solved = tuple[str, Tensor | QuantTensor, Mapping[str, object] | None]
 """A tensor's name, its value, and for the manifest how it was found."""
@@ -115,7 +116,8 @@ class RtnQuantizer:
 
     def _checked(self, spec: TensorSpec, result: Result) -> Solved:
         """A quantized tensor of the output; a scale that overflows is a `NonFiniteError`."""
-        if not all_finite(result.weight.scale):
+        scales = (result.weight.scale, result.weight.outer, result.weight.outer_minimum, result.weight.minimum)
+        if not all(all_finite(one) for one in scales if one is not None):
             raise NonFiniteError(
                 f"tensor '{spec.name}' holds values too large for scales in {spec.dtype}",
                 path=self.source.path, hint="convert the source to another dtype first",
@@ -169,13 +171,21 @@ class GptqQuantizer(RtnQuantizer):
                     kernels = column_kernels(self.device)
                     self._solver = GroupSolver(self.schemes, DType(config.dtype).torch, self.group, kernels)
                     own = tokens[self.group.share(len(tokens))]
-                    self._streams = Streams(self.source, own, store, self.device, self.effort)
+                    self._streams = Streams(self.source, own, store, self.device, self.effort, self._embedding())
                 yield
         finally:
             store.close()
             self._streams = None
             malloc_trim()
         self.group.wait()  # until no process has anything left on disk
+
+    def _embedding(self) -> QuantTensor | None:
+        """The embedding as it is rounded, if it has so few bits that the linears should make up for its error."""
+        scheme = self.schemes.get(EMBEDDING)
+        if scheme is None or scheme.bits >= _EXACT_BITS:
+            return None
+        weight = floats_of(self.source.load(f"{EMBEDDING}.weight"))
+        return round_to_nearest(weight, scheme, torch.float16, column_kernels)[0]
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
         results = {} if block.layer is None or block.layer >= self._stop else self._quantize(block, block.layer)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import InputGroup
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_pair import BlockPair, linear_of
@@ -26,6 +27,7 @@ from quantkit.model.decoder import Block, Step, scaled_embeddings
 from quantkit.model.feed_forward import Experts
 from quantkit.model.load import floats_of
 from quantkit.model.rope import Rotary
+from quantkit.tensors.qtensor import QuantTensor
 
 QUANTIZED, FLOAT = "quantized", "float"  # the streams: the store's keys for a batch's states
 _OUTPUT = {QUANTIZED: "quantized output", FLOAT: "float output"}
@@ -33,11 +35,12 @@ _INPUTS = "inputs"  # the store's key for the inputs of a branch's last linear
 _MIN_ROWS = 2048  # that go through an expert together, if it gets as many
 
 
-def embedded(source: Checkpoint, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The first block's inputs [B, T, D], float32, for each batch of tokens [B, T]."""
-    embedding = floats_of(source.load("model.embed_tokens.weight"))
+def embedded(source: Checkpoint, batches: Iterable[Tensor], embedding: QuantTensor | None = None) -> Iterator[Tensor]:
+    """The first block's inputs [B, T, D], float32, for each batch of tokens [B, T]; `embedding` replaces the source's
+    floats."""
+    matrix = floats_of(source.load(f"{EMBEDDING}.weight")) if embedding is None else embedding.dequantize()
     for batch in batches:
-        yield scaled_embeddings(nn.functional.embedding(batch, embedding).float(), source.config.embedding_multiplier)
+        yield scaled_embeddings(nn.functional.embedding(batch, matrix).float(), source.config.embedding_multiplier)
 
 
 def step_of_samples(config: ModelConfig, length: int, device: torch.device) -> Step:
@@ -54,20 +57,23 @@ class Streams:
     """
 
     def __init__(
-        self, source: Checkpoint, samples: Tensor, store: ActivationStore, device: torch.device, effort: Effort
-    ) -> None:
+        self, source: Checkpoint, samples: Tensor, store: ActivationStore, device: torch.device, effort: Effort,
+        embedding: QuantTensor | None = None,
+    ) -> None:  # fmt: skip
         """Embed the samples, tokens [N, T] of which there may be none, and store the states; `effort` determines the
-        batches of the float stream."""
+        batches of the float stream, and `embedding` replaces the source's floats in the quantized one."""
         config, length = source.config, samples.shape[1]
         self._store, self._device, self._effort = store, device, effort
         batches = torch.split(samples, batch_samples(config, length)) if len(samples) else ()
         self._batches = len(batches)
+        for index, states in enumerate(embedded(source, batches, embedding)):
+            store.put((QUANTIZED, index), states.to(device))
         for index, states in enumerate(embedded(source, batches)):
-            for stream in (QUANTIZED, FLOAT)[: 1 + self._has_floats(index)]:
-                store.put((stream, index), states.to(device))
+            if self._has_floats(index):
+                store.put((FLOAT, index), states.to(device))
         self._step = step_of_samples(config, length, device)
         self._unfinished: tuple[str, Block] | None = None
-        self._drifted = False  # until the first quantized linear both streams are the same
+        self._drifted = embedding is not None  # else both streams are the same until the first quantized linear
 
     def gather(self, group: InputGroup, pair: BlockPair, statistics: HessianAccumulator) -> None:
         """Add up the inputs of linears at the start of a branch."""

@@ -230,6 +230,11 @@ class Container(Protocol):
         """Whether an index lists the files of a set of weights."""
         return False
 
+    def with_codes(self, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
+        """One of its checkpoints with all codes read as such, also those for which there are no kernels: to prove what
+        was written."""
+        return checkpoint
+
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
     ) -> StoredCheckpoint:  # fmt: skip

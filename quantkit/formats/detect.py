@@ -124,6 +124,11 @@ def open_unfinished(
     return checkpoint
 
 
+def with_codes(checkpoint: StoredCheckpoint) -> StoredCheckpoint:
+    """A checkpoint with all codes read as such; see `Container.with_codes`."""
+    return CONTAINERS[checkpoint.format].with_codes(checkpoint)
+
+
 def made_of_tensors(path: str | Path) -> bool:
     """Whether a manifest says that quantkit copied the tensors of an unknown architecture."""
     folder = located(path)

@@ -13,7 +13,7 @@ from quantkit.errors import CheckpointError, DestinationError
 from quantkit.files.hub import origin
 from quantkit.formats import manifest
 from quantkit.formats.container import StoredCheckpoint
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.formats.output.destination import destination_errors, is_there, manifest_path
 from quantkit.formats.output.staging import changed_keys, partial_folder, require_room_to_build
 from quantkit.jobs.option_fields import IfExists
@@ -111,7 +111,7 @@ class Existing:
         """Its weights."""
         path = self.dst if self.dst.is_dir() else self.dst.with_name(work.encoder.files()[0])
         with _as_written(self.dst):
-            result = open_checkpoint(path, tensors_only=not work.source.config.runnable)
+            result = with_codes(open_checkpoint(path, tensors_only=not work.source.config.runnable))
             unstack(result, work.source.config.code)
             return result
 

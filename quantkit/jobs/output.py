@@ -23,7 +23,7 @@ from quantkit.files.safetensors_io import require_readable
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.container import Encoder, StoredCheckpoint, Written
-from quantkit.formats.detect import open_unfinished
+from quantkit.formats.detect import open_unfinished, with_codes
 from quantkit.formats.folder import TOKENIZER_FILES, code_files, json_bytes, tokenizer_files
 from quantkit.formats.output.destination import MANIFEST, not_ours, output_files
 from quantkit.formats.output.journal import NAME as JOURNAL
@@ -325,7 +325,7 @@ def _read_back(path: Path, config: ModelConfig) -> StoredCheckpoint:
         RuntimeError: if the library finds other tensors.
     """
     try:
-        result = open_unfinished(path, tensors_only=not config.runnable)
+        result = with_codes(open_unfinished(path, tensors_only=not config.runnable))
         unstack(result, config.code)
         for file in sorted(path.glob("*.safetensors")):
             require_readable(file)

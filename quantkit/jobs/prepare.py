@@ -24,7 +24,7 @@ from quantkit.calibration.quantizers import TensorBlock
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, require_calibratable, schemes
-from quantkit.formats.codecs.codec import Reason
+from quantkit.formats.codecs.codec import Reason, codec_of
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.container import Encoder, Output, StoredCheckpoint, stored_format
 from quantkit.formats.dequantized_checkpoint import DequantizedCheckpoint
@@ -38,7 +38,7 @@ from quantkit.jobs.labels import model_name
 from quantkit.jobs.option_fields import command_words, declared
 from quantkit.jobs.output import option_key
 from quantkit.jobs.quantize_options import Method, QuantizeOptions
-from quantkit.jobs.scheme_map import SchemeMap, of_embedding, requested_recipe, with_head_on_disk
+from quantkit.jobs.scheme_map import SchemeMap, mixed_recipe, of_embedding, requested_recipe, with_head_on_disk
 from quantkit.jobs.settings import GptqSettings, gptq_settings
 from quantkit.jobs.target import NATIVE, dropped_kv_cache, shard_bytes
 from quantkit.jobs.weights_only import kept_parts, kept_recurrent
@@ -102,9 +102,9 @@ class Prepared:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether errors are weighted by the importance of inputs: when int4 is rounded, and the model can be run."""
+        """Whether errors are weighted by the importance of inputs: of fewer bits than 8, if the model can be run."""
         schemes = (scheme for module, scheme in self.scheme_map.schemes.items() if module != EMBEDDING)
-        return self.settings is None and self.source.config.measurable and any(scheme.bits == 4 for scheme in schemes)
+        return self.settings is None and self.source.config.measurable and any(scheme.bits < 8 for scheme in schemes)
 
     @cached_property
     def blocks(self) -> list[TensorBlock]:
@@ -179,7 +179,7 @@ def prepare(options: QuantizeOptions) -> Prepared:
         from quantkit.via_transformers.embedding import with_embedding
 
         source.config = with_embedding(source.config, passage_of(source).lazy, source.path)
-    recipe = with_head_on_disk(recipe, source.config)
+    recipe = mixed_recipe(options, with_head_on_disk(recipe, source.config), source.config)
     scheme_map, more = _assigned(source, recipe, dst, target, strict=options.strict)
     if source.config.run_by is not None:
         notes.append(f"{source.path}: run by {source.config.run_by}")
@@ -269,7 +269,7 @@ def _require_held(schemes: Mapping[str, QuantScheme], target: Target, path: Path
     assert target.codes is not None
     for module, scheme in schemes.items():
         embedding = module == EMBEDDING
-        reason = target.codes.codec(scheme, embedding=embedding)
+        reason = codec_of(target.codes, scheme, embedding=embedding)
         if isinstance(reason, Reason) and embedding:
             raise UnsupportedError(
                 f"{target.name} has no place for an {scheme} embedding: {reason.problem}", path=path,

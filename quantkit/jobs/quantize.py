@@ -13,7 +13,7 @@ import torch
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
-from quantkit.arguments import require_instance
+from quantkit.arguments import as_path, require_instance
 from quantkit.bit_allocation.fit import Fit
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.importance import IMPORTANCE, input_importance
@@ -26,8 +26,9 @@ from quantkit.formats.output.staging import mark_kept, partial_folder
 from quantkit.jobs.card import model_card_files
 from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
 from quantkit.jobs.existing import Existing, is_finished
+from quantkit.jobs.imatrix import importance_from
 from quantkit.jobs.option_fields import called_with
-from quantkit.jobs.output import Work, Writer, model_summary, writing
+from quantkit.jobs.output import Work, Writer, content_hash, model_summary, writing
 from quantkit.jobs.prepare import BIT_ALLOCATION, Prepared, choose_schemes, prepare, size_fit, too_few_tokens
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.result import QuantizeResult
@@ -224,6 +225,8 @@ def _quantizer(prepared: Prepared, drawn: Calibration | None, group: ProcessGrou
         observed = in_phase(progress, IMPORTANCE)
         linears = prepared.scheme_map.linears
         importance = cache(partial(input_importance, source, prepared.tokenizer, linears=linears, progress=observed))
+        if prepared.options.imatrix is not None:
+            importance = cache(partial(importance_from, as_path("imatrix", prepared.options.imatrix), source))
         return RtnQuantizer(source, allow_nonfinite=allow_nonfinite, importance=importance)
     if source.config.run_by is not None:
         from quantkit.jobs.lockstep import lockstep_quantizer
@@ -252,6 +255,8 @@ def _work(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) ->
     if options.dequantize:
         recorded["dequantize"] = True
     recorded |= prepared.adapters
+    if options.imatrix is not None:
+        recorded["imatrix"] = content_hash(as_path("imatrix", options.imatrix))
     if options.split_max_size is not None:
         recorded["split_max_size"] = options.split_max_size
     if prepared.allocation is not None:

@@ -50,7 +50,8 @@ class QuantizeOptions:
     Attributes:
         src: a model of floats; one in FP8 or MXFP4 counts as such; a quantized one with `dequantize`.
         dst: the folder to make, or a file ``*.gguf``; it must not exist.
-        scheme: its name, such as ``int8`` or ``int4-g128``; a `QuantScheme`; or a `Recipe` with overrides.
+        scheme: its name, such as ``int8`` or ``int4-g128``; for GGUF also one of llama.cpp's mixes, such as
+            ``q4_k_m``; a `QuantScheme`; or a `Recipe` with overrides.
         target_bits: instead of a scheme: the average number of bits of each weight of the decoder linears, such as
             4.5. Codes, scales and zero points count, and the head if it has a scheme. Each linear gets int4 in groups
             of 128, 64 or 32, int8 or floats, so that the loss on GPTQ's samples is as small as possible; linears that
@@ -62,7 +63,9 @@ class QuantizeOptions:
             ``model.embed_tokens``.
         keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
         strict: refuse a linear whose shape does not fit its scheme.
-        method: ``rtn`` (round to nearest) or ``gptq``; None is gptq if any linear gets int4, else rtn.
+        method: ``rtn`` (round to nearest) or ``gptq``; None is gptq if any linear gets fewer than 8 bits, else rtn.
+        imatrix: an importance matrix of llama.cpp's, with which rounding weights errors; by default it is measured on
+            a small text. See `imatrix`.
         calibration: a file, a folder that ``Dataset.save_to_disk`` wrote, or a hub dataset as
             ``owner/name:config:split``; a ``datasets.Dataset`` or ``IterableDataset``; or an iterable of strings, which
             is read once. None is the text that ships with the package. This option and those down to `device` are for
@@ -105,7 +108,7 @@ class QuantizeOptions:
     src: str | Path
     dst: str | Path
     scheme: str | QuantScheme | Recipe | None = option(
-        SCHEMES, f"{SPELLINGS}; add -asym to int4 for zero points.", "scheme"
+        SCHEMES, f"{SPELLINGS}; add -asym to int4 for zero points; for GGUF also q4_k_m, q6_k and others.", "scheme"
     )
     _: KW_ONLY
     head: str | QuantScheme | None = option(
@@ -131,6 +134,10 @@ class QuantizeOptions:
     method: Method | None = option(
         METHOD, "Round to nearest, or GPTQ. Default: GPTQ for int4, rounding for int8.", choices=METHODS
     )
+    imatrix: str | Path | None = option(
+        METHOD, "Importance matrix of llama.cpp that weights errors of rounding. Default: measured on a small text.",
+        "file", metavar="FILE",
+    )  # fmt: skip
     calibration: str | Path | Iterable[object] | None = option(
         CALIBRATION, "A file, a saved dataset, or a hub dataset owner/name:config:split. Default: the included text.",
         "file",
@@ -247,6 +254,9 @@ class QuantizeOptions:
             raise RequestError("a size to fit goes with GPTQ", found='`method="rtn"`', expected='`method="gptq"`')
         if self.method == "rtn":
             self.require_no_calibration()
+        if self.imatrix is not None and self.method != "rtn":
+            as_path("imatrix", self.imatrix)
+            raise RequestError('`imatrix` goes with `method="rtn"`: GPTQ measures the inputs itself')
         if isinstance(self.calibration, str) or not (self.calibration is None or is_several(self.calibration)):
             hint = 'a string is a path or the name of a hub dataset; text goes in a list: ["..."]'
             if isinstance(self.calibration, Mapping):

@@ -15,12 +15,14 @@ from quantkit.architectures.topology import kept_unless_named, linear_columns, p
 from quantkit.arguments import as_strings
 from quantkit.bit_allocation.allocation import CANDIDATES
 from quantkit.errors import QualityError, RequestError
-from quantkit.formats.codecs.codec import Reason
-from quantkit.formats.registry import Target
+from quantkit.formats.codecs.codec import Reason, codec_of
+from quantkit.formats.registry import GGUF, Target
+from quantkit.jobs.gguf_mix import MixRules
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.json_values import shown
+from quantkit.tensors.mix import mix_named
 from quantkit.tensors.recipe import Override, Recipe
-from quantkit.tensors.scheme import EMBEDDING_SCHEME, SPELLINGS, QuantScheme
+from quantkit.tensors.scheme import EMBEDDING_SCHEME, GGUF_SCHEMES, SPELLINGS, QuantScheme
 
 _HEAD = CANONICAL["head"]
 _RECURRENT = "carries a state from token to token: keeps its floats unless a recipe names it alone"
@@ -51,6 +53,21 @@ def requested_recipe(options: QuantizeOptions) -> Recipe:
     return recipe.keeping(kept)
 
 
+def mixed_recipe(options: QuantizeOptions, recipe: Recipe, config: ModelConfig) -> Recipe:
+    """A recipe with the types of llama.cpp's mix for a model, if one was requested by its name: whatever else the
+    options name comes after them. Raises `UnsupportedError` for an architecture that GGUF does not have."""
+    mix = mix_named(options.scheme)
+    if mix is None:
+        return recipe
+    if options.target.name != GGUF.name:
+        raise RequestError(
+            f"{mix.name} is a mix of GGUF's types", found=f"the format {options.target.name}",
+            hint='`to="gguf"`, or a destination whose name ends in .gguf',
+        )  # fmt: skip
+    own = MixRules(mix, config).recipe()
+    return Recipe(own.default, (*own.overrides, *recipe.overrides))
+
+
 def _recipe(scheme: str | QuantScheme | Recipe | None) -> Recipe:
     """A recipe with one scheme for all; raises a `RequestError` for anything that is not a scheme."""
     if isinstance(scheme, Recipe):
@@ -66,7 +83,8 @@ def _recipe(scheme: str | QuantScheme | Recipe | None) -> Recipe:
         raise RequestError(
             f"give a scheme: {SPELLINGS}, or a Recipe; or a size: `target_bits` or `max_size`", found=shown(scheme)
         )
-    return Recipe(QuantScheme.parse(scheme))
+    mix = mix_named(scheme)
+    return Recipe(QuantScheme.parse(scheme) if mix is None else mix.default)
 
 
 def _with_override(recipe: Recipe, module: str, scheme: str | QuantScheme) -> Recipe:
@@ -77,7 +95,7 @@ def _with_override(recipe: Recipe, module: str, scheme: str | QuantScheme) -> Re
 def _stand_in(target: Target) -> QuantScheme:
     """The finest candidate that a target holds; int8 fits rows of every length."""
     assert target.codes is not None
-    held = [one for one in CANDIDATES if not isinstance(target.codes.codec(one), Reason)]
+    held = [one for one in CANDIDATES if not isinstance(codec_of(target.codes, one), Reason)]
     return held[-1] if held else CANDIDATES[-1]
 
 
@@ -236,7 +254,7 @@ def _embedding_scheme(recipe: Recipe, config: ModelConfig) -> QuantScheme | None
         raise RequestError(
             "the embedding of a model without a decoder here keeps its floats", found=shown(named.pattern)
         )
-    if named is not None and found is not None and found != EMBEDDING_SCHEME:
+    if named is not None and found is not None and found not in (EMBEDDING_SCHEME, *GGUF_SCHEMES.values()):
         raise RequestError(
             "the embedding cannot be quantized so", found=f"{found} for {shown(named.pattern)}",
             expected=f"{EMBEDDING_SCHEME}, one scale for each token",

@@ -27,7 +27,7 @@ from quantkit.progress import Progress, in_phase, silent
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer
 
-_SOLVED_BITS = 4  # by GPTQ, unless another method is requested; layers of more bits are rounded
+_SOLVED_BITS = 6  # by GPTQ, unless another method is requested; layers of more bits are rounded
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,10 @@ class Speed:
         return models * (self.products(forward_flops(config, tokens)) + states + logits + loaded)
 
     def rounding(self, schemes: Mapping[QuantScheme, int], *, searched: bool) -> float:
-        """The time to round numbers of weights, by scheme; int4 on searched scales or on those that span the groups."""
+        """The time to round numbers of weights, by scheme; below 8 bits on scales that are searched or span groups."""
         width = self.config.hidden_size or _WIDTH
         return sum(
-            count * _seconds_of_rounding(scheme, width, searched=searched and scheme.bits == 4)
+            count * _seconds_of_rounding(scheme, width, searched=searched and scheme.bits < 8)
             for scheme, count in schemes.items()
         )
 
@@ -87,7 +87,7 @@ def _seconds_of_logit(vocab_size: int) -> float:
 @cache
 def _seconds_of_rounding(scheme: QuantScheme, width: int, *, searched: bool) -> float:
     """For one weight of a matrix as wide as the model."""
-    columns = scheme.group_size or min(width, _WEIGHTS)
+    columns = scheme.unit if scheme.group_size else min(width, _WEIGHTS)
     columns *= max(1, width // columns)
     weight = torch.randn(max(1, _WEIGHTS // columns), columns, dtype=torch.bfloat16)
     if searched:

@@ -34,7 +34,10 @@ BOUNDS = {
     "float16": Bound(1e-3, 1.01),
     "bfloat16": Bound(1e-3, 1.01),
     "int8": Bound(0.02, 1.02),
+    "int6": Bound(0.04, 1.04),
+    "int5": Bound(0.1, 1.1),
     "int4": Bound(0.25, 1.25),
+    "int3": Bound(0.6, 1.6),
 }
 """By type; a pair of models has the bound of the coarsest tensor in which they differ."""
 

@@ -14,7 +14,7 @@ from quantkit.files.located import gguf_file
 from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
 from quantkit.formats.registry import read_names
@@ -154,7 +154,7 @@ def verify_model(
     texts: list[TextCheck] = []
     weights, run_by, not_run = None, None, None
     if made.get("job") == "quantize" or "quality" in made:
-        checkpoint = open_checkpoint(readable, tensors_only=made.get("tensors_only") is True)
+        checkpoint = with_codes(open_checkpoint(readable, tensors_only=made.get("tensors_only") is True))
         if not checkpoint.config.runnable:
             require_as_recorded(checkpoint, made, path)
             if made.get("run_by") is None:

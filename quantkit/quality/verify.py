@@ -16,6 +16,7 @@ from quantkit.data.files import gate_texts
 from quantkit.errors import CheckpointError, QualityError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, schemes, stored_name
 from quantkit.formats.container import stored_format
+from quantkit.formats.detect import with_codes
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import shown
@@ -231,7 +232,7 @@ def verify(
 
 
 def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: bool) -> VerifyReport:
-    reference, other = open_pair_to_compare(a, b)
+    reference, other = map(with_codes, open_pair_to_compare(a, b))
     formats = stored_format(reference), stored_format(other)
     not_certified = [why for one in (reference, other) if (why := failed_certificate(one.path)) is not None]
     configs = [replace(one.config, tied_embeddings=False) for one in (reference, other)]  # a tied head may be separate

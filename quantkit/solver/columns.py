@@ -103,7 +103,9 @@ def solve_codes(
         Codes less their zero points, float32 [I, O], in the original column order; and target less values, times the
         factor, [I, O] in the factor's order: its squares add up to the squared output errors.
     """
-    wanted = target[order.flip(0)]  # the first to round is the last, as in the factor; whitened errors take its place
+    wanted = grid.shifted(target)[
+        order.flip(0)
+    ]  # the first to round is the last, as in the factor; whitened errors take its place
     errors, codes = torch.empty_like(wanted), torch.empty_like(wanted)
     inputs = len(order)
     for first, last in _ranges(inputs, PANEL_COLUMNS):

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NonFiniteError
+from quantkit.solver.block_grid import refit_blocks, search_blocks
 from quantkit.solver.columns import TORCH, ColumnKernels, descend, solve_codes
-from quantkit.solver.grid import Grid, refit_bytes, weights_at_once
+from quantkit.solver.grid import Grid, weights_at_once
+from quantkit.solver.refit import refit_scales
 from quantkit.tensors.products import times
-from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.qtensor import QuantTensor, concatenated
+from quantkit.tensors.scheme import QuantScheme, Scales
 
 DAMPING = 0.01
 _MAX_DAMPING = 1.0
@@ -138,16 +140,18 @@ def solve(
     parts = []
     for start in range(0, max(rows, 1), step):
         wanted = (weight if target is None else target)[start : start + step].float().t().contiguous()
-        parts.append(_solve_rows(wanted, hessian, scheme, scale_dtype, kernels))
-    codes, scales, zeros, errors, energies = zip(*parts, strict=True)
-    quantized = QuantTensor(torch.cat(codes), torch.cat(scales), None if scheme.symmetric else torch.cat(zeros), scheme)
-    return quantized, GptqReport(hessian.damping, hessian.dead, torch.cat(errors), torch.cat(energies))
+        if scheme.scales is Scales.FLOATS:
+            parts.append(_solve_rows(wanted, hessian, scheme, scale_dtype, kernels))
+        else:
+            parts.append(_solve_blocks(wanted, hessian, scheme, kernels))
+    weights, errors, energies = zip(*parts, strict=True)
+    return concatenated(weights), GptqReport(hessian.damping, hessian.dead, torch.cat(errors), torch.cat(energies))
 
 
 def _solve_rows(
     wanted: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype, kernels: ColumnKernels
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Solve some rows of a layer, for targets [I, O]: codes, scale, zero point, error and energy of each row."""
+) -> tuple[QuantTensor, Tensor, Tensor]:
+    """Solve some rows of a layer, for targets [I, O]: the weight, error and energy of each row."""
     scale, zero = kernels.search_scales(wanted, hessian.diagonal, scheme, scale_dtype)
     grid = Grid.of(scale, zero, scheme, len(wanted))
     codes, whitened = solve_codes(wanted, hessian.factor, grid, hessian.order, kernels)
@@ -167,60 +171,37 @@ def _solve_rows(
     added = hessian.matrix.diagonal() - hessian.diagonal  # by damping, not by inputs
     error = loss.sub_(added @ grid.values(codes).sub_(wanted).square_()).clamp_(min=0)
     energy.sub_(added @ wanted.square()).clamp_(min=0)
-    return unsigned, scale.t().contiguous(), None if zero is None else zero.t().contiguous(), error, energy
+    found = QuantTensor(unsigned, scale.t().contiguous(), None if zero is None else zero.t().contiguous(), scheme)
+    return found, error, energy
 
 
-def refit_scales(gradient: Tensor, codes: Tensor, hessian: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The scales [G, O] that fit given codes best, by least squares over an output's groups.
+def _solve_blocks(
+    wanted: Tensor, hessian: Damped, scheme: QuantScheme, kernels: ColumnKernels
+) -> tuple[QuantTensor, Tensor, Tensor]:
+    """`_solve_rows` for blocks of GGUF. The float16 scales are fitted to the codes; their integers stay."""
+    scales = search_blocks(wanted, hessian.diagonal, scheme, kernels.search_scales)
+    grid = Grid.of_blocks(scales, scheme, len(wanted))
+    codes, _ = solve_codes(wanted, hessian.factor, grid, hessian.order, kernels)
+    gradient = times(hessian.matrix, wanted - grid.values(codes))
 
-    A group whose fitted scale is not finite or changes sign keeps its old one.
+    def refit(basis: Tensor, factors: Tensor) -> Tensor:
+        found, _, _ = refit_scales(gradient, basis, hessian.matrix, factors)
+        change = (found.float() - factors.float()).repeat_interleave(len(basis) // len(factors), 0)
+        gradient.sub_(times(hessian.matrix, change.mul_(basis)))
+        return found
 
-    Args:
-        gradient: [I, O] float32, Hessian times what the values of the codes lack of the target.
-        codes: [I, O] float32, less their zero points.
-        hessian: [I, I] float32, positive definite.
-        scale: [G, O] the scales so far, in the dtype they are stored in.
-
-    Returns:
-        The scales; by how much the squared output error of each row is less, [O]; and by how much the squared outputs
-        of the target are more than that was, [O].
-    """
-    groups, rows = scale.shape
-    size = codes.shape[0] // groups
-    found, gain, explained = torch.empty_like(scale), scale.new_empty(rows).float(), scale.new_empty(rows).float()
-    step = max(1, refit_bytes(codes.device) // (4 * groups * (groups + 3 * size)))
-    for start in range(0, rows, step):
-        part = codes[:, start : start + step].contiguous()
-        count = part.shape[1]
-        normal = torch.empty(groups, groups, count, device=codes.device)
-        for group in range(groups):
-            first, last = group * size, (group + 1) * size
-            products = times(hessian[first:, first:last], part[first:last]).mul_(part[first:])
-            sums = products.view(groups - group, size, count).sum(1)
-            normal[group:, group] = sums
-            normal[group, group:] = sums
-        right = (part * gradient[:, start : start + step]).view(groups, size, count).sum(1)
-        system = normal.permute(2, 0, 1).contiguous()
-        del normal
-        diagonal = system.diagonal(dim1=1, dim2=2)
-        diagonal += 1e-6 * diagonal.mean(-1, keepdim=True) + 1e-20
-        here = slice(start, start + step)
-        stored = scale[:, here]
-        # By Cholesky: torch 2.13's LU of a batch on two threads fails for 172 groups and more (its MKL's SLASWP).
-        factor, failed = torch.linalg.cholesky_ex(system)
-        fitted = torch.cholesky_solve(right.t().unsqueeze(-1), factor).squeeze(-1).t().add_(stored).to(scale.dtype)
-        usable = torch.isfinite(fitted) & (fitted * stored.sign() > 0) & (failed == 0)
-        found[:, here] = torch.where(usable, fitted, stored)
-        before, change = stored.float(), found[:, here].float() - stored.float()
-        gain[here] = _twice_less_square(change, right, system)
-        explained[here] = -_twice_less_square(-before, right, system)
-    return found, gain, explained
-
-
-def _twice_less_square(change: Tensor, right: Tensor, system: Tensor) -> Tensor:
-    """``2 * change @ right - change @ system @ change`` for each of N, with [G, N], [G, N] and [N, G, G]."""
-    products = torch.bmm(system, change.t().unsqueeze(-1)).squeeze(-1).t()
-    return (change * (2 * right - products)).sum(0)
+    scales = refit_blocks(codes, scales, refit)
+    grid = Grid.of_blocks(scales, scheme, len(wanted))
+    codes, _ = descend(wanted, codes, hessian.matrix, grid, hessian.order, kernels)
+    missing = grid.values(codes).sub_(wanted)
+    added = hessian.matrix.diagonal() - hessian.diagonal  # by damping, not by inputs
+    error, energy = (
+        (times(hessian.matrix, one).mul_(one).sum(0, dtype=torch.float64) - added @ one.square()).clamp_(min=0)
+        for one in (missing, wanted)
+    )
+    middle = scheme.levels // 2 if scheme.symmetric else 0
+    unsigned = (codes + middle).to(torch.uint8).t().contiguous()
+    return QuantTensor.of_blocks(unsigned, scales, scheme), error, energy
 
 
 def reverse_factor(hessian: Tensor, order: Tensor) -> Tensor | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.tensors.block_scales import BlockScales
 from quantkit.tensors.scheme import QuantScheme
 
 _COARSE = tuple(1.05 - 0.05 * step for step in range(14))  # 1 is among them
@@ -18,6 +19,7 @@ FINE = (-0.025, -0.0125, 0.0125, 0.025)
 """The distances of finer steps from the best coarse one."""
 _LESS = 1 - 1e-6  # steps of both signs often have equal losses except for rounding: the first is kept
 MIN_TILE_ROWS = 16
+_ENDLESS = 1e30
 
 WEIGHTS_AT_ONCE = 1 << 22
 _DIVIDED_AT_ONCE = 1 << 23
@@ -52,22 +54,36 @@ def searched_weights(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Grid:
-    """Scales [G, O] and zero points [G, O] or None, both float32, of groups of `size` columns."""
+    """Scales [G, O], zero points and minima [G, O] or None, all float32, of groups of `size` columns."""
 
     scale: Tensor
     zero: Tensor | None
     scheme: QuantScheme
     size: int
+    minimum: Tensor | None = None
 
     @classmethod
     def of(cls, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, columns: int) -> Grid:
         """The grid of stored scales and zero points."""
         return cls(scale.float(), None if zero is None else zero.float(), scheme, columns // scale.shape[0])
 
+    @classmethod
+    def of_blocks(cls, scales: BlockScales, scheme: QuantScheme, columns: int) -> Grid:
+        """The grid of scales [O, G] as blocks of GGUF hold them. A step of zero is so long that all codes are zero."""
+        steps, offsets = scales.steps.t(), scales.offsets
+        steps = torch.where(steps == 0, _ENDLESS, steps).contiguous()
+        minimum = None if offsets is None else offsets.t().contiguous()
+        zero = None if minimum is None else torch.zeros_like(steps)
+        return cls(steps, zero, scheme, columns // len(steps), minimum)
+
     def values(self, codes: Tensor) -> Tensor:
         """The weights [I, O] of codes less their zero points."""
-        grouped = codes.view(self.scale.shape[0], self.size, -1)
-        return (grouped * self.scale.unsqueeze(1)).view_as(codes)
+        grouped = codes.view(self.scale.shape[0], self.size, -1) * self.scale.unsqueeze(1)
+        return (grouped if self.minimum is None else grouped.sub_(self.minimum.unsqueeze(1))).view_as(codes)
+
+    def shifted(self, target: Tensor) -> Tensor:
+        """Weights [I, O] plus their groups' minima: what codes times scales are to approximate."""
+        return target if self.minimum is None else target + self.minimum.repeat_interleave(self.size, 0)
 
 
 def search_scales(

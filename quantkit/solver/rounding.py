@@ -7,9 +7,19 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from quantkit.solver.block_grid import search_blocks
 from quantkit.solver.columns import TORCH, ColumnKernels
-from quantkit.tensors.qtensor import CACHED_ELEMENTS, QuantTensor, Solver, quantize_rtn, row_chunks, spanning_scales
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.qtensor import (
+    CACHED_ELEMENTS,
+    QuantTensor,
+    Solver,
+    concatenated,
+    nearest_codes,
+    quantize_rtn,
+    row_chunks,
+    spanning_scales,
+)  # fmt: skip
+from quantkit.tensors.scheme import QuantScheme, Scales
 
 Importance = Mapping[str, Tensor]
 """How much the errors of each input's weights count, [I], by name of the linear; see `round_to_nearest`."""
@@ -24,18 +34,22 @@ def round_to_nearest(
 ) -> tuple[QuantTensor, str]:  # fmt: skip
     """A rounded weight, and what manifests call its solver.
 
-    int4 is rounded on searched scales, int8 on those that span its groups: with so many levels, a search gains little.
+    int8 is rounded on scales that span its groups, fewer bits on searched ones: with 256 levels, a search gains little.
 
     Args:
         weight: [O, I], any float dtype, finite.
         scheme: the group size must divide I.
         scale_dtype: dtype the scales are stored in.
-        kernels_of: returns the kernels of a device; called for int4 only, since they may have to be compiled.
+        kernels_of: returns the kernels of a device; not called for int8, since they may have to be compiled.
         importance: [I] float32, positive: how much the errors of an input's weights count; None is all the same.
     """
     if scheme.bits == 8:
         return quantize_rtn(weight, scheme, scale_dtype), Solver.ROUNDING
-    found = quantize_searched(weight, scheme, scale_dtype, kernels_of(weight.device), importance)
+    kernels = kernels_of(weight.device)
+    if scheme.scales is Scales.FLOATS:
+        found = quantize_searched(weight, scheme, scale_dtype, kernels, importance)
+    else:
+        found = _searched_blocks(weight, scheme, kernels, importance)
     return found, Solver.SEARCHED if importance is None else Solver.WEIGHTED
 
 
@@ -76,6 +90,23 @@ def quantize_searched(
         scale[start:stop] = own
         codes[start:stop] = steps.add_(offset).view(stop - start, columns).to(torch.int16)
     return QuantTensor(codes, scale, zero, scheme)
+
+
+def _searched_blocks(
+    weight: Tensor, scheme: QuantScheme, kernels: ColumnKernels, importance: Tensor | None
+) -> QuantTensor:
+    """`quantize_searched` for blocks of GGUF. A row has the scales that span its groups where these are better."""
+    weights = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance.to(weight.device)
+    parts = []
+    for start, stop in row_chunks(weight.shape[0], weight.shape[1], SEARCHED_ELEMENTS // 4):
+        rows = weight[start:stop].float()
+        scales = search_blocks(rows.t().contiguous(), weights, scheme, kernels.search_scales)
+        grouped = rows.view(len(rows), scheme.groups(rows.shape[1]), -1)
+        found = QuantTensor.of_blocks(nearest_codes(grouped, scales, scheme), scales, scheme)
+        spanning = quantize_rtn(rows, scheme, torch.float16)
+        losses = ((one.dequantize() - rows).square_().mul_(weights).sum(1) for one in (found, spanning))
+        parts.append(found.where(torch.le(*losses), spanning))
+    return concatenated(parts)
 
 
 def _fitted(

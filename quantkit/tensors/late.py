@@ -1,5 +1,5 @@
-"""torch, and `qtensor`, which needs it: both are imported when one of their attributes is first read, since headers are
-read without them."""
+"""torch, and `qtensor` and `block_scales`, which need it: they are imported when one of their attributes is first read,
+since headers are read without them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch as torch
 
+    from quantkit.tensors import block_scales as block_scales
     from quantkit.tensors import qtensor as qtensor
 else:
 
@@ -18,3 +19,4 @@ else:
             return getattr(importlib.import_module(self.__name__), name)
 
     torch, qtensor = _Late("torch"), _Late("quantkit.tensors.qtensor")
+    block_scales = _Late("quantkit.tensors.block_scales")

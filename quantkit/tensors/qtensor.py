@@ -10,7 +10,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.block_scales import BlockScales
+from quantkit.tensors.scheme import QuantScheme, Scales
 
 
 class Solver(StrEnum):
@@ -32,13 +33,18 @@ _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class QuantTensor:
-    """A weight matrix as integer codes: ``w[o, i] = scale[o, g] * (codes[o, i] - zero[o, g])``.
+    """A weight matrix as integer codes: ``w[o, i] = scale[o, g] * (codes[o, i] - zero[o, g])``; in GGUF's blocks
+    ``w[o, i] = outer[o, s] * scale[o, g] * codes[o, i] - outer_minimum[o, s] * minimum[o, g]``.
 
     Attributes:
         codes: [O, I] uint8, each below ``2 ** bits``.
-        scale: [O, G] float16, bfloat16 or float32, as the file stores it.
-        zero: [O, G] uint8, or None for a symmetric scheme, whose zero point is ``2 ** (bits - 1)`` everywhere.
+        scale: [O, G] float16, bfloat16 or float32, as the file stores it, or an integer if there is an outer
+            one.
+        zero: [O, G] uint8, or None for a symmetric scheme, whose zero point is ``2 ** (bits - 1)`` everywhere, and for
+            one with minima.
         scheme: bits, group size and symmetry; G is ``scheme.groups(I)``.
+        minimum: [O, G] like `scale`, for asymmetric schemes in blocks of GGUF; None for others.
+        outer, outer_minimum: [O, S] float16 scales of scales and of minima, for schemes with such; None for others.
 
     Raises:
         ValueError: if a shape or dtype contradicts the scheme.
@@ -48,6 +54,9 @@ class QuantTensor:
     scale: Tensor
     zero: Tensor | None
     scheme: QuantScheme
+    minimum: Tensor | None = None
+    outer: Tensor | None = None
+    outer_minimum: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
@@ -57,18 +66,42 @@ class QuantTensor:
         expected = (self.codes.shape[0], self.scheme.groups(self.codes.shape[1]))
         if tuple(self.scale.shape) != expected:
             raise ValueError(f"scale must be {expected}, found {tuple(self.scale.shape)}")
-        if (self.zero is None) != self.scheme.symmetric:
-            raise ValueError("a zero point goes with an asymmetric scheme, and only with one")
-        if self.zero is not None and (tuple(self.zero.shape) != expected or self.zero.dtype != torch.uint8):
-            raise ValueError(f"zero must be uint8 {expected}, found {self.zero.dtype} {tuple(self.zero.shape)}")
+        floats, nested = self.scheme.scales is Scales.FLOATS, self.scheme.scales is Scales.SUPER_BLOCKS
+        asymmetric = not self.scheme.symmetric
+        self._require("zero", self.zero, expected, torch.uint8, there=asymmetric and floats)
+        self._require("minimum", self.minimum, expected, self.scale.dtype, there=asymmetric and not floats)
+        outer = expected[0], self.codes.shape[1] // self.scheme.unit
+        self._require("outer", self.outer, outer, torch.float16, there=nested)
+        self._require("outer_minimum", self.outer_minimum, outer, torch.float16, there=nested and asymmetric)
+
+    @staticmethod
+    def _require(name: str, value: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, *, there: bool) -> None:
+        if (value is not None) != there:
+            raise ValueError(f"{name} goes with a scheme that has it, and only with one")
+        if value is not None and (tuple(value.shape) != shape or value.dtype != dtype):
+            raise ValueError(f"{name} must be {dtype} {shape}, found {value.dtype} {tuple(value.shape)}")
+
+    @classmethod
+    def of_blocks(cls, codes: Tensor, scales: BlockScales, scheme: QuantScheme) -> QuantTensor:
+        """A weight in blocks of GGUF."""
+        return cls(codes, scales.scale, None, scheme, scales.minimum, scales.outer, scales.outer_minimum)
+
+    @property
+    def block_scales(self) -> BlockScales | None:
+        """The scales of a weight in blocks of GGUF; None for others."""
+        if self.scheme.scales is Scales.FLOATS:
+            return None
+        return BlockScales(self.scale, self.minimum, self.outer, self.outer_minimum)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantTensor:
-        """The weight with its codes, scales and zero points changed, which are [O, I] and [O, G]."""
-        zero = None if self.zero is None else change(self.zero)
+        """The weight with its codes, scales, minima and zero points changed, which are [O, I], [O, G] and [O, S]."""
+        zero, blocks = None if self.zero is None else change(self.zero), self.block_scales
+        if blocks is not None:
+            return QuantTensor.of_blocks(change(self.codes), blocks.map(change), self.scheme)
         return QuantTensor(change(self.codes), change(self.scale), zero, self.scheme)
 
     def rows(self, start: int, stop: int) -> QuantTensor:
@@ -78,6 +111,12 @@ class QuantTensor:
     def take(self, index: Tensor) -> QuantTensor:
         """Output rows by their numbers [N], in that order."""
         return self.map(lambda tensor: tensor[index])
+
+    def where(self, rows: Tensor, other: QuantTensor) -> QuantTensor:
+        """The rows where a mask [O] is true, of another weight elsewhere, which has the same scheme and shape."""
+        both = concatenated([self, other])
+        index = torch.arange(len(rows), device=rows.device)
+        return both.take(torch.where(rows, index, index + len(rows)))
 
     def columns(self, start: int, stop: int) -> QuantTensor:
         """Some inputs; where a cut goes through a group, in smaller groups whose scales repeat.
@@ -89,6 +128,13 @@ class QuantTensor:
         codes = self.codes[:, start:stop]
         if self.scheme.group_size is None or scheme.group_size is None:
             return QuantTensor(codes, self.scale, self.zero, scheme)
+        if (blocks := self.block_scales) is not None:  # whole ones
+
+            def part(values: Tensor) -> Tensor:
+                size = self.shape[1] // values.shape[1]
+                return values[:, start // size : stop // size]
+
+            return QuantTensor.of_blocks(codes, blocks.map(part), scheme)
         groups = torch.arange(start, stop, scheme.group_size, device=codes.device) // self.scheme.group_size
         zero = None if self.zero is None else self.zero[:, groups]
         return QuantTensor(codes, self.scale[:, groups], zero, scheme)
@@ -101,9 +147,12 @@ class QuantTensor:
         """The weights [O, I] in float32. This product, rounded once, is the truth."""
         rows, columns = self.shape
         groups = self.scale.shape[1]
+        values = self.codes.view(rows, groups, -1).float()
+        if (blocks := self.block_scales) is not None and (offsets := blocks.offsets) is not None:
+            return values.mul_(blocks.steps.unsqueeze(-1)).sub_(offsets.unsqueeze(-1)).view(rows, columns)
         zero = self.scheme.levels // 2 if self.zero is None else self.zero.float().unsqueeze(-1)
-        values = self.codes.view(rows, groups, -1).float().sub_(zero)
-        return values.mul_(self.scale.float().unsqueeze(-1)).view(rows, columns)
+        steps = self.scale.float() if blocks is None else blocks.steps
+        return values.sub_(zero).mul_(steps.unsqueeze(-1)).view(rows, columns)
 
     def floats(self, dtype: torch.dtype) -> Tensor:
         """The weights [O, I], each computed in float32 and rounded once."""
@@ -147,6 +196,9 @@ def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) 
         scheme: the group size must divide I.
         scale_dtype: dtype the scales are stored in.
     """
+    if scheme.scales is not Scales.FLOATS:
+        chunks = row_chunks(weight.shape[0], weight.shape[1], CACHED_ELEMENTS)
+        return concatenated([_rounded_in_blocks(weight[slice(*part)], scheme) for part in chunks])
     rows, columns = weight.shape
     groups = scheme.groups(columns)
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
@@ -167,13 +219,48 @@ def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) 
     return QuantTensor(codes, scale, zero, scheme)
 
 
+def _rounded_in_blocks(weight: Tensor, scheme: QuantScheme) -> QuantTensor:
+    """Some rows [O, I] rounded to the nearest codes of scales that span the groups, held as GGUF's blocks hold them."""
+    grouped = weight.float().reshape(len(weight), scheme.groups(weight.shape[1]), -1)
+    high, low = grouped.amax(-1).clamp(min=0), grouped.amin(-1).clamp(max=0)
+    if scheme.symmetric:
+        scales = BlockScales.nearest(torch.maximum(high, -low) / ((scheme.levels - 1) / 2), None, scheme)
+    else:
+        scales = BlockScales.nearest((high - low) / (scheme.levels - 1), -low, scheme)
+    return QuantTensor.of_blocks(nearest_codes(grouped, scales, scheme), scales, scheme)
+
+
+def nearest_codes(grouped: Tensor, scales: BlockScales, scheme: QuantScheme) -> Tensor:
+    """The codes [O, I] uint8 whose values are nearest to weights [O, G, S]; the middle one where a step is zero."""
+    steps, offsets = scales.steps.unsqueeze(-1), scales.offsets
+    low = scheme.levels // 2 if offsets is None else 0
+    shifted = grouped if offsets is None else grouped + offsets.unsqueeze(-1)
+    codes = torch.where(steps == 0, 0, shifted / steps).round_().add_(low).clamp_(0, scheme.levels - 1)
+    return codes.flatten(1).to(torch.int16).to(torch.uint8)
+
+
+def concatenated(parts: Sequence[QuantTensor]) -> QuantTensor:
+    """One weight with the rows of all, in order, which have one scheme and one dtype of scales."""
+    first, *others = parts
+    if not others:
+        return first
+
+    def joined(read: Callable[[QuantTensor], Tensor | None]) -> Tensor | None:
+        found = [one for one in map(read, parts) if one is not None]
+        return torch.cat(found) if found else None
+
+    codes, scale = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
+    return QuantTensor(
+        codes, scale, joined(lambda part: part.zero), first.scheme, joined(lambda part: part.minimum),
+        joined(lambda part: part.outer), joined(lambda part: part.outer_minimum),
+    )  # fmt: skip
+
+
 def stacked(parts: Sequence[QuantTensor]) -> QuantTensor | None:
     """One weight with the rows of all, in order; None where they differ in scheme or dtype of the scales."""
     if len({(part.scheme, part.scale.dtype) for part in parts}) != 1:
         return None
-    zeros = [part.zero for part in parts if part.zero is not None]
-    codes, scale = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
-    return QuantTensor(codes, scale, torch.cat(zeros) if zeros else None, parts[0].scheme)
+    return concatenated(parts)
 
 
 def relative_error(quantized: QuantTensor, weight: Tensor) -> float:

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from quantkit.arguments import as_integer, as_string, require_flags
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 
-_LIKE_GGUF = {"q4": ["int4-g32"], "q8": ["int8"]}  # by how the names of GGUF's types begin
+SUPER_BLOCK = 256
+"""The weights of a row that share a scale of scales; see `Scales.SUPER_BLOCKS`."""
 _FALLBACK_GROUP_SIZES = (128, 64, 32)  # tried in this order when the requested one does not divide a row
 
 SPELLINGS = "int8, int4-g32, int4-g64 or int4-g128"
 """The schemes that a user may request, for messages and help; those of int4 also with zero points: ``-asym``."""
 
 
+class Scales(StrEnum):
+    """How the scales of groups are held, and what an asymmetric group stores in addition to its scale."""
+
+    FLOATS = "floats"  # a float; an integer zero point
+    BLOCKS = "blocks"  # a float16; a float16 minimum: GGUF's Q5_0, Q4_1 and Q5_1
+    SUPER_BLOCKS = "super-blocks"  # integers, times a float16 for 256 weights; a minimum likewise: GGUF's K-quants
+
+
 @dataclass(frozen=True)
 class QuantScheme:
-    """How one weight matrix [O, I] is held as integers: ``w = scale * (code - zero)``.
+    """How one weight matrix [O, I] is held as integers: ``w = scale * (code - zero)``, or ``scale * code - minimum``.
 
     Checkpoints that others made may have any that can be constructed; users are offered those of `SCHEMES`.
 
     Attributes:
-        bits: bits per code, 4 or 8.
+        bits: bits per code: 4 or 8; 3 to 6 in blocks of GGUF.
         group_size: inputs that share a scale; ``None`` means one scale per row.
-        symmetric: the zero point is fixed at ``2 ** (bits - 1)``; otherwise each group stores its own.
+        symmetric: the zero point is fixed at ``2 ** (bits - 1)``; otherwise each group stores its own, or a minimum.
+        scales: how scales are held.
 
     Raises:
         RequestError: for other bits, a group size that is no multiple of 8, or values of other types.
@@ -35,14 +46,17 @@ class QuantScheme:
     bits: int
     group_size: int | None
     symmetric: bool = True
+    scales: Scales = Scales.FLOATS
 
     def __post_init__(self) -> None:
         require_flags(symmetric=self.symmetric)
         object.__setattr__(self, "bits", as_integer("bits", self.bits))
         if self.group_size is not None:
             object.__setattr__(self, "group_size", as_integer("group_size", self.group_size))
-        if self.bits not in (4, 8):
-            raise RequestError("bits per weight are not supported", found=self.bits, expected="4 or 8")
+        expected = (4, 8) if self.scales is Scales.FLOATS else (3, 4, 5, 6)
+        if self.bits not in expected:
+            one_of = " or ".join(map(str, expected))
+            raise RequestError("bits per weight are not supported", found=self.bits, expected=one_of)
         if self.group_size is not None and (self.group_size <= 0 or self.group_size % 8):
             raise RequestError(
                 "group size is not supported", found=self.group_size, expected="a positive multiple of 8"
@@ -60,14 +74,20 @@ class QuantScheme:
             return SCHEMES[name]
         if name in ("int4", "int4-asym"):
             raise RequestError(f"{name} needs a group size: {name.replace('int4', 'int4-g128')}")
-        near = difflib.get_close_matches(name.replace("_", "-"), SCHEMES, 1) or _LIKE_GGUF.get(name[:2], [])
+        if name in GGUF_SCHEMES:
+            return GGUF_SCHEMES[name]
+        known = {**GGUF_SCHEMES, **SCHEMES}
+        near = [found for text in (name, name.replace("_", "-")) for found in difflib.get_close_matches(text, known, 1)]
         raise RequestError(
             "unknown quantization scheme", found=shown(text),
-            expected=f"{SPELLINGS}; int4 also with zero points: int4-g128-asym",
+            expected=f"{SPELLINGS}; int4 also with zero points: int4-g128-asym; for GGUF also {GGUF_SPELLINGS}",
             hint=f"did you mean {near[0]}?" if near else None,
         )  # fmt: skip
 
     def __str__(self) -> str:
+        if self.scales is not Scales.FLOATS:
+            kind = "k" if self.scales is Scales.SUPER_BLOCKS else f"{int(not self.symmetric)}"
+            return f"q{self.bits}_{kind}"
         group = "" if self.group_size is None else f"-g{self.group_size}"
         return f"int{self.bits}{group}{'' if self.symmetric else '-asym'}"
 
@@ -75,6 +95,19 @@ class QuantScheme:
     def levels(self) -> int:
         """Number of codes, ``2 ** bits``."""
         return 1 << self.bits
+
+    @property
+    def unit(self) -> int:
+        """The columns that are stored together, of which rows consist; 1 without groups."""
+        return SUPER_BLOCK if self.scales is Scales.SUPER_BLOCKS else self.group_size or 1
+
+    @property
+    def of_floats(self) -> QuantScheme:
+        """The scheme with as many codes, and a float scale for each group: to search scales with. It need not be one
+        that can be constructed."""
+        found = replace(self)
+        object.__setattr__(found, "scales", Scales.FLOATS)
+        return found
 
     def groups(self, columns: int) -> int:
         """Scales per row for a matrix with this many columns.
@@ -84,7 +117,7 @@ class QuantScheme:
         """
         if self.group_size is None:
             return 1
-        if columns % self.group_size:
+        if columns % self.unit:
             raise RequestError(f"group size of {self} does not divide the row", found=f"{columns} columns")
         return columns // self.group_size
 
@@ -97,10 +130,10 @@ class QuantScheme:
         """
         if self.group_size is None:
             return self
-        size = math.gcd(self.group_size, start, stop)
-        if size == self.group_size:
+        size = math.gcd(self.unit, start, stop)
+        if size == self.unit:
             return self
-        if size % 8:
+        if size % 8 or self.scales is not Scales.FLOATS:
             raise RequestError(
                 f"a cut through a group of {self} leaves too small a part", found=f"{size} columns",
                 expected="a multiple of 8", hint="use fewer processes",
@@ -111,10 +144,14 @@ class QuantScheme:
         """The scheme actually used for a matrix with this many columns.
 
         The policy for rows that the group size does not divide: the largest smaller group of 128, 64 or 32 that does;
-        if none does, int8 per row. No layer is left unquantized for its shape.
+        if none does, int8 per row. No layer is left unquantized for its shape. A K-quant that 256 does not divide
+        becomes what llama.cpp takes instead: Q4_0, Q5_0, Q5_1, or Q8_0 as int8 in groups of 32.
         """
-        if self.group_size is None or columns % self.group_size == 0:
+        if columns % self.unit == 0:
             return self
+        if self.scales is not Scales.FLOATS:
+            return _K_FALLBACKS.get(self.bits, self) if columns % 32 == 0 else QuantScheme(8, None)
+        assert self.group_size is not None
         for size in _FALLBACK_GROUP_SIZES:
             if size < self.group_size and columns % size == 0:
                 return QuantScheme(self.bits, size, self.symmetric)
@@ -124,5 +161,15 @@ class QuantScheme:
 _IN_GROUPS = [QuantScheme(4, size, symmetric) for symmetric in (True, False) for size in (32, 64, 128)]
 SCHEMES = {str(scheme): scheme for scheme in (QuantScheme(8, None), *_IN_GROUPS)}
 """The schemes that a user may request, by name: those that the gate lets through and that kernels serve."""
+Q4_0, Q8_0 = QuantScheme(4, 32), QuantScheme(8, 32)
+Q4_1, Q5_1 = (QuantScheme(bits, 32, False, Scales.BLOCKS) for bits in (4, 5))
+Q5_0 = QuantScheme(5, 32, True, Scales.BLOCKS)
+Q3_K, Q6_K = (QuantScheme(bits, 16, True, Scales.SUPER_BLOCKS) for bits in (3, 6))
+Q4_K, Q5_K = (QuantScheme(bits, 32, False, Scales.SUPER_BLOCKS) for bits in (4, 5))
+_BLOCKS = (Q3_K, Q4_K, Q5_K, Q6_K, Q4_1, Q5_0, Q5_1)
+GGUF_SCHEMES = {**{str(one): one for one in (*_BLOCKS, Q8_0)}, "q4_0": Q4_0, "q8_0": Q8_0}
+"""Those that a user may request for GGUF, by name."""
+GGUF_SPELLINGS = "q3_k, q4_k, q5_k, q6_k, q4_0, q4_1, q5_0, q5_1, q8_0"
+_K_FALLBACKS = {3: Q4_0, 4: Q5_0, 5: Q5_1, 6: Q8_0}
 EMBEDDING_SCHEME = SCHEMES["int8"]
 """What embeddings are quantized to: a scale for each token, as each has one row."""

@@ -71,7 +71,7 @@ def test_bad_spellings_are_refused_with_the_good_ones(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "near"),
-    [("int4_g64", "int4-g64"), ("q4_0", "int4-g32"), ("Q4_K_M", "int4-g32"), ("q8_0", "int8"), ("float", None)],
+    [("int4_g64", "int4-g64"), ("q4k", "q4_k"), ("float", None)],
 )
 def test_a_similar_scheme_is_named(text: str, near: str | None) -> None:
     with pytest.raises(RequestError) as caught:
@@ -109,6 +109,12 @@ def test_other_bits_are_refused(bits: int) -> None:
         ("int4", 7, "int4"),
         ("int8", 7, "int8"),
         ("int8-asym", 7, "int8-asym"),
+        ("q4_k", 512, "q4_k"),
+        ("q3_k", 96, "int4-g32"),
+        ("q4_k", 96, "q5_0"),
+        ("q5_k", 96, "q5_1"),
+        ("q6_k", 96, "int8-g32"),
+        ("q6_k", 80, "int8"),
     ],
 )
 def test_the_policy_for_rows_that_do_not_fit(requested: str, columns: int, used: str) -> None:

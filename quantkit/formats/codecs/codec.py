@@ -13,7 +13,7 @@ from quantkit.formats.codecs.layout import Claims, Layout
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -256,15 +256,28 @@ class CodeFormat:
         name: its name for ``--to``.
         schemes: to which weights can be rounded that it cannot store exactly; none if it is only read.
         scale_dtype: the type of all scales; None if they may have the model's.
+        scales: how scales may be held.
     """
 
     name: str
     schemes: tuple[QuantScheme, ...] = ()
     scale_dtype: DType | None = None
+    scales: frozenset[Scales] = frozenset({Scales.FLOATS})
+
+    def other_scales(self, scheme: QuantScheme) -> Reason | None:
+        """Why the format does not hold scales as a scheme has them; None if it does."""
+        if scheme.scales in self.scales:
+            return None
+        return Reason("its scales are those of GGUF's blocks", found=scheme, expected=", ".join(map(str, self.schemes)))
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> HoldsCodes | Reason:
         """The codec of linears in a scheme, or of an embedding."""
         return Reason("it is only read")
+
+
+def codec_of(codes: CodeFormat, scheme: QuantScheme, *, embedding: bool = False) -> HoldsCodes | Reason:
+    """The codec of a format for linears in a scheme, or for an embedding; or why it holds no such codes or scales."""
+    return codes.other_scales(scheme) or codes.codec(scheme, embedding=embedding)
 
 
 class QuantMethod(CodeFormat):

@@ -1,8 +1,9 @@
-"""Rows of GGUF tensors: as codes, if their type stores these exactly (``Q4_0`` and ``Q8_0``), otherwise as floats.
+"""Rows of GGUF tensors: as codes, or as floats where there are no kernels for their type.
 
-A block of either is a float16 scale ``d`` and its codes: 16 bytes of two 4-bit codes each, of which byte j holds those
-of weights j (low) and j + 16 (high), ``w = d * (code - 8)``; or 32 signed bytes, ``w = d * code``. Blocks run along
-rows, so a row of I weights has ``I / 32`` of them. Scales may be negative.
+A block of ``Q4_0`` or ``Q8_0`` is a float16 scale ``d`` and its codes: 16 bytes of two 4-bit codes each, of which byte
+j holds those of weights j (low) and j + 16 (high), ``w = d * (code - 8)``; or 32 signed bytes, ``w = d * code``. Blocks
+run along rows, so a row of I weights has ``I / 32`` of them. Scales may be negative. `ggml_blocks` has the blocks of
+other types.
 Source: ggml's block_q4_0 and block_q8_0.
 """
 
@@ -13,9 +14,10 @@ from dataclasses import dataclass, replace
 from quantkit.files.gguf_types import GgmlType
 from quantkit.files.tensor_file import TensorFile, View
 from quantkit.formats.codecs.codec import CodeFormat, Reason, Weight, exact_scale
+from quantkit.formats.codecs.ggml_blocks import LAYOUTS, BlockLayout
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -41,15 +43,17 @@ CHUNK_ELEMENTS = 1 << 21  # weights that are turned to floats at a time
 
 @dataclass(frozen=True)
 class BlockType:
-    """One of the two types.
+    """A type with codes.
 
     Attributes:
         type: as a file states it.
         scheme: of its weights.
+        layout: of its blocks, unless it is one of the two that are described above.
     """
 
     type: GgmlType
     scheme: QuantScheme
+    layout: BlockLayout | None = None
 
     def decode(self, rows: torch.Tensor) -> qtensor.QuantTensor:
         """Rows of blocks as codes.
@@ -62,6 +66,10 @@ class BlockType:
         """
         count = rows.shape[0]
         blocks = rows.reshape(count, rows.shape[1] // self.type.block_bytes, self.type.block_bytes)
+        if self.layout is not None:
+            codes, scales = self.layout.unpack(blocks.flatten(0, 1))
+            scales = scales.map(lambda values: values.reshape(count, -1))
+            return qtensor.QuantTensor.of_blocks(codes.reshape(count, -1), scales, self.scheme)
         scale = blocks[..., :_SCALE_BYTES].clone(memory_format=torch.contiguous_format)  # floats need aligned bytes
         data = blocks[..., _SCALE_BYTES:]
         codes = data ^ 0x80 if self.scheme.bits == 8 else torch.cat((data & 0xF, data >> 4), -1)
@@ -75,6 +83,10 @@ class BlockType:
         if (reason := self.unsupported(value.scheme, value.shape[1])) is not None:
             return reason
         rows, columns = value.shape
+        if self.layout is not None and value.block_scales is not None:
+            count = rows * columns // self.type.block
+            scales = value.block_scales.map(lambda values: values.reshape(count, -1))
+            return self.layout.pack(value.codes.reshape(count, -1), scales).view(rows, -1)
         scale = exact_scale(value.scale, DType.FLOAT16)
         if isinstance(scale, Reason):
             return scale
@@ -85,8 +97,15 @@ class BlockType:
         data = codes ^ 0x80 if self.scheme.bits == 8 else low | high << 4
         return torch.cat((scale.view(torch.uint8), data), -1).view(rows, -1)
 
-    def unsupported(self, scheme: QuantScheme, columns: int = BLOCK) -> Reason | None:
+    def unsupported(self, scheme: QuantScheme, columns: int | None = None) -> Reason | None:
         """Why weights of a scheme, in rows of `columns`, cannot be stored in such blocks; None if they can."""
+        columns = self.type.block if columns is None else columns
+        if self.layout is not None and scheme == self.scheme and columns % self.type.block == 0:
+            return None
+        if self.layout is not None and scheme == self.scheme:
+            return Reason(f"{self.type.block} does not divide its row", found=f"{columns} columns")
+        if scheme.scales != self.scheme.scales:
+            return Reason("its scales are held otherwise", found=scheme, expected=self.scheme)
         if scheme.bits != self.scheme.bits:
             return Reason("its codes have another size", found=scheme, expected=f"{self.scheme.bits} bits")
         if not scheme.symmetric:
@@ -102,20 +121,26 @@ Q4_0 = BlockType(GgmlType.Q4_0, QuantScheme(4, BLOCK))
 Q8_0 = BlockType(GgmlType.Q8_0, QuantScheme(8, BLOCK))
 
 BLOCK_TYPES = {kind.type: kind for kind in (Q4_0, Q8_0)}
-"""The types that are read as codes; weights in others are read as floats."""
+"""The types that are read as codes; weights in others are read as floats, but for proof."""
+CODED_TYPES = BLOCK_TYPES | {kind: BlockType(kind, layout.scheme, layout) for kind, layout in LAYOUTS.items()}
+"""All types that have codes."""
+_BY_SCHEME = {kind.scheme: kind for kind in CODED_TYPES.values() if kind.layout is not None}
 
 
 def block_type(scheme: QuantScheme) -> BlockType:
-    """The type with codes of a scheme's bits."""
+    """The type with the scales of a scheme and codes of its bits."""
+    if scheme.scales is not Scales.FLOATS:
+        return _BY_SCHEME[scheme]
     return Q4_0 if scheme.bits == 4 else Q8_0
 
 
 class GgmlBlocks(CodeFormat):
-    """Both types, as the format of quantized weights in a file."""
+    """All types with codes, as the format of quantized weights in a file."""
 
     name = "gguf"
     schemes = (Q4_0.scheme, Q8_0.scheme)
     scale_dtype = DType.FLOAT16
+    scales = frozenset(Scales)
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> BlockType | Reason:
         kind = block_type(scheme)
@@ -154,7 +179,7 @@ class GgmlRows:
             left, right = start - first * self.type.block, stop - first * self.type.block
         if not self.coded:
             return self._floats(view, part, left, right)
-        found = BLOCK_TYPES[self.type].decode(self.file.read_view(view, part))
+        found = CODED_TYPES[self.type].decode(self.file.read_view(view, part))
         return found if (left, right) == (0, columns) else found.columns(left, right)
 
     def _floats(self, view: View, rows: TensorSlice | None, left: int, right: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ Canonical tensors are read as codes if a type holds them exactly, else as floats
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import struct
@@ -27,8 +28,17 @@ from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import TensorFile, View, contiguous_strides, same_tensor
 from quantkit.formats.checkpoint import require_tensors
 from quantkit.formats.codecs.codec import QuantMethod, Weight
-from quantkit.formats.codecs.ggml import BLOCK_TYPES, EXACT, FLOATS, NOT_READ, SMALL_FLOATS, GgmlBlocks, GgmlRows
-from quantkit.formats.container import Container, Encoder, Output
+from quantkit.formats.codecs.ggml import (
+    BLOCK_TYPES,
+    CODED_TYPES,
+    EXACT,
+    FLOATS,
+    NOT_READ,
+    SMALL_FLOATS,
+    GgmlBlocks,
+    GgmlRows,
+)
+from quantkit.formats.container import Container, Encoder, Output, StoredCheckpoint
 from quantkit.formats.containers.hf_parts import decode, read_floats
 from quantkit.formats.folder import OTHER_FILES, present
 from quantkit.json_values import Settings, shown
@@ -68,6 +78,9 @@ class Gguf(Container):
         file = gguf_file(path)
         assert file is not None, path
         return GgufCheckpoint(file, floats_as)
+
+    def with_codes(self, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
+        return checkpoint.with_codes() if isinstance(checkpoint, GgufCheckpoint) else checkpoint
 
     def parameters(
         self, config: ModelConfig, quantized: Collection[str], method: QuantMethod | None = None
@@ -138,6 +151,7 @@ class GgufCheckpoint:
             UnsupportedError: for unknown architectures and types of tensors.
         """
         self._headers = read_parts(path)
+        self._codes = BLOCK_TYPES
         self.path = self._headers[0].path
         self.notes: list[str] = []
         self._stored = {name: tensor for header in self._headers for name, tensor in header.tensors.items()}
@@ -171,6 +185,12 @@ class GgufCheckpoint:
             tensor = self._disk.get(name)
             if tensor is not None and self._exact_floats(tensor):
                 self.notes.append(f"{self.path}: {name} is {self._stored[name].type}, read as float32, which is exact")
+
+    def with_codes(self) -> GgufCheckpoint:
+        """The same with all codes read as such; see `Container.with_codes`."""
+        found = copy.copy(self)
+        found._codes = CODED_TYPES
+        return found
 
     @property
     def method(self) -> str | None:
@@ -213,8 +233,8 @@ class GgufCheckpoint:
         kind = self._stored[tensor.name].type
         if kind in FLOATS:
             return TensorSpec(tensor.name, tensor.shape, FLOATS[kind])
-        if kind in BLOCK_TYPES and (tensor.quantizable or tensor.stacked is not None or tensor.name == _EMBEDDING):
-            return TensorSpec(tensor.name, tensor.shape, DType.FLOAT16, BLOCK_TYPES[kind].scheme)
+        if kind in self._codes and (tensor.quantizable or tensor.stacked is not None or tensor.name == _EMBEDDING):
+            return TensorSpec(tensor.name, tensor.shape, DType.FLOAT16, self._codes[kind].scheme)
         if self._exact_floats(tensor):
             return TensorSpec(tensor.name, tensor.shape, DType.FLOAT32)
         stored_as = None if kind in SMALL_FLOATS else kind.value
@@ -223,7 +243,7 @@ class GgufCheckpoint:
     def _exact_floats(self, tensor: DiskTensor) -> bool:
         """Whether a tensor is the embedding or the head in integers that are no codes, and float32 is exact."""
         kind = self._stored[tensor.name].type
-        return tensor.name in (_EMBEDDING, _HEAD) and kind in EXACT and kind not in BLOCK_TYPES
+        return tensor.name in (_EMBEDDING, _HEAD) and kind in EXACT and kind not in self._codes
 
     def _view(self, tensor: DiskTensor) -> View:
         """The place of a tensor, in the expected shape; of blocks, their bytes."""

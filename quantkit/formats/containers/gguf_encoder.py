@@ -22,18 +22,22 @@ from quantkit.files.gguf_types import GGUF, GgmlType, GgufTensor, Split, split_n
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import Reason
-from quantkit.formats.codecs.ggml import BLOCK_TYPES, FLOATS, block_type
+from quantkit.formats.codecs.ggml import CODED_TYPES, FLOATS, block_type
 from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.gguf import read_place, view_of
 from quantkit.formats.containers.layout import ShardedEncoder, Unit, file_numbers, units_of
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import Scales
 from quantkit.tensors.spec import TensorSpec
 
 _TYPES = {dtype: kind for kind, dtype in FLOATS.items()}
 _LISTED = 24
 """Bytes of a tensor in the header, besides its name and sizes."""
-_FILE_TYPES = {GgmlType.F32: 0, GgmlType.F16: 1, GgmlType.Q4_0: 2, GgmlType.Q8_0: 7, GgmlType.BF16: 32}
+_FILE_TYPES = {
+    GgmlType.F32: 0, GgmlType.F16: 1, GgmlType.Q4_0: 2, GgmlType.Q4_1: 3, GgmlType.Q8_0: 7, GgmlType.Q5_0: 8,
+    GgmlType.Q5_1: 9, GgmlType.Q3_K: 12, GgmlType.Q4_K: 15, GgmlType.Q5_K: 17, GgmlType.Q6_K: 18, GgmlType.BF16: 32,
+}  # fmt: skip
 """``general.file_type`` by the type of most numbers: llama.cpp's `llama_ftype`."""
 
 
@@ -55,8 +59,9 @@ class _Written(Unit):
 
 
 class GgufEncoder(ShardedEncoder[_Written]):
-    """``X.gguf``, or ``X-0000N-of-0000M.gguf`` if a largest size is set. Codes are written as they are, as Q4_0 and
-    Q8_0; norms, biases and routers in float32, as llama.cpp expects them; other floats in their own type."""
+    """``X.gguf``, or ``X-0000N-of-0000M.gguf`` if a largest size is set. Codes are written as they are, as Q4_0,
+    Q8_0 or the type of their blocks; norms, biases and routers in float32, as llama.cpp expects them; other floats in
+    their own type."""
 
     rearranges = True
 
@@ -118,6 +123,8 @@ class GgufEncoder(ShardedEncoder[_Written]):
             return value.to(unit.spec.dtype.torch)
         scheme = self.planned[index].scheme
         assert scheme is not None
+        if value.scheme.scales is not Scales.FLOATS:
+            return value
         times = value.scale.shape[1] // scheme.groups(value.shape[1])
         return QuantTensor(value.codes, value.scale[:, ::times].to(unit.spec.dtype.torch), None, scheme)
 
@@ -135,7 +142,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
         stored = unit.stored
         shape = stored.shape if unit.tensor.stacked is None else stored.shape[-2:]
         if isinstance(value, QuantTensor):
-            blocks = BLOCK_TYPES[stored.type].encode(value)
+            blocks = CODED_TYPES[stored.type].encode(value)
             if isinstance(blocks, Reason):
                 raise blocks.error(unit.tensor.parts[part], stored.type)
             rows = (*shape[:-1], stored.type.row_bytes(shape[-1]))

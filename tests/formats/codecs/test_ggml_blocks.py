@@ -1,4 +1,4 @@
-"""GGUF's Q4_0 and Q8_0 blocks: the same codes and scales both ways, byte for byte, or a reason."""
+"""GGUF's blocks: the same codes and scales both ways, byte for byte, or a reason."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.formats.codecs.codec import Reason
-from quantkit.formats.codecs.ggml import BLOCK_TYPES, Q4_0, Q8_0, BlockType, block_type
+from quantkit.errors import RequestError
+from quantkit.files.gguf_types import GgmlType
+from quantkit.formats.codecs.codec import Reason, codec_of
+from quantkit.formats.codecs.ggml import BLOCK_TYPES, CODED_TYPES, Q4_0, Q8_0, BlockType, GgmlBlocks, block_type
+from quantkit.formats.codecs.table import METHODS
+from quantkit.tensors.block_scales import BlockScales
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import GGUF_SCHEMES, QuantScheme, Scales
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -131,3 +135,70 @@ def test_a_scale_that_is_no_number_is_held_as_such(number: float) -> None:
 
     assert isinstance(found, torch.Tensor)
     torch.testing.assert_close(Q4_0.decode(found).scale.float(), value.scale, rtol=0, atol=0, equal_nan=True)
+
+
+BLOCK_SCHEMES = (*CODED_TYPES.keys() - BLOCK_TYPES.keys(),)
+
+
+def in_blocks(kind: BlockType, rows: int = 3) -> QuantTensor:
+    """Codes, integers and float16 scales of the whole range."""
+    groups, blocks = 512 // (kind.scheme.group_size or 1), 512 // kind.type.block
+    nested, asymmetric = kind.scheme.scales is Scales.SUPER_BLOCKS, not kind.scheme.symmetric
+    integers = {3: (-32, 32), 6: (-128, 128)}.get(kind.scheme.bits, (0, 64))
+
+    def inner() -> Tensor:
+        if nested:
+            return torch.randint(*integers, (rows, groups)).half()
+        return torch.randn(rows, groups).half()
+
+    def outer() -> Tensor:
+        return torch.randn(rows, blocks).mul_(0.01).half()
+
+    codes = torch.randint(kind.scheme.levels, (rows, 512), dtype=torch.uint8)
+    scales = BlockScales(
+        inner(), inner() if asymmetric else None, outer() if nested else None,
+        outer() if nested and asymmetric else None,
+    )  # fmt: skip
+    return QuantTensor.of_blocks(codes, scales, kind.scheme)
+
+
+@pytest.mark.parametrize("name", sorted(BLOCK_SCHEMES))
+def test_k_quants_are_what_their_owner_reads(name: GgmlType) -> None:
+    kind = CODED_TYPES[name]
+    value = in_blocks(kind)
+    raw = blocks(kind, value)
+    assert raw.shape == (3, kind.type.row_bytes(512))
+    theirs = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[name])
+    assert np.array_equal(theirs, value.dequantize().numpy())
+
+
+@pytest.mark.parametrize("name", sorted(BLOCK_SCHEMES))
+def test_any_bytes_of_k_quants_stay_what_they_are(name: GgmlType) -> None:
+    kind = CODED_TYPES[name]
+    raw = torch.randint(256, (2, kind.type.row_bytes(768)), dtype=torch.uint8)
+    assert blocks(kind, kind.decode(raw)).equal(raw)
+    value = kind.decode(raw)
+    half = value.columns(256, 512)
+    assert half.codes.equal(value.codes[:, 256:512])
+    assert torch.equal(half.dequantize().nan_to_num(), value.dequantize()[:, 256:512].nan_to_num())
+    assert torch.equal(value.rows(1, 2).dequantize().nan_to_num(), value.dequantize()[1:].nan_to_num())
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_k_quants_are_not_cut(name: str) -> None:
+    value = in_blocks(CODED_TYPES[GgmlType(name)])
+    with pytest.raises(RequestError, match="a cut through a group"):
+        value.columns(0, 128)
+
+
+def test_schemes_of_other_scales_are_refused() -> None:
+    names = {method.name for method in METHODS.values() if method.schemes}
+    assert len(names) > 3
+    for name in names:
+        found = codec_of(METHODS[name], QuantScheme.parse("q4_k"))
+        assert isinstance(found, Reason), name
+        assert "GGUF" in found.problem
+    for scheme in GGUF_SCHEMES.values():
+        assert not isinstance(codec_of(GgmlBlocks(), scheme), Reason)
+    assert isinstance(CODED_TYPES[GgmlType.Q4_K].encode(weight(QuantScheme(4, 32), 2, 256)), Reason)
+    assert isinstance(Q4_0.encode(in_blocks(CODED_TYPES[GgmlType.Q4_K])), Reason)

@@ -1,0 +1,192 @@
+"""The bytes of GGUF's blocks of integers: codes, scales and minima, packed and unpacked exactly.
+
+Blocks of 32 weights: a float16 scale ``d``, in asymmetric ones (``Q4_1``, ``Q5_1``) a float16 ``m``,
+``w = d * code + m``; in those of 5 bits the codes' highest bits; then two 4-bit codes a byte: byte j holds those of
+weights j (low) and j + 16.
+
+K-quants, blocks of 256 weights: a float16 ``d`` and, in asymmetric ones, ``dmin``; integers for groups of 32 (``Q4_K``,
+``Q5_K``) or 16 weights; the codes' lower bits, which two or four weights share a byte for, and their higher bits apart.
+Sources: ggml's block_q4_1, block_q5_0, block_q5_1, block_q3_K, block_q4_K, block_q5_K, block_q6_K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quantkit.files.gguf_types import GgmlType
+from quantkit.tensors import scheme as schemes
+from quantkit.tensors.late import block_scales, torch
+from quantkit.tensors.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.tensors.block_scales import BlockScales
+
+_HALF = 2
+"""Bytes of a float16."""
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """How blocks of a type lie in bytes.
+
+    Attributes:
+        scheme: of the weights.
+        pack: takes codes [N, block] uint8 and scales with rows [N, ...], one for each block; returns bytes [N, ...].
+        unpack: the inverse.
+    """
+
+    scheme: QuantScheme
+    pack: Callable[[Tensor, BlockScales], Tensor]
+    unpack: Callable[[Tensor], tuple[Tensor, BlockScales]]
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """Float16 [N, K] as bytes [N, 2 K]."""
+    return values.half().contiguous().view(torch.uint8)
+
+
+def _halves(data: Tensor) -> Tensor:
+    """Bytes [N, 2 K] as float16 [N, K]."""
+    return data.clone(memory_format=torch.contiguous_format).view(torch.float16)  # floats need aligned bytes
+
+
+def _negated(values: Tensor) -> Tensor:
+    """Float16 with the other sign; NaN too."""
+    return (values.contiguous().view(torch.int16) ^ -(1 << 15)).view(torch.float16)
+
+
+def _nibbles(codes: Tensor, size: int) -> Tensor:
+    """Codes [N, B] of 4 bits as bytes [N, B / 2]: in each run of two times `size`, the first with the low half."""
+    runs = codes.reshape(len(codes), -1, 2, size)
+    return (runs[:, :, 0] | runs[:, :, 1] << 4).flatten(1)
+
+
+def _from_nibbles(data: Tensor, size: int) -> Tensor:
+    runs = data.reshape(len(data), -1, size)
+    return torch.stack((runs & 0xF, runs >> 4), 2).flatten(1)
+
+
+def _bits(flags: Tensor) -> Tensor:
+    """Flags [N, 8 K] as bytes [N, K]: byte j has those from 8 j on, the first lowest."""
+    weights = 2 ** torch.arange(8, dtype=torch.uint8)
+    return (flags.reshape(len(flags), -1, 8) * weights).sum(-1, dtype=torch.uint8)
+
+
+def _from_bits(data: Tensor) -> Tensor:
+    return ((data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
+
+
+def _planes(values: Tensor, bits: int, size: int) -> Tensor:
+    """Values [N, K * size] of some bits as bytes: byte j of each run of `size` has those of weights j, j + size, and so
+    on, the first lowest, as many as it has room for."""
+    count = 8 // bits
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(-1)
+    return (values.reshape(len(values), -1, count, size) << shifts).sum(2, dtype=torch.uint8).flatten(1)
+
+
+def _from_planes(data: Tensor, bits: int, size: int) -> Tensor:
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(-1)
+    return (data.reshape(len(data), -1, 1, size) >> shifts & (1 << bits) - 1).flatten(1)
+
+
+def _small(scheme: QuantScheme) -> BlockLayout:
+    """Blocks of 32 weights."""
+    fifth, size = scheme.bits == 5, 16
+
+    def pack(codes: Tensor, scales: BlockScales) -> Tensor:
+        found = [_bytes(scales.scale)]
+        if scales.minimum is not None:
+            found.append(_bytes(_negated(scales.minimum)))
+        if fifth:
+            found.append(_bits(codes >> 4))
+        return torch.cat((*found, _nibbles(codes & 0xF, size)), 1)
+
+    def unpack(data: Tensor) -> tuple[Tensor, BlockScales]:
+        scale, rest = _halves(data[:, :_HALF]), data[:, _HALF:]
+        minimum = None
+        if not scheme.symmetric:
+            minimum, rest = _negated(_halves(rest[:, :_HALF])), rest[:, _HALF:]
+        codes = _from_nibbles(rest[:, -size:], size)
+        if fifth:
+            codes = codes | _from_bits(rest[:, :-size]) << 4
+        return codes, block_scales.BlockScales(scale, minimum, None, None)
+
+    return BlockLayout(scheme, pack, unpack)
+
+
+def _pack_minima(scales: BlockScales) -> Tensor:
+    """``d``, ``dmin`` and eight pairs of 6 bits in 12 bytes."""
+    assert scales.outer is not None and scales.outer_minimum is not None and scales.minimum is not None
+    first, last = torch.split(scales.scale.to(torch.uint8), 4, 1)
+    low, high = torch.split(scales.minimum.to(torch.uint8), 4, 1)
+    inner = (first | last >> 4 << 6, low | high >> 4 << 6, (last & 0xF) | high << 4)
+    return torch.cat((_bytes(scales.outer), _bytes(scales.outer_minimum), *inner), 1)
+
+
+def _unpack_minima(data: Tensor) -> BlockScales:
+    outer, outer_minimum = _halves(data[:, :_HALF]), _halves(data[:, _HALF : 2 * _HALF])
+    first, second, third = torch.split(data[:, 2 * _HALF :], 4, 1)
+    scale = torch.cat((first & 0x3F, (third & 0xF) | first >> 6 << 4), 1)
+    minimum = torch.cat((second & 0x3F, third >> 4 | second >> 6 << 4), 1)
+    return block_scales.BlockScales(scale.half(), minimum.half(), outer, outer_minimum)
+
+
+def _pack_q4(codes: Tensor, scales: BlockScales) -> Tensor:
+    return torch.cat((_pack_minima(scales), _nibbles(codes, 32)), 1)
+
+
+def _unpack_q4(data: Tensor) -> tuple[Tensor, BlockScales]:
+    return _from_nibbles(data[:, 16:], 32), _unpack_minima(data[:, :16])
+
+
+def _pack_q5(codes: Tensor, scales: BlockScales) -> Tensor:
+    return torch.cat((_pack_minima(scales), _planes(codes >> 4, 1, 32), _nibbles(codes & 0xF, 32)), 1)
+
+
+def _unpack_q5(data: Tensor) -> tuple[Tensor, BlockScales]:
+    codes = _from_nibbles(data[:, 48:], 32) | _from_planes(data[:, 16:48], 1, 32) << 4
+    return codes, _unpack_minima(data[:, :16])
+
+
+def _pack_q6(codes: Tensor, scales: BlockScales) -> Tensor:
+    assert scales.outer is not None
+    inner = scales.scale.to(torch.int8).view(torch.uint8)
+    return torch.cat((_nibbles(codes & 0xF, 64), _planes(codes >> 4, 2, 32), inner, _bytes(scales.outer)), 1)
+
+
+def _unpack_q6(data: Tensor) -> tuple[Tensor, BlockScales]:
+    low, high, inner, outer = torch.split(data, [128, 64, 16, _HALF], 1)
+    codes = _from_nibbles(low, 64) | _from_planes(high, 2, 32) << 4
+    scale = inner.contiguous().view(torch.int8).half()
+    return codes, block_scales.BlockScales(scale, None, _halves(outer), None)
+
+
+def _pack_q3(codes: Tensor, scales: BlockScales) -> Tensor:
+    """Scales have an offset of 32: their low halves by eights, then the high two bits by fours."""
+    assert scales.outer is not None
+    inner = (scales.scale + 32).to(torch.uint8)
+    return torch.cat((
+        _planes(codes >> 2, 1, 32), _planes(codes & 3, 2, 32), _nibbles(inner & 0xF, 8), _planes(inner >> 4, 2, 4),
+        _bytes(scales.outer),
+    ), 1)  # fmt: skip
+
+
+def _unpack_q3(data: Tensor) -> tuple[Tensor, BlockScales]:
+    high, low, halves, pairs, outer = torch.split(data, [32, 64, 8, 4, _HALF], 1)
+    codes = _from_planes(low, 2, 32) | _from_planes(high, 1, 32) << 2
+    inner = _from_nibbles(halves, 8) | _from_planes(pairs, 2, 4) << 4
+    return codes, block_scales.BlockScales(inner.half() - 32, None, _halves(outer), None)
+
+
+LAYOUTS = {
+    GgmlType.Q4_1: _small(schemes.Q4_1), GgmlType.Q5_0: _small(schemes.Q5_0), GgmlType.Q5_1: _small(schemes.Q5_1),
+    GgmlType.Q3_K: BlockLayout(schemes.Q3_K, _pack_q3, _unpack_q3),
+    GgmlType.Q4_K: BlockLayout(schemes.Q4_K, _pack_q4, _unpack_q4),
+    GgmlType.Q5_K: BlockLayout(schemes.Q5_K, _pack_q5, _unpack_q5),
+    GgmlType.Q6_K: BlockLayout(schemes.Q6_K, _pack_q6, _unpack_q6),
+}  # fmt: skip
+"""By type."""

@@ -1,0 +1,108 @@
+"""Scales and minima of GGUF's blocks: those with the smallest weighted error, and those that fit given codes best.
+
+The search finds a scale, and a minimum, for each group as if they were floats. Then they are rounded to what blocks
+hold: integers with one float16 for 256 weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quantkit.solver.grid import weights_at_once
+from quantkit.tensors.block_scales import BlockScales
+from quantkit.tensors.scheme import QuantScheme
+
+SearchScales = Callable[[Tensor, Tensor, QuantScheme, torch.dtype], tuple[Tensor, Tensor | None]]
+"""As `grid.search_scales`."""
+
+_ROUNDS = 4  # in which codes and the line through them improve each other
+
+
+def search_blocks(weight: Tensor, importance: Tensor, scheme: QuantScheme, search: SearchScales) -> BlockScales:
+    """The scales [O, G], held as blocks hold them, with a small ``sum(importance * error ** 2)`` of rounded weights.
+
+    Args:
+        weight: [I, O] float32: inputs first.
+        importance: [I] float32, not negative.
+        scheme: in blocks of GGUF.
+        search: finds scales, and integer zero points, held as floats.
+    """
+    size = scheme.group_size
+    assert size is not None
+    found, zero = search(weight, importance, scheme.of_floats, torch.float32)
+    grouped = weight.view(-1, size, weight.shape[1])
+    steps = torch.where(grouped.abs().amax(1) == 0, 0, found)
+    offsets = None
+    if zero is not None:
+        parts = [
+            _fitted_lines(grouped[:, :, part], importance.view(-1, size, 1), steps[:, part], zero[:, part], scheme)
+            for part in _row_slices(weight)
+        ]
+        steps, offsets = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        offsets = offsets.t()
+    return BlockScales.nearest(steps.t(), offsets, scheme)
+
+
+def _row_slices(weight: Tensor) -> list[slice]:
+    inputs, outputs = weight.shape
+    count = max(1, weights_at_once(weight.device) // (4 * inputs))
+    return [slice(start, start + count) for start in range(0, outputs, count)]
+
+
+def _fitted_lines(
+    grouped: Tensor, importance: Tensor, steps: Tensor, zero: Tensor, scheme: QuantScheme
+) -> tuple[Tensor, Tensor]:
+    """Steps and offsets [G, O] float32 of the lines through codes that fit groups [G, S, O] best, from scales and zero
+    points that were searched; never with a larger error than theirs."""
+    offsets = zero.float() * steps
+    best_steps, best_offsets = steps, offsets
+    best = torch.full_like(steps, torch.inf)
+    weights = importance.expand(-1, -1, 1)
+    total, mean = weights.sum(1), (weights * grouped).sum(1)
+    for _ in range(_ROUNDS + 1):
+        codes = (grouped + offsets.unsqueeze(1)) / torch.where(steps == 0, 1, steps).unsqueeze(1)
+        codes = codes.round_().clamp_(0, scheme.levels - 1)
+        error = codes * steps.unsqueeze(1) - offsets.unsqueeze(1) - grouped
+        loss = (weights * error.square()).sum(1)
+        better = loss < best
+        best = torch.where(better, loss, best)
+        best_steps, best_offsets = torch.where(better, steps, best_steps), torch.where(better, offsets, best_offsets)
+        weighted = weights * codes
+        first, second = weighted.sum(1), (weighted * codes).sum(1)
+        product = (weighted * grouped).sum(1)
+        determinant = total * second - first.square()
+        steps = (total * product - first * mean) / determinant
+        offsets = (first * product - second * mean) / determinant
+        through_zero = product / second  # where the smallest value would be above zero
+        negative = offsets < 0
+        steps, offsets = torch.where(negative, through_zero, steps), offsets.clamp(min=0)
+        usable = (determinant > 0) & (steps > 0) & steps.isfinite() & offsets.isfinite()
+        steps, offsets = torch.where(usable, steps, best_steps), torch.where(usable, offsets, best_offsets)
+    return best_steps, best_offsets
+
+
+def refit_blocks(codes: Tensor, scales: BlockScales, refit: Callable[[Tensor, Tensor], Tensor]) -> BlockScales:
+    """Scales of blocks that fit given codes best: their float16 numbers, with the integers as they are.
+
+    Args:
+        codes: [I, O] float32, of symmetric schemes less their middle.
+        refit: takes values [I, O] and the factors [S, O] float16 with which they are multiplied; returns better ones.
+    """
+
+    def fitted(values: Tensor, inner: Tensor, outer: Tensor | None) -> Tensor:
+        """Better float16 numbers [O, S] for values that are multiplied with `inner` and `outer`."""
+        if outer is not None:
+            values = values * inner.float().t().repeat_interleave(len(values) // inner.shape[1], 0)
+        return refit(values, (inner if outer is None else outer).t().contiguous()).t().contiguous()
+
+    name = "scale" if scales.outer is None else "outer"
+    found = replace(scales, **{name: fitted(codes, scales.scale, scales.outer)})
+    if scales.minimum is None:
+        return found
+    name = "minimum" if scales.outer_minimum is None else "outer_minimum"
+    lowest = fitted(torch.full_like(codes, -1), scales.minimum, scales.outer_minimum)
+    return replace(found, **{name: lowest})

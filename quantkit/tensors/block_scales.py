@@ -1,0 +1,88 @@
+"""The scales and minima of GGUF's blocks: float16 numbers for each group, or integers with a float16 for 256 weights.
+
+Sources: ggml's block_q4_1, block_q5_0, block_q5_1 and block_q3_K to block_q6_K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.tensors.scheme import SUPER_BLOCK, QuantScheme, Scales
+
+_MINIMA = 63
+"""The largest integer for a minimum, and for a scale of groups that have one."""
+_SIGNED = {3: 32, 6: 128}
+"""By bits of symmetric codes, minus the smallest integer for a scale; the largest is one less than this."""
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """The scales of groups: ``w = outer * scale * code - outer_minimum * minimum``, codes of symmetric schemes less
+    ``2 ** (bits - 1)``.
+
+    Attributes:
+        scale, minimum: [O, G] float16; no minimum for symmetric schemes. Integers if there are outer ones.
+        outer, outer_minimum: [O, S] float16, one for 256 weights; None for blocks without.
+    """
+
+    scale: Tensor
+    minimum: Tensor | None
+    outer: Tensor | None
+    outer_minimum: Tensor | None
+
+    @classmethod
+    def nearest(cls, steps: Tensor, offsets: Tensor | None, scheme: QuantScheme) -> BlockScales:
+        """Those of a scheme that are nearest to steps and offsets [O, G] float32.
+
+        A group with a step keeps one, however small, and offsets below zero become zero.
+        """
+        if scheme.scales is not Scales.SUPER_BLOCKS:
+            return cls(steps.half(), None if offsets is None else offsets.half(), None, None)
+        count = SUPER_BLOCK // (scheme.group_size or SUPER_BLOCK)
+        if offsets is None:
+            limit = _SIGNED[scheme.bits]
+            grouped = _by_block(steps, count)
+            outer = (grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True)).squeeze(-1) / -limit).half()
+            return cls(_integers(steps, outer, -limit, limit - 1), None, outer, None)
+        outer = (_by_block(steps, count).amax(-1) / _MINIMA).half()
+        outer_minimum = (_by_block(offsets, count).amax(-1).clamp(min=0) / _MINIMA).half()
+        scale = _integers(steps, outer, 0, _MINIMA)
+        scale = torch.where((steps > 0) & (outer.repeat_interleave(count, 1) > 0), scale.clamp(min=1), scale)
+        return cls(scale, _integers(offsets, outer_minimum, 0, _MINIMA), outer, outer_minimum)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> BlockScales:
+        """All tensors changed, which are [O, G] or [O, S]."""
+        found = (self.scale, self.minimum, self.outer, self.outer_minimum)
+        return BlockScales(*(None if one is None else change(one) for one in found))  # type: ignore[arg-type]
+
+    @property
+    def steps(self) -> Tensor:
+        """The difference of the values of neighbouring codes, [O, G] float32."""
+        return _product(self.scale, self.outer)
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """Minus the value of code 0, [O, G] float32; None for symmetric schemes."""
+        return None if self.minimum is None else _product(self.minimum, self.outer_minimum)
+
+
+def _by_block(values: Tensor, count: int) -> Tensor:
+    """Values [O, G] as [O, S, count]."""
+    return values.reshape(len(values), -1, count)
+
+
+def _product(inner: Tensor, outer: Tensor | None) -> Tensor:
+    """Exact: an integer of 8 bits times a float16."""
+    if outer is None:
+        return inner.float()
+    return inner.float() * outer.float().repeat_interleave(inner.shape[1] // outer.shape[1], 1)
+
+
+def _integers(values: Tensor, outer: Tensor, lowest: int, highest: int) -> Tensor:
+    """The integers with which a float16 is nearest to values [O, G]; 0 if it is zero."""
+    wide = outer.float().repeat_interleave(values.shape[1] // outer.shape[1], 1)
+    return torch.where(wide == 0, 0, values / wide).round_().clamp_(lowest, highest).half()

@@ -1,0 +1,187 @@
+"""GGUF's K-quants: llama.cpp's mixes, rounded and solved, with the types that it gives each tensor; sizes to fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import oracle
+import pytest
+from command import Capture, run
+from partial import interrupted
+from vocabularies import train
+
+import quantkit
+from quantkit.errors import RequestError, UnsupportedError
+from quantkit.formats.checkpoint import schemes
+from quantkit.formats.detect import open_checkpoint, with_codes
+from quantkit.jobs.gguf_mix import MixRules
+from quantkit.quality.verify import Verdict, verify
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.mix import MIXES
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
+
+LAYERS = 2
+GPTQ: dict[str, Any] = {"samples": 8, "length": 32, "source_check": False, "accept_quality_loss": True}
+RTN: dict[str, Any] = {"method": "rtn", "source_check": False, "accept_quality_loss": True}
+SIZES = {"vocab_size": 400, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
+MORE_BITS = {2: (1,), 8: (0, 3, 6, 7)}  # the first and last eighth of layers, and every third of those between
+
+
+def make(folder: Path, kind: str = "llama", **changes: Any) -> Path:
+    """A random model whose widths 256 divides, with a tokenizer."""
+    model = oracle.make(kind, **{**SIZES, "num_hidden_layers": LAYERS, **changes})
+    oracle.save(model, folder)
+    return Path(shutil.copy(train(folder.with_name(f"{folder.name}-text")) / "tokenizer.model", folder)).parent
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("wide") / "model")
+
+
+@pytest.fixture(scope="module")
+def solved(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same by GPTQ."""
+    return quantkit.quantize(wide, tmp_path_factory.mktemp("solved") / "q4.gguf", "Q4_K_M", **GPTQ).path
+
+
+def types(file: Path) -> dict[str, str]:
+    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+
+
+def test_each_tensor_has_the_type_that_llama_cpp_gives_it(solved: Path) -> None:
+    found = types(solved)
+    assert found["token_embd.weight"] == "Q4_K"
+    assert found["output.weight"] == "Q6_K"
+    for layer in range(LAYERS):
+        expected = "Q6_K" if layer in MORE_BITS[LAYERS] else "Q4_K"
+        own = {name.split(".", 2)[2]: kind for name, kind in found.items() if name.startswith(f"blk.{layer}.")}
+        assert own["attn_v.weight"] == own["ffn_down.weight"] == expected, layer
+        others = [own[f"{name}.weight"] for name in ("attn_q", "attn_k", "attn_output", "ffn_up", "ffn_gate")]
+        assert others == ["Q4_K"] * 5
+    assert gguf.GGUFReader(solved).fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_K_M
+
+
+@pytest.mark.parametrize("layers", MORE_BITS)
+def test_some_layers_have_more_bits(layers: int, wide: Path) -> None:
+    config = open_checkpoint(wide).config
+    config = dataclasses.replace(config, layers=config.layers[:1] * layers)
+    found = {one.pattern for one in MixRules(MIXES["q5_k_m"], config).recipe().overrides if str(one.scheme) == "q6_k"}
+    own = [f"model.layers.{n}.{name}" for n in MORE_BITS[layers] for name in ("self_attn.v_proj", "mlp.down_proj")]
+    assert found == {*own, "lm_head"}
+
+
+def test_the_file_holds_what_was_solved(solved: Path, wide: Path) -> None:
+    """Read by the gguf package, as codes and as floats."""
+    coded, floats = with_codes(open_checkpoint(solved)), open_checkpoint(solved, floats_as=DType.FLOAT32)
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(solved).tensors}
+    stored = theirs["blk.1.ffn_up.weight"]
+    expected = gguf.quants.dequantize(stored.data, stored.tensor_type)
+    name = "model.layers.1.mlp.up_proj.weight"
+    value = coded.load(name)
+    assert isinstance(value, QuantTensor)
+    assert np.array_equal(value.dequantize().numpy(), expected)
+    assert np.array_equal(floats.load(name).numpy(), expected)
+    assert str(schemes(coded)["model.layers.1.mlp.up_proj"]) == "q4_k"
+    assert not schemes(floats), "without kernels they are floats"
+    assert verify(solved).same
+    report = verify(solved, wide)
+    assert report.verdict is Verdict.WITHIN_BOUND, report.lines()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("q3_k_m", {"attn_v": "Q5_K", "attn_output": "Q4_K", "ffn_down": "Q4_K", "ffn_up": "Q3_K"}),
+        ("q3_k_l", {"attn_v": "Q5_K", "attn_output": "Q5_K", "ffn_down": "Q5_K", "ffn_up": "Q3_K"}),
+        ("q4_k_s", {"attn_v": "Q5_K", "attn_output": "Q4_K", "ffn_down": "Q4_K", "ffn_up": "Q4_K"}),
+        ("q5_k", {"attn_v": "Q5_K", "attn_output": "Q5_K", "ffn_down": "Q5_K", "ffn_up": "Q5_K"}),
+        ("q6_k", {"attn_v": "Q6_K", "token_embd": "Q6_K", "output": "Q6_K"}),
+        ("q8_0", {"attn_v": "Q8_0", "token_embd": "Q8_0", "output": "Q8_0"}),
+        ("q5_1", {"attn_v": "Q5_1", "token_embd": "Q5_1", "output": "Q6_K"}),
+    ],
+)
+def test_mixes(name: str, expected: dict[str, str], wide: Path, tmp_path: Path) -> None:
+    made = quantkit.quantize(wide, tmp_path / "made.gguf", name, **RTN)
+    found = types(made.path)
+    first = {key: found.get(f"blk.0.{key}.weight", found.get(f"{key}.weight")) for key in expected}
+    assert first == expected
+    assert made.embedding is not None
+
+
+def test_widths_that_256_does_not_divide(tmp_path: Path, capfd: Capture) -> None:
+    """The types that llama.cpp takes instead, which is said."""
+    source = make(
+        tmp_path / "narrow", hidden_size=96, intermediate_size=256, num_attention_heads=4, num_hidden_layers=2
+    )
+    code, _, err = run(
+        capfd, "quantize", source, tmp_path / "made.gguf", "--scheme", "q4_k_m", "--method", "rtn",
+        "--accept-quality-loss", "--no-source-check",
+    )  # fmt: skip
+    assert code == 0, err
+    found = types(tmp_path / "made.gguf")
+    assert found["blk.0.ffn_up.weight"] == "Q5_0"
+    assert found["blk.1.ffn_down.weight"] == "Q6_K"
+    assert found["token_embd.weight"] == "Q5_0"
+    assert found["output.weight"] == found["blk.1.attn_v.weight"] == "Q8_0"
+    assert "q4_k does not divide the rows of" in err
+    assert "q5_0 is used there" in err
+    assert "int8-g32 is used there" in err
+
+
+def test_a_tied_head_decides_the_type_of_the_embedding(tmp_path: Path) -> None:
+    source = make(tmp_path / "tied", tie_word_embeddings=True, num_hidden_layers=1)
+    made = quantkit.quantize(source, tmp_path / "made.gguf", "q4_k_m", keep="*.o_proj", **RTN)
+    found = types(made.path)
+    assert found["token_embd.weight"] == "Q6_K"
+    assert "output.weight" not in found
+    assert found["blk.0.attn_output.weight"] == "F32", "`keep` comes after the mix"
+
+
+def test_eight_experts_as_llama_cpp_has_them(tmp_path: Path) -> None:
+    source = make(tmp_path / "experts", "mixtral", num_local_experts=8, num_hidden_layers=1)
+    recipe = MixRules(MIXES["q4_k_m"], open_checkpoint(source).config).recipe()
+    assert len(recipe.overrides) < 8, "all experts by one pattern"
+    found = types(quantkit.quantize(source, tmp_path / "made.gguf", "q4_k_m", **RTN).path)
+    assert found["blk.0.attn_k.weight"] == found["blk.0.attn_v.weight"] == "Q8_0"
+    assert found["blk.0.attn_output.weight"] == "Q5_K"
+    assert found["blk.0.ffn_down_exps.weight"] == "Q6_K"
+    assert found["blk.0.ffn_up_exps.weight"] == "Q4_K"
+
+
+def test_only_gguf_holds_them(wide: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="q4_k_m is a mix of GGUF's types") as caught:
+        quantkit.quantize(wide, tmp_path / "made", "q4_k_m")
+    assert caught.value.hint is not None
+    assert ".gguf" in caught.value.hint
+    for target in ("compressed-tensors", "gptq", "awq", "mlx"):
+        with pytest.raises(UnsupportedError, match="its scales are those of GGUF's blocks"):
+            quantkit.quantize(wide, tmp_path / "made", QuantScheme.parse("q4_k"), to=target, **RTN)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_size_is_filled_with_k_quants(wide: Path, tmp_path: Path) -> None:
+    made = quantkit.quantize(wide, tmp_path / "made.gguf", target_bits=4.6, **GPTQ)
+    assert made.allocation is not None
+    assert made.allocation.bits <= 4.6
+    offered = {scheme for unit in made.allocation.units for scheme in unit.estimated_kl}
+    assert offered == {"q3_k", "q4_k", "q5_k", "q6_k", "int8"}
+    for unit in made.allocation.units:
+        losses = [unit.estimated_kl[scheme] for scheme in ("q3_k", "q4_k", "q5_k", "q6_k")]
+        assert losses == sorted(losses, reverse=True), "more bits lose less"
+    assert set(made.schemes) > {"q4_k"}, "some have more bits, some fewer"
+
+
+def test_an_interrupted_run_ends_with_the_same_bytes(solved: Path, wide: Path, tmp_path: Path) -> None:
+    dst = tmp_path / "q4.gguf"
+    options = {name: value for name, value in GPTQ.items() if name != "source_check"}
+    interrupted(functools.partial(quantkit.quantize, scheme="q4_k_m", **options), wide, dst)
+    quantkit.quantize(wide, dst, "q4_k_m", resume=True, **GPTQ)
+    assert dst.read_bytes() == solved.read_bytes()
