@@ -22,8 +22,9 @@ from typing import Any, BinaryIO
 from quantkit.calibration.collector import Collector, DocumentText, decoded
 from quantkit.calibration.conversations import ModelChat
 from quantkit.errors import QuantkitError, RequestError
-from quantkit.files.hub import SECONDS, call_in_time, short
+from quantkit.files.hub import SECONDS, call_in_time
 from quantkit.files.hub_answers import checked_answers, checked_commit
+from quantkit.files.hub_failures import short
 from quantkit.json_values import LINES_OF_ARRAY
 
 TextSource = str | Path | Iterable[object]

@@ -8,27 +8,24 @@ of what the hub answers and sends, which the library uses as it is.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import queue
 import re
 import shutil
 import sys
-import textwrap
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quantkit.errors import CheckpointError, NoSpaceError, QuantkitError, RequestError, UnreachableError
+from quantkit.errors import NoSpaceError, QuantkitError, RequestError, UnreachableError
 from quantkit.files.gguf_types import split_stem
 from quantkit.files.hub_answers import COMMIT, HubFile, announced_file, checked_answers, checked_commit, files_by_name
 from quantkit.files.hub_cache import CachedModel
+from quantkit.files.hub_failures import read_failure
+from quantkit.files.hub_threads import result_in_time, run_in_threads
 from quantkit.json_values import shown
 
 PREFIX = "hf:"
@@ -38,12 +35,11 @@ SPELLING = "hf:owner/name, hf:owner/name/FILE.gguf, or either with @revision"
 
 _Answer = TypeVar("_Answer")
 _PART = r"[A-Za-z0-9][\w.-]*"
-_REVISION = r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*"  # it becomes a path in the cache: no part is ".."
-_NAME = re.compile(rf"{PREFIX}({_PART}/{_PART})(?:/([^@]+\.(?i:gguf)))?(?:@({_REVISION}))?", re.ASCII)
+REVISION = r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*"  # it becomes a path in the cache: no part is ".."
+_NAME = re.compile(rf"{PREFIX}({_PART}/{_PART})(?:/([^@]+\.(?i:gguf)))?(?:@({REVISION}))?", re.ASCII)
 _SNAPSHOT = re.compile(rf"models--({_PART}?)--({_PART})/snapshots/([^/]+)", re.ASCII)
 SECONDS = 8.0
 """Time limit for an answer of the hub."""
-_RETRYABLE = (408, 429, *range(500, 600))  # HTTP statuses
 _SPARE_BYTES = 16 << 20
 _NUM_THREADS = 4
 _log = logging.getLogger(__name__)
@@ -105,7 +101,7 @@ def download(model: HubModel) -> Path:
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    with _quietly():
+    with quietly():
         try:
             request = partial(HfApi().model_info, model.name, revision=model.revision, files_metadata=True)
             info = call_in_time(request, str(model), "model")
@@ -174,54 +170,10 @@ def call_in_time(request: Callable[[], _Answer], path: str, what: str) -> _Answe
         RequestError: if it knows no such repository, or HF_HUB_OFFLINE forbids the request.
         CheckpointError: if the answer is malformed.
     """
-    answer = Future[_Answer]()
-
-    def run() -> None:
-        try:
-            answer.set_result(request())
-        except Exception as error:
-            answer.set_exception(error)
-
-    # In a thread, since the client's time limit applies to each address, and not to name resolution.
-    threading.Thread(target=run, daemon=True).start()
     try:
-        return answer.result(SECONDS)
+        return result_in_time(request, SECONDS)
     except Exception as error:
-        if type(error) is ValueError or isinstance(error, LookupError | TypeError | AttributeError | RecursionError):
-            problem = f"the hub's answer cannot be read: {short(error)}"
-            raise CheckpointError(problem, path=path, hint="try again") from error
-        late = TimeoutError(f"no answer in {SECONDS:.0f} seconds")
-        raise _failure(error if answer.done() else late, path, what) from error
-
-
-def short(error: Exception) -> str:
-    """The message of a library's error, in one line."""
-    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
-
-
-def _failure(error: Exception, path: str, what: str) -> Exception:
-    """The typed form of an error of the hub's library."""
-    import huggingface_hub.utils
-
-    errors: Any = huggingface_hub.utils
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return RequestError("HF_HUB_OFFLINE forbids requests to the hub", path=path, hint="unset it, or pass a path")
-    if isinstance(error, errors.GatedRepoError):
-        return RequestError("access to it on the hub is restricted", path=path, hint="log in: hf auth login")
-    if isinstance(error, errors.RevisionNotFoundError):
-        return RequestError("the hub knows no such revision of it", path=path)
-    if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-        hint = "check the spelling; for a private one, log in: hf auth login"
-        return RequestError(f"the hub knows no such {what}", path=path, hint=hint)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return NoSpaceError("the disk of the hub's cache is full", path=path)
-    if isinstance(error, OSError) and error.filename is not None:
-        problem = f"the hub's cache cannot be written: {error.strerror}"
-        return RequestError(problem, path=error.filename, hint="HF_HOME chooses another")
-    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-    kind = UnreachableError if status is None or status in _RETRYABLE else RequestError
-    reason = short(error) if status is None else f"status {status}"
-    return kind(f"the hub cannot be reached for a {what}: {reason}", path=path, hint="try again, or pass a path")
+        raise read_failure(error, path, what) from error
 
 
 def _fetch(model: HubModel, commit: str, files: Sequence[HubFile], checked: Collection[HubFile]) -> None:
@@ -229,37 +181,20 @@ def _fetch(model: HubModel, commit: str, files: Sequence[HubFile], checked: Coll
     announced; the errors are those of `download`."""
     from huggingface_hub import hf_hub_download
 
-    waiting: queue.SimpleQueue[HubFile] = queue.SimpleQueue()
-    answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-    ended = threading.Event()
     cached = CachedModel(model.name, model.file)
-    for one in files:
-        waiting.put(one)
 
-    def run() -> None:
-        with suppress(queue.Empty):
-            while not ended.is_set():
-                file = waiting.get_nowait()
-                try:
-                    with checked_answers(str(model), commit, file):
-                        # by branch, which the cache then records
-                        hf_hub_download(model.name, file.name, revision=model.revision)
-                    cached.require_announced(commit, file, file in checked)
-                    answers.put(None)
-                except Exception as error:  # of the hub's library or the HTTP client
-                    answers.put(error)
+    def fetch(file: HubFile) -> None:
+        with checked_answers(str(model), commit, file):
+            # by branch, which the cache then records
+            hf_hub_download(model.name, file.name, revision=model.revision)
+        cached.require_announced(commit, file, file in checked)
 
-    for _ in range(min(_NUM_THREADS, len(files))):
-        threading.Thread(target=run, name="quantkit-hub", daemon=True).start()
     try:
-        for _ in files:
-            error = answers.get()
-            if isinstance(error, QuantkitError):
-                raise error
-            if error is not None:
-                raise _failure(error, str(model), "model") from error
-    finally:
-        ended.set()
+        run_in_threads([partial(fetch, file) for file in files], _NUM_THREADS)
+    except QuantkitError:
+        raise
+    except Exception as error:  # of the hub's library or the HTTP client
+        raise read_failure(error, str(model), "model") from error
 
 
 def _opened(folder: Path, model: HubModel, wanted: Sequence[str]) -> Path:
@@ -282,7 +217,7 @@ def _require_space(size: int, model: HubModel) -> None:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Silence the hub's library for a while, except for progress bars on a terminal."""
     import huggingface_hub.utils
 

@@ -99,13 +99,8 @@ class CachedModel:
         source = SourceFile(path)
         if checked and source.size == file.size:
             return
-        if len(file.digest) == hashlib.sha256().digest_size * 2:
-            digest = source.sha256()
-        else:
-            start = b"blob %d\0" % source.size  # see git hash-object
-            with source.stream() as stream:
-                sha1 = hashlib.file_digest(stream, lambda: hashlib.sha1(start, usedforsecurity=False))
-            digest = sha1.hexdigest()
+        in_lfs = len(file.digest) == hashlib.sha256().digest_size * 2
+        digest = source.sha256() if in_lfs else source.git_blob_id()
         if (source.size, digest) == (file.size, file.digest):
             return
         found, expected = digest, file.digest

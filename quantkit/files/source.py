@@ -115,6 +115,12 @@ class SourceFile:
             position = expected.stop
         return digest.hexdigest()
 
+    def git_blob_id(self) -> str:
+        """The hash by which git names its content, in hexadecimal; see git hash-object."""
+        start = b"blob %d\0" % self.size
+        with self.stream() as stream:
+            return hashlib.file_digest(stream, lambda: hashlib.sha1(start, usedforsecurity=False)).hexdigest()
+
     def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         """A range in pieces, all in the same buffer."""
         buffer = memoryview(bytearray(max(min(_PIECE, stop - start), 0)))
