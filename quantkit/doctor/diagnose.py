@@ -132,7 +132,7 @@ class _Checks:
 
     def recorded_files(self, progress: Progress) -> Iterator[Finding]:
         """Whether the files are those of quantkit's manifest, if there is one."""
-        from quantkit.quality.manifest_check import placed_manifest, require_as_written
+        from quantkit.quality.manifest_files import placed_manifest, require_as_written
 
         model, path = placed_manifest(located(self.folder.path))
         if not path.exists():

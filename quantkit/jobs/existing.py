@@ -19,7 +19,7 @@ from quantkit.formats.output.staging import changed_keys, partial_folder, requir
 from quantkit.jobs.option_fields import IfExists
 from quantkit.jobs.output import NOT_CHECKED, Work, content_hash, source_hashes
 from quantkit.progress import Progress
-from quantkit.quality.manifest_check import require_as_written
+from quantkit.quality.manifest_files import require_as_written
 from quantkit.via_transformers.stacks import unstack
 
 _MEASURED = ("source_check", "quality", "positions", "modules", "schemes", "carried", "exact", "files")

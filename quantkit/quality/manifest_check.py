@@ -10,28 +10,21 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quantkit.errors import CheckpointError, QualityError, RequestError, UnsupportedError
-from quantkit.files.located import gguf_file
-from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
-from quantkit.formats.registry import read_names
 from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.bounds import REPEATABLE, measured_windows
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.gate import Gate, TextResult
+from quantkit.quality.manifest_files import placed_manifest, require_as_written
 from quantkit.quality.measures import perplexity_estimates
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.transcoded import Exact
 from quantkit.quality.weights_only import WeightsOnly, require_as_recorded
-from quantkit.text.chat_template import template_paths
 from quantkit.via_transformers.forward import run_by_transformers, why_not_run
-
-_WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}
-_README = "README.md"
-"""Users may edit it; it is not loaded."""
 
 
 def neither_true_nor_false(report: object) -> NoReturn:
@@ -168,47 +161,6 @@ def verify_model(
         if weights is None:
             texts = recheck(readable, made, checkpoint, progress=progress)
     return FolderReport(model, len(made["files"]) - len(edited), edited, texts, made, weights, run_by, not_run)
-
-
-def placed_manifest(model: Path) -> tuple[Path, Path]:
-    """A model, or the only GGUF file of a folder if that has the manifest; and the path of the manifest, which may not
-    exist."""
-    path = manifest_path(model)
-    if not path.exists() and (file := gguf_file(model)) is not None and manifest_path(file).exists():
-        return file, manifest_path(file)
-    return model, path
-
-
-def require_as_written(model: Path, *, progress: Progress = silent) -> tuple[dict[str, Any], dict[str, str]]:
-    """Compare the sha256 of a model's files with its manifest, and return that with the change of each file that users
-    may edit, by its name. Raises `CheckpointError` if there is no manifest, a file is missing or changed, or a file of
-    weights, of the config or of the tokenizer was added."""
-    made = manifest.read(model)
-    listed: Mapping[str, str] = made["files"]
-    for path in sorted({*model.iterdir(), *template_paths(model)} if model.is_dir() else ()):
-        nested = path.parent != model
-        is_loaded = path.suffix in _WEIGHT_FILES or path.name in read_names() or path.name.endswith(".index.json")
-        if nested or (path.name not in listed and is_loaded):
-            raise CheckpointError(
-                "the manifest does not list this file", path=path, hint="remove it, or make the model again"
-            )
-    edited = {}
-    for index, (name, expected) in enumerate(listed.items()):
-        progress("sha256", index, len(listed), "files")
-        path = manifest_path(model).parent / name
-        found = SourceFile(path).sha256() if Path(name).name == name and path.is_file() else None
-        if found == expected:
-            continue
-        if name == _README:
-            edited[name] = "removed" if found is None else "edited"
-        elif found is None:
-            raise CheckpointError("a file of the manifest is missing", path=path)
-        else:
-            raise CheckpointError(
-                "the file is not what quantkit wrote", path=path, found=f"sha256 {found[:12]}", expected=expected[:12],
-                hint="copy or make it again",
-            )  # fmt: skip
-    return made, edited
 
 
 def recheck(

@@ -1,0 +1,71 @@
+"""Compare the files of a model with the sha256 in its manifest; without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import CheckpointError
+from quantkit.files.located import gguf_file
+from quantkit.files.source import SourceFile
+from quantkit.formats import manifest
+from quantkit.formats.output.destination import manifest_path
+from quantkit.formats.registry import read_names
+from quantkit.progress import Progress, silent
+from quantkit.text.chat_template import template_paths
+
+_WEIGHT_FILES = {".safetensors", ".pth", ".bin", ".gguf"}
+_README = "README.md"
+"""Users may edit it; it is not loaded."""
+
+
+def placed_manifest(model: Path) -> tuple[Path, Path]:
+    """A model, or the only GGUF file of a folder if that has the manifest; and the path of the manifest, which may not
+    exist."""
+    path = manifest_path(model)
+    if not path.exists() and (file := gguf_file(model)) is not None and manifest_path(file).exists():
+        return file, manifest_path(file)
+    return model, path
+
+
+def is_loaded(name: str) -> bool:
+    """Whether readers load a file of this name, next to a model's weights, or would take it for one of them."""
+    return Path(name).suffix in _WEIGHT_FILES or name in read_names() or name.endswith(".index.json")
+
+
+def _sha256(path: Path) -> str:
+    return SourceFile(path).sha256()
+
+
+def require_as_written(
+    model: Path, *, progress: Progress = silent, sha256: Callable[[Path], str] = _sha256
+) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
+    """Compare the sha256 of a model's files with its manifest, and return that with the change of each file that users
+    may edit, by its name; `sha256` returns that of a file. Raises `CheckpointError` if there is no manifest, a file is
+    missing or changed, or a file of weights, of the config or of the tokenizer was added."""
+    made = manifest.read(model)
+    listed: Mapping[str, str] = made["files"]
+    for path in sorted({*model.iterdir(), *template_paths(model)} if model.is_dir() else ()):
+        nested = path.parent != model
+        if nested or (path.name not in listed and is_loaded(path.name)):
+            raise CheckpointError(
+                "the manifest does not list this file", path=path, hint="remove it, or make the model again"
+            )
+    edited = {}
+    for index, (name, expected) in enumerate(listed.items()):
+        progress("sha256", index, len(listed), "files")
+        path = manifest_path(model).parent / name
+        found = sha256(path) if Path(name).name == name and path.is_file() else None
+        if found == expected:
+            continue
+        if name == _README:
+            edited[name] = "removed" if found is None else "edited"
+        elif found is None:
+            raise CheckpointError("a file of the manifest is missing", path=path)
+        else:
+            raise CheckpointError(
+                "the file is not what quantkit wrote", path=path, found=f"sha256 {found[:12]}", expected=expected[:12],
+                hint="copy or make it again",
+            )  # fmt: skip
+    return made, edited
