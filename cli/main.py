@@ -12,7 +12,7 @@ import click
 from click.shell_completion import shell_complete
 
 from quantkit.cli.chat import chat
-from quantkit.cli.commands import convert, demo, doctor, imatrix, inspect, plan, quantize, verify
+from quantkit.cli.commands import convert, demo, doctor, imatrix, inspect, plan, push, quantize, verify
 from quantkit.cli.entry import interrupted_code, interruptible, open_missing_streams, report_interrupted, with_kept
 from quantkit.cli.generate import generate
 from quantkit.cli.measure import bench, evaluate
@@ -71,7 +71,7 @@ def quantkit() -> None:
 
 _JOBS = (demo, inspect, doctor, convert, quantize, imatrix, verify, evaluate, generate, chat, bench)
 add_threads(*_JOBS, plan.commands["generate"])
-for command in (*_JOBS, plan, completion):
+for command in (*_JOBS, plan, push, completion):
     quantkit.add_command(command)
 
 

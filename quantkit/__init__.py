@@ -13,6 +13,7 @@ Make and check models:
     plan.generate    say what generation takes of each chip of a TPU slice
     verify           say whether two models are the same, or how far apart
     diagnose         say what is wrong with anybody's folder, and what a runtime would mind
+    push             send a model to a repository of a model hub, checked and compared
     evaluate         measure models: perplexity, divergence, tasks, speed
     bench            measure the speed of models: prefill, decoding, loading, memory
 
@@ -72,6 +73,8 @@ if TYPE_CHECKING:
     from quantkit.jobs.inspect import inspect as inspect
     from quantkit.jobs.llama import Llama as Llama
     from quantkit.jobs.load import load as load
+    from quantkit.jobs.push import push as push
+    from quantkit.jobs.push_result import PushResult as PushResult
     from quantkit.jobs.quantize import quantize as quantize
     from quantkit.jobs.result import ConvertResult as ConvertResult
     from quantkit.jobs.result import QuantizeResult as QuantizeResult
@@ -103,7 +106,7 @@ _JOBS = {
     "generate": "quantkit.runtime.generate", "generate_batch": "quantkit.runtime.generate_batch",
     "generate_file": "quantkit.jobs.generate_file", "imatrix": "quantkit.jobs.imatrix",
     "inspect": "quantkit.jobs.inspect", "load": "quantkit.jobs.load",
-    "open_checkpoint": "quantkit.formats.detect", "quantize": "quantkit.jobs.quantize",
+    "open_checkpoint": "quantkit.formats.detect", "push": "quantkit.jobs.push", "quantize": "quantkit.jobs.quantize",
     "sampling_defaults": "quantkit.runtime.generation_config", "stream": "quantkit.runtime.generate",
     "verify": "quantkit.quality.verify",
 }  # fmt: skip
@@ -116,6 +119,7 @@ _TYPES = {
     "GeneratedFile": "quantkit.jobs.generate_file", "ImatrixResult": "quantkit.jobs.imatrix",
     "Inspection": "quantkit.jobs.inspect",
     "Logprobs": "quantkit.runtime.request", "Override": "quantkit.tensors.recipe",
+    "PushResult": "quantkit.jobs.push_result",
     "QuantScheme": "quantkit.tensors.scheme", "QuantizeResult": "quantkit.jobs.result",
     "Recipe": "quantkit.tensors.recipe", "SamplingParams": "quantkit.runtime.sampling_params",
     "Verdict": "quantkit.quality.verify", "VerifyReport": "quantkit.quality.verify",

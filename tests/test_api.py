@@ -30,11 +30,12 @@ from quantkit.tensors.dtypes import FLOAT_NAMES, FloatName, float_name
 from quantkit.text.tokenizer import JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer
 
 FUNCTIONS = (
-    "bench", "convert", "evaluate", "generate", "generate_batch", "inspect", "load", "open_checkpoint", "quantize",
-    "stream", "verify",
+    "bench", "convert", "evaluate", "generate", "generate_batch", "inspect", "load", "open_checkpoint", "push",
+    "quantize", "stream", "verify",
 )  # fmt: skip
 REPORTS = (
-    "Bench", "ConvertResult", "Estimate", "Evaluation", "FolderReport", "Gate", "Inspection", "QuantizeResult",
+    "Bench", "ConvertResult", "Estimate", "Evaluation", "FolderReport", "Gate", "Inspection", "PushResult",
+    "QuantizeResult",
     "VerifyReport",
 )  # fmt: skip
 

@@ -84,9 +84,14 @@ def files_by_name(info: Any, path: str) -> dict[str, Any]:
     if not isinstance(info.siblings, list):
         raise _refused("lists no files", path, info.siblings, "siblings")
     for name in (one.rfilename for one in info.siblings):
-        if not isinstance(name, str) or _NO_FILE.search(name) or not _is_relative(name):
+        if not is_file_name(name):
             raise _refused("lists a file whose name is none", path, name, "a path inside a folder")
     return {one.rfilename: one for one in info.siblings}
+
+
+def is_file_name(name: object) -> bool:
+    """Whether it is the path of a file in a repository."""
+    return isinstance(name, str) and not _NO_FILE.search(name) and _is_relative(name)
 
 
 def announced_file(sibling: Any, path: str) -> HubFile:

@@ -6,7 +6,7 @@ import errno
 import textwrap
 from typing import Any
 
-from quantkit.errors import CheckpointError, NoSpaceError, RequestError, UnreachableError
+from quantkit.errors import CheckpointError, NoSpaceError, QuantkitError, RequestError, UnreachableError
 
 _RETRYABLE = (408, 429, *range(500, 600))  # HTTP statuses
 _LOG_IN = "log in: hf auth login; or correct HF_TOKEN"
@@ -55,7 +55,56 @@ def read_failure(
     return kind(f"the hub cannot be reached for a {what}: {reason}", path=path, hint=hint)
 
 
+def write_failure(error: Exception, path: str, doing: str) -> Exception:
+    """The typed form of an error of a request that writes.
+
+    Args:
+        path: the repository.
+        doing: what the request does, such as ``create the repository``.
+    """
+    import huggingface_hub.utils
+
+    errors: Any = huggingface_hub.utils
+    while isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # around errors of one file
+        error = error.__cause__
+    if isinstance(error, QuantkitError):
+        return error
+    status = _status(error)
+    if isinstance(error, errors.OfflineModeIsEnabled) or status == 401:
+        return read_failure(error, path)
+    if status is None:
+        malformed = isinstance(error, ValueError | LookupError | TypeError | AttributeError | RecursionError)
+        if malformed and not isinstance(error, OSError):
+            problem = f"cannot {doing}: the hub's answer cannot be read: {short(error)}"
+            return CheckpointError(problem, path=path, hint="repeat the command")
+        problem = f"cannot {doing}: the hub cannot be reached: {short(error)}"
+        return UnreachableError(problem, path=path, hint="repeat the command")
+    said = f"status {status}, {_server_message(error)}"
+    if status == 429:
+        hint = "wait some minutes, and repeat the command"
+        return UnreachableError(f"cannot {doing}: the hub limits the number of requests", path=path, hint=hint)
+    if status in _RETRYABLE:
+        problem = f"cannot {doing}: the hub is overloaded or has failed"
+        return UnreachableError(problem, path=path, found=said, hint="repeat the command later")
+    if status == 412:
+        problem = f"cannot {doing}: the repository has changed since it was read"
+        return UnreachableError(problem, path=path, hint="repeat the command")
+    if status == 409:
+        hint = "choose another name, or use a token that may read it"
+        return RequestError(f"cannot {doing}: the name is in use", path=path, found=said, hint=hint)
+    if status in (403, 404):
+        hint = "use a token with write access to it: https://huggingface.co/settings/tokens"
+        return RequestError(f"the access token may not {doing}", path=path, found=said, hint=hint)
+    return RequestError(f"cannot {doing}: the hub refuses it", path=path, found=said)
+
+
 def _status(error: Exception) -> int | None:
     """The HTTP status of the hub's answer; None if there was none."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None
+
+
+def _server_message(error: Exception) -> str:
+    """What the hub states as the reason, in one line."""
+    message = getattr(error, "server_message", None)
+    return textwrap.shorten(message, 200, placeholder=" ...") if isinstance(message, str) and message else "no reason"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
@@ -78,3 +79,19 @@ def run_in_threads(
             on_tick()
     finally:
         ended.set()
+
+
+class Stall:
+    """Watches a number that grows; `require_growth` raises `TimeoutError` once it has not grown for this time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._last, self._since = -1, time.monotonic()
+
+    def require_growth(self, value: int) -> None:
+        """Compare the number with the last one."""
+        now = time.monotonic()
+        if value > self._last:
+            self._last, self._since = value, now
+        elif now - self._since > self._seconds:
+            raise TimeoutError(f"nothing was sent for {self._seconds:.0f} seconds")

@@ -121,6 +121,14 @@ class SourceFile:
         with self.stream() as stream:
             return hashlib.file_digest(stream, lambda: hashlib.sha1(start, usedforsecurity=False)).hexdigest()
 
+    def require_content(self) -> None:
+        """Raise a `CheckpointError` if it is a git-lfs pointer to a file."""
+        if self.read(0, min(self.size, len(_LFS))) == _LFS:
+            found = f"{self.size} bytes"
+            raise CheckpointError(
+                "is a git-lfs pointer, not the file", path=self.path, found=found, hint="run 'git lfs pull'"
+            )
+
     def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         """A range in pieces, all in the same buffer."""
         buffer = memoryview(bytearray(max(min(_PIECE, stop - start), 0)))

@@ -37,25 +37,33 @@ def known_name(source: Checkpoint, base: str | None = None) -> str | None:
     Args:
         base: its name on a hub; None is the result of `base_model`.
     """
-    found = base or base_model(source) or _config_name(source)
+    found = base or base_model(source) or config_name(source.path)
     return None if found is None else found.rpartition("/")[2]
 
 
 def base_model(source: Checkpoint) -> str | None:
     """The source's name on a hub, ``owner/name``, if its config, its place in the hub's cache, or its manifest shows
     one."""
-    named = _config_name(source)
-    if named is not None and "/" in named:
-        return named
-    made = manifest_or_empty(source.path).get("source")
-    hub = origin(source.path) or (made.get("hub") if isinstance(made, dict) else None)
+    hub = origin(source.path)
+    return recorded_base(source.path) if hub is None else _owned_name(source.path) or hub["name"]
+
+
+def recorded_base(model: Path) -> str | None:
+    """The name of a model's source on a hub, ``owner/name``, if its config or its manifest states one."""
+    made = manifest_or_empty(model).get("source")
+    hub = made.get("hub") if isinstance(made, dict) else None
     name = hub.get("name") if isinstance(hub, dict) else None
-    return name if isinstance(name, str) and HUB_NAME.fullmatch(name) else None
+    return _owned_name(model) or (name if isinstance(name, str) and HUB_NAME.fullmatch(name) else None)
 
 
-def _config_name(source: Checkpoint) -> str | None:
-    """The name in its config.json, with or without the owner; None if there is none, or a path."""
-    config = source.path / "config.json"
+def _owned_name(model: Path) -> str | None:
+    named = config_name(model)
+    return named if named is not None and "/" in named else None
+
+
+def config_name(model: Path) -> str | None:
+    """The name in a model's config.json, with or without the owner; None if there is none, or a path."""
+    config = model / "config.json"
     named = read_json(config).get("_name_or_path") if config.is_file() else None
     return named if isinstance(named, str) and HUB_NAME.fullmatch(named) else None
 

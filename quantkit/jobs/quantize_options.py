@@ -40,7 +40,7 @@ MODEL_CARD = "Model card"
 OUTPUT = "Output"
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
-_LICENSE = re.compile(r"[A-Za-z0-9][\w.+-]{0,95}", re.ASCII)
+LICENSE = re.compile(r"[A-Za-z0-9][\w.+-]{0,95}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class QuantizeOptions:
         as_path("dst", self.dst)
         for value, pattern, name, expected in (
             (self.base_model, HUB_NAME, "base_model", "owner/name"),
-            (self.license, _LICENSE, "license", "apache-2.0, llama3.1, other, ..."),
+            (self.license, LICENSE, "license", "apache-2.0, llama3.1, other, ..."),
         ):
             if value is not None and not pattern.fullmatch(as_string(name, value)):
                 raise RequestError(f"`{name}` is none that a hub knows", found=shown(value), expected=expected)

@@ -39,7 +39,7 @@ from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.verify import Verdict
 
-COMMANDS = ("demo", "inspect", "doctor", "plan", "convert", "quantize", "verify", "eval", "generate", "bench")
+COMMANDS = ("demo", "inspect", "doctor", "plan", "convert", "quantize", "verify", "push", "eval", "generate", "bench")
 CODES = {
     QuantkitError: 1,
     RequestError: 2,

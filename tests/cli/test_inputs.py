@@ -227,7 +227,7 @@ NAMING = [
     "inspect WRONG", "doctor WRONG", "doctor SRC --against WRONG", "verify WRONG", "verify SRC WRONG", "eval WRONG",
     "bench WRONG", "chat WRONG", "generate WRONG text", "generate SRC text --draft WRONG", "convert WRONG DST",
     "quantize WRONG DST --scheme int8", "plan convert WRONG DST", "plan quantize WRONG DST --scheme int8",
-    "plan generate WRONG --target v5e-1",
+    "plan generate WRONG --target v5e-1", "push WRONG me/model",
 ]  # fmt: skip
 
 
@@ -241,7 +241,7 @@ def test_a_similar_name_next_to_a_model_that_does_not_exist_is_named(
     assert found == (2, "", f"quantkit: error: {wrong}: does not exist; did you mean {hf}?\n")
 
 
-EMPTY = ["inspect", "verify", "chat", "generate", "convert", "quantize", "plan generate"]
+EMPTY = ["inspect", "verify", "chat", "generate", "convert", "quantize", "plan generate", "push"]
 
 
 @pytest.mark.parametrize("command", EMPTY)

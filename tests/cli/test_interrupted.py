@@ -117,7 +117,7 @@ def test_one_that_was_interrupted_is_not_called_a_writer(demo_model: Path, dst: 
 COMMANDS = [
     "inspect SRC", "verify SRC", "verify SRC MODEL", "verify MODEL SRC", "eval SRC", "generate SRC --prompt x",
     "quantize SRC DST --scheme int8", "convert SRC DST", "plan convert SRC DST", "bench SRC", "chat SRC", "doctor SRC",
-    "doctor MODEL --against SRC", "generate MODEL --prompt x --draft SRC",
+    "doctor MODEL --against SRC", "generate MODEL --prompt x --draft SRC", "push SRC me/model",
 ]  # fmt: skip
 
 

@@ -18,7 +18,9 @@ HEAVY = (
     "torch", "numpy", "transformers", "datasets", "pyarrow", "pandas", "huggingface_hub", "requests", "pydantic",
     "yaml", "lm_eval", "matplotlib",
 )  # fmt: skip
-COMMANDS = ("demo", "inspect", "doctor", "plan", "convert", "quantize", "verify", "eval", "generate", "chat", "bench")
+COMMANDS = (
+    "demo", "inspect", "doctor", "plan", "convert", "quantize", "verify", "push", "eval", "generate", "chat", "bench",
+)  # fmt: skip
 _RUN = """
 import json, sys
 from quantkit.cli.main import main

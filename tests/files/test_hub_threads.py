@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from quantkit.files.hub_threads import result_in_time, run_in_threads
+from quantkit.files.hub_threads import Stall, result_in_time, run_in_threads
 
 
 def test_a_result_or_an_error_is_handed_on_and_a_late_one_is_not_waited_for() -> None:
@@ -34,3 +34,11 @@ def test_the_first_error_ends_all_and_nothing_more_begins() -> None:
     run_in_threads([lambda: None] * 5, 2, on_tick=lambda: ticks.append(1))
     assert len(ticks) >= 5
     run_in_threads([], 2)
+
+
+def test_what_does_not_grow_is_stalled() -> None:
+    stall = Stall(-1)
+    stall.require_growth(0)
+    stall.require_growth(1)
+    with pytest.raises(TimeoutError, match="nothing was sent"):
+        stall.require_growth(1)

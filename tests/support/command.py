@@ -13,7 +13,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 PROGRESS = re.compile(
-    r"^quantkit: (step \d of \d, )?(?P<phase>.+): (?P<done>\d+)/(?P<total>\d+) (?P<unit>[a-z]+)"
+    r"^quantkit: (step \d of \d, )?(?P<phase>.+): (?P<done>\d+)/(?P<total>\d+) (?P<unit>[A-Za-z]+)"
     r"(?P<left>, [\d:]+ left)?\n",
     re.M,
 )
