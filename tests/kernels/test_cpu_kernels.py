@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick_compiler import quick_compiler
 from torch import Tensor
 
 from quantkit.architectures.families import config_from_hf
@@ -425,11 +426,14 @@ def test_an_unknown_variant_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.compiles
 def test_two_processes_at_once_compile_one_library_and_a_third_finds_it(tmp_path: Path) -> None:
+    compiler = quick_compiler("native", tmp_path / "c++", seconds=2)  # while which the other process begins
     code = "from quantkit.kernels.library import load_kernels; load_kernels('native').library.quantkit_round_in_turn"
-    environment = {**os.environ, "QUANTKIT_CACHE": str(tmp_path)}
+    environment = {**os.environ, "QUANTKIT_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
     both = [subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/") for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
-    made = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.so")}
-    assert len(made) == 1
-    subprocess.run([sys.executable, "-c", code], check=True, env={**environment, "PATH": "/usr/bin:/bin"}, cwd="/")
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.so")} == made
+    calls = Path(f"{compiler}.calls").read_text().splitlines()
+    sources = [call.split(" -c ")[1].split()[0] for call in calls if " -c " in call]
+    assert len(sources) == len(set(sources)) > 0
+    assert len(list((tmp_path / "cache").glob("*.so"))) == 1
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd="/")
+    assert Path(f"{compiler}.calls").read_text().splitlines() == calls

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from build_wheels import compile_kernels
+from quick_compiler import quick_compiler
 from test_cpu_kernels import HERE
 
 from quantkit.errors import UnsupportedError
@@ -53,10 +54,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "quantkit", folder / "quantkit")
     for package in ("kernels", "cli", "evals"):
         shutil.copytree(ROOT / package, folder / "quantkit" / package)
-    compiler = os.environ.get("CXX", "c++")
-    commands = {name: [compiler, *VARIANTS[name].flags] for name in {HERE[0], "portable"}}
+    names = {HERE[0], "portable"}
+    commands = {name: [str(quick_compiler(name, folder / f"c++-{name}")), *VARIANTS[name].flags] for name in names}
     compile_kernels(commands, folder / "quantkit" / "kernels" / "compiled")
     return folder
+
+
+@pytest.fixture
+def on_path(tmp_path: Path) -> dict[str, str]:
+    """An environment whose cache is empty, and whose only compiler, a quick one, is found on ``PATH``."""
+    quick_compiler("native", tmp_path / "bin" / "c++")
+    return {"PATH": str(tmp_path / "bin"), "QUANTKIT_CACHE": str(tmp_path / "cache")}
 
 
 def _loaded(installed: Path, **environment: str) -> str:
@@ -98,10 +106,10 @@ def test_a_library_that_is_damaged_or_another_is_not_loaded(installed: Path, tmp
 
 
 @pytest.mark.compiles
-def test_a_damaged_library_in_the_cache_is_compiled_again(installed: Path, tmp_path: Path) -> None:
-    here = {"PATH": os.environ["PATH"], "QUANTKIT_CACHE": str(tmp_path), "QUANTKIT_CPU": "native"}
+def test_a_damaged_library_in_the_cache_is_compiled_again(installed: Path, on_path: dict[str, str]) -> None:
+    here = {**on_path, "QUANTKIT_CPU": "native"}
     assert _loaded(installed, **here).endswith("native, compiled; right")
-    (library,) = tmp_path.glob("*.so")
+    (library,) = Path(here["QUANTKIT_CACHE"]).glob("*.so")
     library.write_bytes(library.read_bytes()[:5000])
     assert _loaded(installed, **here) == "native, not compiled yet; native, compiled; right"
 
@@ -140,27 +148,22 @@ def test_copies_of_kernels_are_the_same() -> None:
 
 
 @pytest.mark.compiles
-def test_kernels_that_did_not_come_with_quantkit_are_compiled(installed: Path, tmp_path: Path) -> None:
-    here = {"PATH": os.environ["PATH"], "QUANTKIT_CACHE": str(tmp_path)}
-    assert _loaded(installed, QUANTKIT_CPU="native", **here) == "native, not compiled yet; native, compiled; right"
+def test_kernels_that_did_not_come_with_quantkit_are_compiled(installed: Path, on_path: dict[str, str]) -> None:
+    assert _loaded(installed, QUANTKIT_CPU="native", **on_path) == "native, not compiled yet; native, compiled; right"
     assert "there is no C++ compiler" in _loaded(installed, QUANTKIT_CPU="native")
 
 
 @pytest.mark.compiles
-def test_the_demo_compiles_them_while_it_does_other_things(installed: Path, tmp_path: Path) -> None:
+def test_the_demo_compiles_them_while_it_does_other_things(installed: Path, on_path: dict[str, str]) -> None:
     code = (
         "import sys; from quantkit.kernels.library import compile_ahead, describe_kernels\n"
         "thread = compile_ahead(); print('torch' in sys.modules, describe_kernels(), flush=True); thread.join()\n"
     )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(installed),
-        "QUANTKIT_CPU": "native",
-        "QUANTKIT_CACHE": str(tmp_path),
-    }
+    environment = {**os.environ, **on_path, "PYTHONPATH": str(installed), "QUANTKIT_CPU": "native"}
+    environment.pop("CXX", None)
     found = subprocess.check_output([sys.executable, "-c", code], env=environment, cwd="/", text=True, timeout=600)
     assert found == "False native, not compiled yet\n"
-    assert len(list(tmp_path.glob("*.so"))) == 1
+    assert len(list(Path(on_path["QUANTKIT_CACHE"]).glob("*.so"))) == 1
 
 
 def test_the_reason_why_there_are_no_kernels_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
