@@ -11,11 +11,13 @@ packages that it needs.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,11 +69,10 @@ PLATFORMS = {
 def compile_kernels(commands: dict[str, list[str]], folder: Path) -> None:
     """Compile kernels into a folder, each with a compiler and its flags."""
     folder.mkdir()
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        for name, command in commands.items():
-            made = Path(scratch, f"{name}.so")
-            compile_library(command, made)
-            seal(made, folder / made.name)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = [Path(scratch, f"{name}.so") for name in commands]
+        for library, _ in zip(made, pool.map(compile_library, commands.values(), made), strict=True):
+            seal(library, folder / library.name)
 
 
 def add_kernels(pure: Path, platform: Platform, output: Path) -> Path:
