@@ -14,6 +14,7 @@ import oracle
 import pytest
 import torch
 from compressed_tensors.utils import is_match
+from diagnoses import require_sound
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -86,6 +87,11 @@ def test_compressed_tensors_ignores_all_its_linears(kind: str, way: str, quantiz
     packed = {name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")}
     assert packed
     assert not any(_is_ignored(module, ignored) for module in packed)
+
+
+@pytest.mark.parametrize("kind", mtp.KINDS)
+def test_doctor_finds_nothing(kind: str, quantized: Quantized) -> None:
+    require_sound(quantized(kind, "run").path)
 
 
 def test_experts_in_one_tensor_are_listed_for_each_expert(quantized: Quantized) -> None:
