@@ -34,10 +34,8 @@ from quantkit.via_transformers.linears import with_linears
 
 Tiny = Callable[[str], Path]
 assert oracle  # which lets transformers be quiet
-KINDS = {
-    "smolvlm": "a connector", "janus": "an aligner and image generation", "llama4": "no other class for the body",
-    "mllama": "layers that attend to images",
-}  # fmt: skip
+KINDS = {"janus": "an aligner and image generation", "mllama": "layers that attend to images"}
+"""Whose text parts have something that none in `WITH_IMAGES` has."""
 WITH_IMAGES = (
     "gemma3", "internvl", "lfm2_vl", "llama4", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
 )  # fmt: skip
@@ -64,18 +62,23 @@ def _log_probs(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     return model(**inputs, use_cache=False).logits.log_softmax(-1)
 
 
+def _require_text_only(source: Path, folder: Path, packed: int = 14) -> None:
+    """Assert that a result has at least so many packed weights, all in the text part, and the others of its source."""
+    before, after = (load_file(one / "model.safetensors") for one in (source, folder))
+    found = [name for name in after if name.endswith("weight_packed")]
+    assert len(found) >= packed
+    assert all(name.startswith(TEXT) for name in found)
+    others = {name: value for name, value in before.items() if not name.startswith(TEXT)}
+    assert len(others) > 10
+    assert all(torch.equal(after[name], value) for name, value in others.items())
+
+
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_text_part_is_quantized(kind: str, method: str, tiny_image_text_model: Tiny, tmp_path: Path) -> None:
     source = tiny_image_text_model(kind)
     made = _quantize(source, tmp_path / "dst", method)
-    before, after = (load_file(folder / "model.safetensors") for folder in (source, made.path))
-    packed = [name for name in after if name.endswith("weight_packed")]
-    assert len(packed) >= 14
-    assert all(name.startswith(TEXT) for name in packed)
-    others = {name: value for name, value in before.items() if not name.startswith(TEXT)}
-    assert len(others) > 10
-    assert all(torch.equal(after[name], value) for name, value in others.items())
+    _require_text_only(source, made.path)
 
 
 def test_transformers_loads_it_as_what_it_is(tiny_image_text_model: Tiny, tmp_path: Path) -> None:
@@ -164,16 +167,14 @@ def test_images_mean_the_same_to_the_result(kind: str, tiny_image_text_model: Ti
     source = tiny_image_text_model(kind)
     results = [_quantize(source, tmp_path / method, method).path for method in ("gptq", "rtn")]
     results.append(quantkit.convert(results[0], tmp_path / "floats", dequantize=True).path)
-    before = load_file(source / "model.safetensors")
-    others = {name: value for name, value in before.items() if not name.startswith(TEXT)}
-    assert len(others) > 10
+    for folder, packed in zip(results, (10, 10, 0), strict=True):
+        _require_text_only(source, folder, packed)
     model, (length, windows) = _load(source), (64, 8)
     texts = torch.tensor(load_tokenizer(DEMO_MODEL).encode(excerpt())[: windows * length]).view(windows, length)
     first, second = (random_images(kind, windows, seed) for seed in (1, 2))
     prompt = with_images(model, kind, texts, first)
     for folder in results:
-        after, one = load_file(folder / "model.safetensors"), _load(folder)
-        assert all(torch.equal(after[name], value) for name, value in others.items())
+        one = _load(folder)
         assert torch.equal(image_features(one, kind, first), image_features(model, kind, first))
         expected, found = (_log_probs(some, prompt)[:, -length:] for some in (model, one))
         assert found.isfinite().all()
