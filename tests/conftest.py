@@ -66,8 +66,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["QUANTKIT_BF16"] = "0"  # results that do not depend on the processor
 
 LONGEST = (
-    "triton_interpreter", "xla", "tensor_parallel", "triton_kernels", "architectures", "readme", "plan", "fuzz",
-    "cpu_kernels", "xla_batch", "engine", "batch", "fused", "chat_command", "resume", "gate", "captured",
+    "triton_interpreter", "xla", "tensor_parallel", "triton_kernels", "architectures", "readme", "plan", "image_text",
+    "via_transformers", "fuzz", "cpu_kernels", "xla_batch", "engine", "batch", "fused", "demo", "calibrated_experts",
+    "gate", "captured", "bench", "calibration", "without_kernels", "quantized_families", "processors", "stacks",
+    "chat_command", "resume",
 )  # fmt: skip
 """Files that begin first: where files run at the same time, none of these is then left to run alone at the end."""
 
