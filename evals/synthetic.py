@@ -19,6 +19,7 @@ from quantkit.errors import RequestError
 from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.registry import HF
 from quantkit.json_values import read_settings
 from quantkit.tensors.dtypes import DType
@@ -59,6 +60,7 @@ class SyntheticCheckpoint:
     schemes: Mapping[str, QuantScheme]
     format: str = "random weights"
     extra_config: Mapping[str, Any] = field(default_factory=dict)
+    kv_cache: KvCache | None = None
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

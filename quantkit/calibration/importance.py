@@ -38,14 +38,14 @@ def input_importance(
 
     Args:
         source: measurable; passed through block by block, by our decoder or by transformers.
-        tokenizer: for samples of the packaged text; without one, or if it makes nothing of that text, they are random
-            tokens.
+        tokenizer: see `sample_tokens`.
         linears: of these alone; None is all.
 
     Raises:
         UnsupportedError: if transformers cannot run the model.
     """
-    sums, counts = squared_inputs(source, _tokens(source, tokenizer), linears=linears, progress=progress)
+    tokens = sample_tokens(source, tokenizer, *importance_tokens(source))
+    sums, counts = squared_inputs(source, tokens, linears=linears, progress=progress)
     found = {name: importance_of(total, counts[name]) for name, total in sums.items()}
     return {name: weights for name, weights in found.items() if weights is not None}
 
@@ -80,8 +80,9 @@ def importance_tokens(source: Checkpoint) -> tuple[int, int]:
     return _SAMPLES, min(_LENGTH, window_length(source))
 
 
-def _tokens(source: Checkpoint, tokenizer: Tokenizer | None) -> Tensor:
-    samples, length = importance_tokens(source)
+def sample_tokens(source: Checkpoint, tokenizer: Tokenizer | None, samples: int, length: int) -> Tensor:
+    """Samples of the packaged text [samples, length], the same each time; random tokens without a tokenizer, or if it
+    makes nothing of that text."""
     if tokenizer is not None:
         try:
             text = PackagedText.of(tokenizer, None, seed=0, wanted=samples * length)

@@ -14,6 +14,7 @@ from quantkit.architectures.topology import input_groups
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.block_pair import BlockPair
 from quantkit.calibration.block_quantizer import quantize_block
+from quantkit.calibration.cache_scales import CACHE_SCALES, scales_of, scales_on_sample
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import Effort
 from quantkit.calibration.estimate import gpu_activation_bytes
@@ -23,11 +24,13 @@ from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Written
+from quantkit.formats.kv_scales import is_scale
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.memory import malloc_trim, set_mmap_threshold
+from quantkit.model.cache_rounding import CacheMaxima
 from quantkit.model.column_kernels import column_kernels
 from quantkit.model.load import floats_of
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, in_phase, silent
 from quantkit.solver.rounding import Importance, round_to_nearest
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, checked_cast
@@ -52,8 +55,10 @@ class TensorBlock:
     tensors: tuple[TensorSpec, ...]
 
     def is_quantized_in(self, written: Written) -> bool:
-        """Whether an earlier run has written all quantized tensors of the block."""
-        return all(spec.name in written.names for spec in self.tensors if spec.scheme is not None)
+        """Whether an earlier run has written all that is calibrated in the block: quantized tensors, and scales of the
+        KV cache."""
+        calibrated = (spec.name for spec in self.tensors if spec.scheme is not None or is_scale(spec.name))
+        return written.names.issuperset(calibrated)
 
 
 @dataclass
@@ -62,14 +67,19 @@ class RtnQuantizer:
 
     Attributes:
         importance: returns that of the inputs of linears; called once, before the first of these is rounded to int4.
+        cache_sample: returns the tokens [B, T] for the scales of a KV cache, if the output has any; called at most
+            once.
     """
 
     source: Checkpoint
     _: KW_ONLY
     allow_nonfinite: bool
     importance: Callable[[], Importance] = dict
+    cache_sample: Callable[[], Tensor] | None = None
+    progress: Progress = silent
     _done: frozenset[str] = field(default=frozenset(), init=False)
     _importance: Importance = field(default_factory=dict, init=False)
+    _scales: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     @contextmanager
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
@@ -79,6 +89,12 @@ class RtnQuantizer:
         quantized = (spec.name for block in blocks for spec in block.tensors if spec.scheme is not None)
         if not self._done.issuperset(quantized):
             self._importance = self.importance()
+        specs = {spec.name: spec for block in blocks for spec in block.tensors}
+        lacking = any(is_scale(name) and name not in self._done for name in specs)
+        if self.cache_sample is not None and lacking:
+            observed = in_phase(self.progress, CACHE_SCALES)
+            tokens = self.cache_sample()
+            self._scales = scales_on_sample(self.source, specs, lambda spec: self._rounded(spec)[1], tokens, observed)
         yield
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
@@ -89,7 +105,11 @@ class RtnQuantizer:
     def _tensors(self, block: TensorBlock, results: dict[str, Result]) -> Iterator[Solved]:
         for spec in block.tensors:
             result = results.pop(spec.name.removesuffix(".weight"), None)
-            if spec.name not in self._done:
+            if spec.name in self._done:
+                continue
+            if spec.name in self._scales:
+                yield spec.name, self._scales[spec.name], None
+            else:
                 yield self._rounded(spec) if result is None else self._checked(spec, result)
 
     def _rounded(self, spec: TensorSpec) -> Solved:
@@ -110,6 +130,8 @@ class RtnQuantizer:
     def _explained(self, error: NonFiniteError, block: TensorBlock) -> NonFiniteError:
         """An error of solving a block, with the path; raises another that names a tensor that holds NaN or Inf."""
         for spec in block.tensors:  # the first that is not finite explains the others
+            if is_scale(spec.name):
+                continue
             value = floats_of(self.source.load(spec.name))
             checked_cast(value, value.dtype, spec.name, self.source.path, allow_nonfinite=False)
         return NonFiniteError(error.problem, path=self.source.path, hint=error.hint)
@@ -148,7 +170,6 @@ class GptqQuantizer(RtnQuantizer):
     memory_bytes: int
     effort: Effort
     group: ProcessGroup
-    progress: Progress = silent
     _streams: Streams | None = field(default=None, init=False)
 
     @contextmanager
@@ -200,9 +221,14 @@ class GptqQuantizer(RtnQuantizer):
         try:
             with torch.inference_mode():
                 pair = BlockPair(self.source, layer, self._solver, self.device, stored)
+                pair.quantized.self_attn.as_cached = maxima = CacheMaxima(self.device)
                 for count, found in quantize_block(pair, self._streams):
                     results |= found
                     self._report(layer, count)
+                scales = [spec for spec in block.tensors if is_scale(spec.name)]
+                if scales:
+                    largest = self.group.join(maxima.largest.unsqueeze(0), self.group.size).amax(0)
+                    self._scales |= scales_of(layer, largest, scales[0].dtype, self.source.path)
         except NonFiniteError as error:
             raise self._explained(error, block) from error
         return results

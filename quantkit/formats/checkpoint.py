@@ -15,6 +15,7 @@ from quantkit.files.source import SourceFile
 from quantkit.formats.codecs.codec import DAMAGED_FILE, FLOAT_MODEL, Weight
 from quantkit.formats.codecs.small_floats import TYPES as SMALL_FLOATS
 from quantkit.formats.codecs.table import quantized_as
+from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -25,13 +26,15 @@ class Checkpoint(Protocol):
     """A model on disk, read lazily.
 
     ``extra_config`` has the keys of the source's config that no computation depends on, which are copied to outputs;
-    ``notes`` are for the user, and are not errors.
+    ``kv_cache`` is what it says of a quantized KV cache, None if nothing; ``notes`` are for the user, and are not
+    errors.
     """
 
     path: Path
     format: str
     config: ModelConfig
     extra_config: Mapping[str, Any]
+    kv_cache: KvCache | None
     notes: list[str]
 
     def names(self) -> list[str]:
@@ -57,7 +60,7 @@ class CheckpointView:
     def __init__(self, source: Checkpoint, config: ModelConfig | None = None) -> None:
         self._source = source
         self.path, self.format, self.config = source.path, source.format, config or source.config
-        self.extra_config, self.notes = source.extra_config, source.notes
+        self.extra_config, self.kv_cache, self.notes = source.extra_config, source.kv_cache, source.notes
 
     def names(self) -> list[str]:
         return self._source.names()

@@ -32,11 +32,6 @@ class StoredCheckpoint(Checkpoint, Protocol):
     """A checkpoint on disk."""
 
     @property
-    def kv_cache(self) -> KvCache | None:
-        """The settings of a quantized KV cache; None if there are none."""
-        ...
-
-    @property
     def method(self) -> str | None:
         """The name of the `CodeFormat` of its quantized weights; None if there are none."""
         ...

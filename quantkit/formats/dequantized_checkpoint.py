@@ -20,8 +20,7 @@ class DequantizedCheckpoint(CheckpointView):
     def __init__(self, source: StoredCheckpoint) -> None:
         super().__init__(source)
         self.extra_config = without_settings(source.extra_config)
-        self.layout, self.kv_cache = source.layout, source.kv_cache
-        self.stored_bytes, self.readers = source.stored_bytes, source.readers
+        self.layout, self.stored_bytes, self.readers = source.layout, source.stored_bytes, source.readers
 
     def info(self, name: str) -> TensorSpec:
         spec = self._source.info(name)

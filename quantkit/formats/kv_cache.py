@@ -1,7 +1,7 @@
 """The scales of a quantized key/value cache, which are stored with the weights, and its scheme in the settings.
 
-quantkit does not use them: its runtime has its own cache. They are copied, or dropped with a note. Their names, for
-layer N's attention ``A = model.layers.N.self_attn``:
+They are copied, or dropped with a note; `kv_scales` has the scheme that is also run. Their names, for layer N's
+attention ``A = model.layers.N.self_attn``:
 
 ==================================================  ==========================================================
 ``A.k_scale``, ``A.v_scale``, ``A.q_scale``         compressed-tensors, with ``_zero_point`` if asymmetric
@@ -165,6 +165,15 @@ class KvCache:
         """For people."""
         return cache_text(self.scheme, self.layers_with_scales, self.layers)
 
+    def note(self, *, run_here: bool) -> str:
+        """What becomes of it when the model runs, for people; `run_here` is whether our decoder runs the model."""
+        why = why_not_run(self.scheme) if run_here else "our decoder does not run the model"
+        if why is not None:
+            return f"the KV cache is to be quantized ({self.line()}); not used here: {why}"
+        other = {part for _, part, _ in _places(self.tensors)} - {"k", "v"}
+        unused = "; scales of queries and probabilities are not used" if other else ""
+        return f"the KV cache is quantized ({self.line()}): keys and values are rounded to it{unused}"
+
     def difference(self, other: KvCache) -> str | None:
         """The difference between two folders, in words; None if they say the same."""
         if _said(self.scheme) != _said(other.scheme):
@@ -323,6 +332,19 @@ def scheme_text(scheme: Scheme | None) -> str:
 def cache_text(scheme: Scheme | None, scaled: int, layers: int) -> str:
     """The scheme and how many layers have scales, for people."""
     return f"{scheme_text(scheme)}, scales of {f'{scaled} of {layers} layers' if scaled else 'no layer'}"
+
+
+def why_not_run(scheme: Scheme | None) -> str | None:
+    """Why a cache of a scheme is not run here, in words; None if it is: float8, with one static scale per tensor."""
+    if scheme is None:
+        return "the settings state no scheme"
+    needed = {
+        "only float8 is run": (scheme.get("num_bits", 8), str(scheme.get("type", "int")).lower()) == (8, "float"),
+        "only static scales are run": not scheme.get("dynamic"),
+        "only one scale per tensor is run": _strategy(scheme) == _TENSOR,
+        "zero points are not run": scheme.get("symmetric", True),
+    }
+    return next((why for why, fulfilled in needed.items() if not fulfilled), None)
 
 
 def needs_zero_points(scheme: Scheme | None) -> bool:

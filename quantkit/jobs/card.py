@@ -35,7 +35,7 @@ from quantkit.jobs.weights_only import kept_recurrent
 from quantkit.memory import size_text
 from quantkit.quality.bounds import RANDOM, WINDOW, scheme_bound
 from quantkit.quality.figures import significant
-from quantkit.quality.gate import FLOOR, SLACK, Gate
+from quantkit.quality.gate import CACHE_KL, FLOOR, SLACK, Gate
 from quantkit.quality.positions import CACHES, PositionCertificate, rise_text
 from quantkit.quality.weights_only import WeightsOnly
 from quantkit.tensors.recipe import Recipe
@@ -75,9 +75,9 @@ def model_card_files(
         known=known_name(source, base) is not None, version=__version__, config=source.config,
         settings=prepared.settings, drawn=drawn, allocation=allocation, embedding=chosen.embedding,
         size=size_text(weight_bytes), picture=PICTURE, bits_per_weight=bits_per_weight, significant=significant,
-        adapters=_adapters(prepared.options), command=command, recipe=recipe, gate=gate, certificate=certificate,
-        **readers, **_layers(prepared), **_calibration(prepared, drawn), **_quality(prepared, gate),
-        **_positions(certificate),
+        kv_cache=prepared.options.kv_cache, adapters=_adapters(prepared.options), command=command, recipe=recipe,
+        gate=gate, certificate=certificate, **readers, **_layers(prepared), **_calibration(prepared, drawn),
+        **_quality(prepared, gate), **_positions(certificate),
     )  # fmt: skip
     files = {NAME: text.encode()}
     if allocation is not None:
@@ -182,7 +182,7 @@ def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
     return {
         "quality_heads": heads, "quality_rows": rows, "rounding": rounding, "highest_kl": bound.kl,
         "random_tokens": any(one.text == RANDOM for one in gate.texts), "window": WINDOW, "slack": SLACK,
-        "floor": FLOOR,
+        "floor": FLOOR, "cache_kl": CACHE_KL,
     }  # fmt: skip
 
 

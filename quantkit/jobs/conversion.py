@@ -99,6 +99,7 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     kv_cache, kv_notes = kept_kv_cache(
         source, target, dst, dequantize=dequantize, allow_nonfinite=options.allow_nonfinite
     )  # fmt: skip
+    source.kv_cache = kv_cache  # what is dropped has no part in checks either
     output = Output(
         source, config, specs, shard_bytes(options.split_max_size, container), tokenizer, options.mp,
         target.method, carried_templates(source, tokenizer, options.template), model_name(source), dst, kv_cache,

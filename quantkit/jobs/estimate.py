@@ -19,6 +19,7 @@ from quantkit.calibration.packaged import PREFIX
 from quantkit.formats.checkpoint import Checkpoint, stored_name
 from quantkit.formats.container import Encoder
 from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.kv_scales import is_scale
 from quantkit.formats.output.destination import output_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build
@@ -56,6 +57,7 @@ class Estimate:
         steps: the seconds of each step, by the name of its phase in reports of progress, in order.
         efforts: the seconds with each effort of GPTQ; empty for other jobs.
         weights: the size of its weights and of the source's; None for `convert`.
+        kv_cache: of which scales are written, such as ``fp8``; None for none.
         resumed: whether an interrupted run is continued, which takes less time than this.
         available_bytes: memory that this process can have, on the machine and within its control groups.
     """
@@ -72,6 +74,7 @@ class Estimate:
     steps: dict[str, float]
     efforts: dict[str, float] = field(default_factory=dict)
     weights: WeightSizes | None = None
+    kv_cache: str | None = None
     resumed: bool = False
     available_bytes: int = field(default_factory=lambda: min(total_bytes(), available_bytes() + resident_bytes()))
 
@@ -100,6 +103,8 @@ class Estimate:
             out.append(f"time by `effort`: {each}")
         if self.device_bytes:
             out.insert(2, f"GPU memory: {size_text(self.device_bytes)}")
+        if self.kv_cache is not None:
+            out.insert(1, f"KV cache: {self.kv_cache}")
         if self.source_check_tokens:
             out.append(
                 f"first: the source model is checked on {self.source_check_tokens} tokens of text; see `source_check`"
@@ -190,7 +195,7 @@ def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
     steps, efforts = quantization_steps(prepared, fit, weights, checked)
     return Estimate(
         dict(kinds), phases[phase], phase, on_device, disk, scratch, math.fsum(steps.values()), checked, notes, steps,
-        efforts, weights, prepared.options.resume and partial_folder(prepared.dst).is_dir(),
+        efforts, weights, prepared.options.kv_cache, prepared.options.resume and partial_folder(prepared.dst).is_dir(),
     )  # fmt: skip
 
 
@@ -209,6 +214,8 @@ def _streaming(source: Checkpoint, encoder: Encoder) -> int:
     """Peak of a stream of tensors: the largest as it is read, cast or split, and what is under way."""
     largest = 0
     for item in encoder.planned:
+        if is_scale(item.name):
+            continue
         count, dtype = math.prod(item.shape), source.info(stored_name(source, item.name)).dtype
         copied = item.scheme is None and (item.dtype != dtype or encoder.rearranges)
         largest = max(largest, count * dtype.itemsize + copied * count * item.dtype.itemsize)

@@ -54,8 +54,7 @@ class Inspection:
         run_by: of a model known by its tensors only, what ran it when it was made, such as ``transformers 5.23.0``;
             None if nothing did.
         positions: what it lost by position, where it was made with a certificate for long contexts.
-        kv_cache: of a quantized key/value cache, which is not used here, the ``scheme``, and how many ``layers`` have
-            scales; None for none.
+        kv_cache: of a quantized key/value cache the ``scheme``, and how many ``layers`` have scales; None for none.
     """
 
     path: str

@@ -30,6 +30,7 @@ from quantkit.formats.container import Encoder, Output, StoredCheckpoint, stored
 from quantkit.formats.dequantized_checkpoint import DequantizedCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
+from quantkit.formats.kv_scales import calibrated, scale_names
 from quantkit.formats.output.staging import interrupted_fingerprint, require_name, require_new_names
 from quantkit.formats.registry import Target
 from quantkit.jobs.adapters import recorded_adapters, with_adapters
@@ -40,7 +41,13 @@ from quantkit.jobs.output import option_key
 from quantkit.jobs.quantize_options import Method, QuantizeOptions
 from quantkit.jobs.scheme_map import SchemeMap, mixed_recipe, of_embedding, requested_recipe, with_head_on_disk
 from quantkit.jobs.settings import GptqSettings, gptq_settings
-from quantkit.jobs.target import NATIVE, dropped_kv_cache, shard_bytes
+from quantkit.jobs.target import (
+    NATIVE,
+    dropped_kv_cache,
+    require_holds_kv_cache,
+    require_kv_cache_run,
+    shard_bytes,
+)
 from quantkit.jobs.weights_only import kept_parts, kept_recurrent
 from quantkit.progress import Progress
 from quantkit.tensors.dtypes import DType
@@ -109,7 +116,8 @@ class Prepared:
     @cached_property
     def blocks(self) -> list[TensorBlock]:
         """The tensors of the output, in order."""
-        return tensor_blocks(self.source, self.scheme_map.schemes, self.target)
+        has_cache = self.options.kv_cache is not None
+        return tensor_blocks(self.source, self.scheme_map.schemes, self.target, kv_cache=has_cache)
 
     @cached_property
     def output(self) -> Output:
@@ -121,6 +129,7 @@ class Prepared:
             shard_bytes(options.split_max_size, target.container), self.tokenizer, method=target.method,
             templates=carried_templates(self.source, self.tokenizer, options.template),
             name=model_name(self.source, options.base_model), dst=self.dst,
+            kv_cache=None if options.kv_cache is None else calibrated(self.source.config, self.dst),
         )  # fmt: skip
 
     @cached_property
@@ -157,6 +166,8 @@ def prepare(options: QuantizeOptions) -> Prepared:
     """
     dst, target = as_path("dst", options.dst), options.target
     require_name(dst)
+    if options.kv_cache is not None:
+        require_holds_kv_cache(target, dst)
     recipe = requested_recipe(options)
     source = _opened(options)
     require_new_names(source.path, dst)
@@ -171,6 +182,8 @@ def prepare(options: QuantizeOptions) -> Prepared:
     notes += more
     if options.tensors_only and target.name != NATIVE:
         raise RequestError(f'`tensors_only=True` does not go with `to="{target.name}"`', expected=f'`to="{NATIVE}"`')
+    if options.kv_cache is not None:
+        require_kv_cache_run(source)
     linears_by = None
     if not source.config.runnable:
         source.config, linears_by, more = with_linears(source.config, source.extra_config, source.path)
@@ -191,7 +204,8 @@ def prepare(options: QuantizeOptions) -> Prepared:
             notes.append(f"{source.path}: {recurrent}; a recipe that names them alone may give them int8")
         if left := kept_parts(source.config, source.extra_config, scheme_map.schemes):
             notes.append(f"{source.path}: kept as they are: {'; '.join(left)}")
-    notes += [*more, *dropped_kv_cache(source, dst)]
+    notes += [*more, *dropped_kv_cache(source, dst, again=options.kv_cache is not None)]
+    source.kv_cache = None  # its weights are measured, and calibrated, with floats in the cache
     settings = gptq_settings(options, scheme_map.schemes.values(), source, tokenizer)
     certified = certified_text(options.certify_positions, options.certify_text, source, tokenizer)
     notes += [] if certified is None else certified.notes
@@ -283,11 +297,14 @@ def _require_held(schemes: Mapping[str, QuantScheme], target: Target, path: Path
             )  # fmt: skip
 
 
-def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme], target: Target) -> list[TensorBlock]:
+def tensor_blocks(
+    source: Checkpoint, schemes: Mapping[str, QuantScheme], target: Target, *, kv_cache: bool = False
+) -> list[TensorBlock]:
     """The tensors of the output in order, scales in the target's type or else the source's.
 
     Args:
         schemes: by module.
+        kv_cache: whether each layer ends with the scales of its part of a KV cache, in the source's type.
     """
     assert target.codes is not None
     scale_dtype = target.codes.scale_dtype or DType(source.config.dtype)
@@ -299,8 +316,13 @@ def tensor_blocks(source: Checkpoint, schemes: Mapping[str, QuantScheme], target
         return TensorSpec(name, shape, source.info(name).dtype)
 
     ordered = target.container.parameters(source.config, schemes, target.method)
+
+    def scales(layer: int | None) -> list[TensorSpec]:
+        names = scale_names(layer) if kv_cache and layer is not None else ()
+        return [TensorSpec(name, (1,), DType(source.config.dtype)) for name in names]
+
     by_layer = itertools.groupby(ordered, key=lambda parameter: parameter.layer)
-    return [TensorBlock(layer, tuple(map(spec, block))) for layer, block in by_layer]
+    return [TensorBlock(layer, (*map(spec, block), *scales(layer))) for layer, block in by_layer]
 
 
 def size_fit(prepared: Prepared) -> Fit | None:

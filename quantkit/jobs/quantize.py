@@ -15,8 +15,9 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
 from quantkit.arguments import as_path, require_instance
 from quantkit.bit_allocation.fit import Fit
+from quantkit.calibration.cache_scales import scale_tokens
 from quantkit.calibration.data import Calibration
-from quantkit.calibration.importance import IMPORTANCE, input_importance
+from quantkit.calibration.importance import IMPORTANCE, input_importance, sample_tokens
 from quantkit.calibration.quantizers import GptqQuantizer, RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
@@ -150,6 +151,7 @@ def _result(
         gate, prepared.options.accept_quality_loss, time.monotonic() - began, notes, manifest,
         weight_sizes(prepared, prepared.encoder.total_bytes()), None if embedding is None else str(embedding),
         certificate, prepared.allocation, skipped, None if prepared.settings is None else prepared.settings.effort,
+        prepared.options.kv_cache,
     )  # fmt: skip
 
 
@@ -220,14 +222,16 @@ def _with_loading(prepared: Prepared, result: Checkpoint) -> Prepared:
 def _quantizer(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup, progress: Progress) -> RtnQuantizer:
     source, settings, allow_nonfinite = prepared.source, prepared.settings, prepared.options.allow_nonfinite
     if settings is None or drawn is None:
-        if not (prepared.is_weighted and group.is_rank0):
-            return RtnQuantizer(source, allow_nonfinite=allow_nonfinite)
-        observed = in_phase(progress, IMPORTANCE)
-        linears = prepared.scheme_map.linears
-        importance = cache(partial(input_importance, source, prepared.tokenizer, linears=linears, progress=observed))
-        if prepared.options.imatrix is not None:
-            importance = cache(partial(importance_from, as_path("imatrix", prepared.options.imatrix), source))
-        return RtnQuantizer(source, allow_nonfinite=allow_nonfinite, importance=importance)
+        quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite, progress=progress)
+        if prepared.is_weighted and group.is_rank0:
+            observed, linears = in_phase(progress, IMPORTANCE), prepared.scheme_map.linears
+            importance = partial(input_importance, source, prepared.tokenizer, linears=linears, progress=observed)
+            if prepared.options.imatrix is not None:
+                importance = partial(importance_from, as_path("imatrix", prepared.options.imatrix), source)
+            quantizer.importance = cache(importance)
+        if prepared.options.kv_cache is not None and group.is_rank0:
+            quantizer.cache_sample = partial(sample_tokens, source, prepared.tokenizer, *scale_tokens(source))
+        return quantizer
     if source.config.run_by is not None:
         from quantkit.jobs.lockstep import lockstep_quantizer
 
@@ -257,13 +261,15 @@ def _work(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) ->
     recorded |= prepared.adapters
     if options.imatrix is not None:
         recorded["imatrix"] = content_hash(as_path("imatrix", options.imatrix))
+    if options.kv_cache is not None:
+        recorded["kv_cache"] = options.kv_cache
     if options.split_max_size is not None:
         recorded["split_max_size"] = options.split_max_size
     if prepared.allocation is not None:
         recorded[BIT_ALLOCATION] = prepared.allocation.to_json()
     computed_by: dict[str, object] = {}
     scratch = 0
-    if prepared.is_weighted:
+    if settings is None and (prepared.is_weighted or options.kv_cache is not None):
         computed_by = _machine(torch.device("cpu"))
     elif settings is not None and drawn is not None:
         recorded |= {"calibration": drawn.to_json(), "effort": settings.effort}

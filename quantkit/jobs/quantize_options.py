@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from quantkit.arguments import as_integer, as_path, as_seed, as_string, is_several
 from quantkit.calibration.effort import ACTIVATION_MEMORY, EFFORTS, MAX_LENGTH, SAMPLES, SEED, EffortName
 from quantkit.errors import RequestError
+from quantkit.formats.kv_scales import KV_CACHES, KvCacheName
 from quantkit.formats.lora.adapter import Requested, adapter_words
 from quantkit.formats.registry import TargetName
 from quantkit.jobs.option_fields import ADAPTERS, ADAPTERS_HELP, OTHER, IfExists, declared, option, require_valid
@@ -62,6 +63,9 @@ class QuantizeOptions:
             embedding, it is the head's scheme too. None keeps its floats, unless a recipe names
             ``model.embed_tokens``.
         keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
+        kv_cache: ``fp8`` also calibrates the scales of a key/value cache in float8, one for the keys and one for the
+            values of a layer, and runs the gate with keys and values rounded so. Folders of compressed-tensors have
+            them, of models of our own decoder; vLLM then keeps such a cache. None writes none.
         strict: refuse a linear whose shape does not fit its scheme.
         method: ``rtn`` (round to nearest) or ``gptq``; None is gptq if any linear gets fewer than 8 bits, else rtn.
         imatrix: an importance matrix of llama.cpp's, with which rounding weights errors; by default it is measured on
@@ -128,6 +132,10 @@ class QuantizeOptions:
     keep: str | Iterable[str] = option(
         SCHEMES, "Glob of linears that stay in floats; repeatable.", "patterns", default=(), metavar="PATTERN"
     )
+    kv_cache: KvCacheName | None = option(
+        SCHEMES, "Also calibrate scales of the KV cache, for readers that keep it in 8 bits. Default: none.",
+        choices=KV_CACHES,
+    )  # fmt: skip
     strict: bool = option(
         SCHEMES, "Fail if a linear's shape does not fit the scheme.", bool, default=False, changes_result=False
     )
@@ -209,6 +217,8 @@ class QuantizeOptions:
             require_no_code(self.trust_remote_code, "`tensors_only=True`" if self.tensors_only else '`via="own"`')
         if self.via == "transformers":
             self._check_transformers()
+        if self.kv_cache is not None and as_string("kv_cache", self.kv_cache) not in KV_CACHES:
+            raise RequestError("unknown value of `kv_cache`", found=self.kv_cache, expected=" or ".join(KV_CACHES))
         _ = self.target, self.size
         self._check_method()
 

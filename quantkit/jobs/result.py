@@ -82,6 +82,7 @@ class QuantizeResult:
         allocation: how the schemes were chosen for a size; None where they were given.
         skipped: as in `ConvertResult`.
         effort: of GPTQ; None for rounding.
+        kv_cache: of which its scales are written, such as ``fp8``; None for none.
     """
 
     path: Path
@@ -101,6 +102,7 @@ class QuantizeResult:
     allocation: Allocation | None = None
     skipped: bool = False
     effort: str | None = None
+    kv_cache: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values; ``quality`` and ``positions`` as the manifest has them."""
@@ -118,6 +120,7 @@ class QuantizeResult:
         the model smaller."""
         facts = [
             _schemes(self.schemes), *([f"embedding {self.embedding}"] if self.embedding else []),
+            *([f"KV cache {self.kv_cache}"] if self.kv_cache else []),
             self.weights.text(), _bits(self.bits_per_weight), *_lost(self.quality),
         ]  # fmt: skip
         chosen = [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]

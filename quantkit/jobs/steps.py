@@ -8,6 +8,7 @@ from collections import Counter
 from quantkit.bit_allocation.fit import Fit
 from quantkit.bit_allocation.losses import choice_flops
 from quantkit.calibration import estimate as costs
+from quantkit.calibration.cache_scales import CACHE_SCALES, scale_tokens
 from quantkit.calibration.effort import EFFORTS
 from quantkit.calibration.importance import IMPORTANCE, importance_tokens
 from quantkit.calibration.packaged import PREFIX, ROUNDS
@@ -63,6 +64,9 @@ def _steps(
         steps[SOURCE_CHECK] = speed.forward(checked)
     if prepared.is_weighted:
         steps[IMPORTANCE] = speed.forward(math.prod(importance_tokens(source)))
+    if settings is None and prepared.options.kv_cache is not None:
+        tokens = math.prod(scale_tokens(source))
+        steps[CACHE_SCALES] = speed.forward(tokens) + speed.rounding(weights, searched=True)
     if settings is None:
         steps["quantize"] = writing + speed.rounding(weights, searched=True)
     else:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from quantkit.arguments import as_integer, as_string
-from quantkit.errors import RequestError
+from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
 from quantkit.formats.codecs.table import NATIVE as native
@@ -91,8 +91,33 @@ def kept_kv_cache(
     return cache, [f"{dst}: the scheme and scales of the KV cache are carried as they are"]
 
 
-def dropped_kv_cache(source: StoredCheckpoint, dst: Path) -> list[str]:
-    """A note where an output says nothing of the quantized key/value cache of its source."""
+def dropped_kv_cache(source: StoredCheckpoint, dst: Path, *, again: bool = False) -> list[str]:
+    """A note where an output says nothing of its source's quantized key/value cache, or has it calibrated `again`."""
     if source.kv_cache is None:
         return []
+    if again:
+        return [f"{dst}: the scales of the KV cache are calibrated again"]
     return [f"{dst}: the scheme and scales of the KV cache are dropped: readers keep the cache in floats"]
+
+
+def require_holds_kv_cache(target: Target, dst: Path) -> None:
+    """Raise an `UnsupportedError` if scales of a quantized key/value cache have no place in a format of codes."""
+    if target.name not in _WITH_KV_CACHE:
+        able = ", ".join(name for name in _WITH_KV_CACHE if name != HF.name)
+        raise UnsupportedError(
+            f"{target.name} has no place for scales of a KV cache", path=dst, expected=able, hint="leave `kv_cache` out"
+        )
+
+
+def require_kv_cache_run(source: StoredCheckpoint) -> None:
+    """Raise an `UnsupportedError` if scales of a key/value cache cannot be calibrated and checked for a model."""
+    config = source.config
+    if config.runnable and config.latent_attention is None:
+        return
+    why = "it has no keys and values but latent ones (MLA)"
+    if not config.runnable:
+        why = f"{config.run_by} runs it" if config.run_by is not None else "it is known by its tensors only"
+    raise UnsupportedError(
+        f"scales of a KV cache are calibrated for models of quantkit's own decoder; {why}", path=source.path,
+        found=config.architecture, hint="leave `kv_cache` out",
+    )  # fmt: skip

@@ -264,6 +264,7 @@ class Attention(nn.Module):
             self.k_norm = rms_norm(config, config.head_dim if self.norms_heads else kv)
         self.clip = config.clip_qkv
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
+        self.as_cached: nn.Module | None = None  # what a quantized cache makes of keys and values [B, K, T, Dh]
         self._scale, self._softcap = config.attention_scale, config.attention_softcap
 
     @property
@@ -290,6 +291,8 @@ class Attention(nn.Module):
         if step.angles.query_scale is not None:
             scale = step.angles.query_scale.unsqueeze(-1)
             queries = queries * (scale.unsqueeze(1) if scale.dim() == 3 else scale).to(queries.dtype)
+        if self.as_cached is not None:
+            keys, values = self.as_cached(keys, values)
         return step.attend(self.layer, queries, keys, values, self.scores)
 
     def output(self, mixed: Tensor) -> Tensor:

@@ -89,6 +89,8 @@ def fused_blocks(model: Decoder, layers: Mapping[int, LayerConfig] | None = None
             return None
         if isinstance(block.mlp, Experts) and block.mlp.bank is None:
             return None
+        if block.self_attn.as_cached is not None:
+            return None
         kernel = kernels[0]
         blocks.append((_weights(block, linears), _settings(config, layer)))
     if kernel is None or not block_features(config) <= kernel.features:

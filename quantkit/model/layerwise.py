@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from quantkit.architectures.config import ModelConfig
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint, stored_name
+from quantkit.formats.kv_scales import layer_scales
 from quantkit.model.attention import Scores, causal_attention
+from quantkit.model.cache_rounding import CacheMaxima, Fp8Rounding
 from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scaled_embeddings
 from quantkit.model.linear import float32_linears
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init
@@ -74,7 +76,8 @@ class _Pack:
 @torch.inference_mode()
 def layerwise_hidden(
     checkpoint: Checkpoint, batches: Sequence[Batch], *, cache_dtype: torch.dtype | None = None,
-    group: ProcessGroup = SINGLE, observe: Observe | None = None, progress: Progress = silent,
+    group: ProcessGroup = SINGLE, observe: Observe | None = None, maxima: Sequence[CacheMaxima] | None = None,
+    progress: Progress = silent,
 ) -> list[Tensor]:  # fmt: skip
     """Hidden states [B, T, D] after the final norm of every batch, in float32 on the CPU.
 
@@ -82,14 +85,17 @@ def layerwise_hidden(
         cache_dtype: keys and values are rounded as in a cache of this type; None leaves them as they are.
         group: the processes that share the model; each makes the same call and gets the same result.
         observe: called with the inputs of each linear, batch after batch.
+        maxima: those of each layer, to be raised to the keys and values of a model whose cache is not quantized.
 
     Raises:
         RequestError: if this number of processes cannot share the model.
+        CheckpointError: for scales of a quantized cache that are not positive, or do not fit its scheme.
     """
     tp = TensorParallel(checkpoint, group)
     checkpoint, config = tp.checkpoint, tp.checkpoint.config
     rotary = Rotary(config)
     packs = [_Pack(some, config, rotary, cache_dtype) for some in _grouped(batches)]
+    scales = layer_scales(checkpoint)
     embedding = checkpoint.load("model.embed_tokens.weight")
     states = [
         scaled_embeddings(tp.embed(pack.tokens, embedding).float(), config.embedding_multiplier) for pack in packs
@@ -99,6 +105,10 @@ def layerwise_hidden(
         progress("layers", layer, config.num_layers, "layers")
         for index, pack in enumerate(packs):
             block = offloaded_block(checkpoint, layer, pack.lengths, observe)
+            if scales is not None:
+                block.self_attn.as_cached = Fp8Rounding(scales[layer], "cpu")
+            elif maxima is not None:
+                block.self_attn.as_cached = maxima[layer]
             tp.connect(block, BLOCK_PREFIX.format(layer))
             states[index] = _through(block, states[index], pack.step)
     norm = rms_norm(config)

@@ -5,6 +5,7 @@ Linears that read the same inputs become one: one product of many rows is faster
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +21,12 @@ from quantkit.distributed.shard import require_shareable
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.kv_scales import layer_scales
 from quantkit.kernels.backend import Backend
 from quantkit.kernels.dispatch import allowed_backends, select_backend
 from quantkit.memory import malloc_trim
-from quantkit.model.decoder import Decoder
+from quantkit.model.cache_rounding import Fp8Rounding
+from quantkit.model.decoder import Block, Decoder
 from quantkit.model.device import usable_device
 from quantkit.model.feed_forward import stack_experts
 from quantkit.model.install_kernels import install_kernels
@@ -33,6 +36,8 @@ from quantkit.progress import Progress, silent
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, stacked
 from quantkit.tensors.tensor_slice import TensorSlice
+
+_log = logging.getLogger(__name__)
 
 COPY_BYTES = 1 << 25  # of a float tensor that are converted at a time
 BLOCK_PREFIX = "model.layers.{}."
@@ -73,6 +78,13 @@ def load_model(
     fill(model, tp.checkpoint, "", device, dtype, allowed, progress, fuse_floats=fuse_floats)
     model.rotary.to(device)
     tp.connect(model, "")
+    scales = layer_scales(checkpoint)
+    if scales is None and checkpoint.kv_cache is not None:
+        _log.warning("%s: %s", checkpoint.path, checkpoint.kv_cache.note(run_here=True))
+    for layer, own in enumerate(scales or ()):
+        block = model.model.layers[layer]
+        assert isinstance(block, Block)
+        block.self_attn.as_cached = Fp8Rounding(own, device)
     stack_experts(model, model.config)
     install_kernels(model)  # they are tried on the process's own embedding and head
     tp.connect_vocabulary(model)

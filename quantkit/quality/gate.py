@@ -16,7 +16,16 @@ from quantkit.errors import QualityError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView, schemes
 from quantkit.model.column_kernels import column_kernels
 from quantkit.progress import Progress, silent
-from quantkit.quality.bounds import MAX_ERROR, WINDOW, coarsest, measured_windows, scheme_bound, weight_bound, worst_row
+from quantkit.quality.bounds import (
+    BOUNDS,
+    MAX_ERROR,
+    WINDOW,
+    coarsest,
+    measured_windows,
+    scheme_bound,
+    weight_bound,
+    worst_row,
+)
 from quantkit.quality.figures import Estimate, read_record, rounded
 from quantkit.quality.measures import Windows, tallies
 from quantkit.quality.transcoded import equal_as_numbers, row_pieces
@@ -34,6 +43,8 @@ SLACK = 1.01
 """The largest KL of a result, in units of that of the RTN baseline."""
 FLOOR = 1e-3
 """A KL below this is not compared with the baseline."""
+CACHE_KL = BOUNDS["int8"].kl
+"""What a KV cache in 8 bits may add to the KL of a result: as much as weights in 8 bits may have."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +165,8 @@ def run_gate(
 
     The mean KL must be within `BOUNDS` for the fewest bits of its schemes and, with a little slack, within that of the
     RTN baseline (`RtnBaseline`). A result that is its own baseline is run once. A source that is quantized itself has
-    no baseline.
+    no baseline. A result with a quantized KV cache is run with it, the baseline without, and the cache may add
+    `CACHE_KL` to its KL.
 
     Args:
         source: the float model, or a quantized one of which some tensors had to be rounded again.
@@ -168,6 +180,7 @@ def run_gate(
         NonFiniteError: if a model's logits are NaN or Inf.
     """
     assigned = schemes(result) if requested is None else requested
+    has_cache = result.kv_cache is not None and source.kv_cache is None
     others = [result]
     if not schemes(source):
         scale_dtype = result.info(f"{next(iter(assigned))}.weight").dtype
@@ -176,6 +189,8 @@ def run_gate(
         rounded_again = RtnBaseline(source, assigned, scale_dtype, importance=weights)
         if not is_baseline(result, rounded_again, records):
             others.append(RtnBaseline(source, assigned, scale_dtype))
+        elif has_cache:
+            others.append(rounded_again)  # the result with floats in its cache
     bound = scheme_bound(assigned.values())
     measured = measured_windows(source)
     lost = tallies(source, others, [Windows.of(windows) for _, windows in measured.values()], progress=progress)
@@ -183,7 +198,9 @@ def run_gate(
     for (name, (digest, _)), by_model in zip(measured.items(), lost, strict=True):
         quality, *rtn = (tally.quality() for tally in by_model)
         rounding = rtn[0].divergence.kl if rtn else None
-        limit = bound.kl if rounding is None else min(bound.kl, max(FLOOR, SLACK * rounding))
+        limit = bound.kl
+        if rounding is not None:
+            limit = min(limit, max(FLOOR, SLACK * rounding) + (CACHE_KL if has_cache else 0))
         one = quality.divergence
         figures = one.kl, one.kl_p99, limit, one.top1_agreement, quality.reference_perplexity, quality.perplexity
         errors = (None if error is None else rounded(error) for error in (one.kl_error, quality.ratio_error, rounding))
@@ -207,7 +224,10 @@ def require_passed(gate: Gate, source: Checkpoint, result: Checkpoint, dst: Path
             solver = 'GPTQ with more text, or round with `method="rtn"`'
         else:
             solver = "GPTQ with more text"
-        remedy = f"choose a finer scheme or {solver}, or keep it with `accept_quality_loss=True` (and `resume=True`)"
+        cache = "leave `kv_cache` out, " if result.kv_cache is not None else ""
+        remedy = (
+            f"{cache}choose a finer scheme or {solver}, or keep it with `accept_quality_loss=True` (and `resume=True`)"
+        )
     errors = ((relative_error(*_pair(source, result, module)), module) for module in schemes(result))
     worst = ", ".join(f"{module} ({error:.2g})" for error, module in sorted(errors, reverse=True)[:_NUM_WORST])
     raise QualityError(

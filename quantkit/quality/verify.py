@@ -18,6 +18,7 @@ from quantkit.formats.checkpoint import Checkpoint, schemes, stored_name
 from quantkit.formats.container import stored_format
 from quantkit.formats.detect import with_codes
 from quantkit.formats.folder import checked_tokenizer
+from quantkit.formats.kv_scales import layer_scales
 from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import shown
 from quantkit.model.layerwise import Batch
@@ -254,6 +255,8 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
     names = [parameter.name for parameter in parameters(configs[0])] if comparable else []
     differing: list[TensorDifference] = []
     bound = BOUNDS["float16"]
+    if kv_cache is not None and any(layer_scales(one) for one in (reference, other)):
+        bound = BOUNDS["int8"]  # of the cache, which one of them is run with
     recorded = {} if all(records) else records[0] or records[1]
     compensated = {**_compensated(reference), **_compensated(other)}
     on_codes = len(schemes(reference).keys() & schemes(other).keys()) if comparable else 0

@@ -6,6 +6,7 @@ texts have ended.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,8 @@ from quantkit.xla.model import sharded_decoder
 from quantkit.xla.programs import CHUNK, NO_TOKEN, Drawn, Rows, Sampling, cache_shape, chunk_program, prefill_program
 from quantkit.xla.split import DeviceSplit
 from quantkit.xla.weights import device_mesh, jax_dtype, load_state, zeros
+
+_log = logging.getLogger(__name__)
 
 _MIN, _STEP = 32, 512  # buckets are powers of two from the one to the other, then multiples of it
 
@@ -118,6 +121,8 @@ def model_on_devices(
         RequestError: if there are too few devices, or they do not divide the heads.
         QuantkitError: as reading the checkpoint does.
     """
+    if checkpoint.kv_cache is not None:
+        _log.warning("%s: keys and values are floats in XLA, not as the folder's KV cache has them", checkpoint.path)
     mesh = device_mesh(devices, multi_host=multi_host)
     split = DeviceSplit(checkpoint.config, schemes(checkpoint), mesh.size)
     dtype = dtype or DType(checkpoint.config.dtype).torch

@@ -18,7 +18,7 @@ import quantkit
 from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.topology import linear_columns
 from quantkit.calibration import importance
-from quantkit.calibration.importance import input_importance
+from quantkit.calibration.importance import importance_tokens, input_importance, sample_tokens
 from quantkit.errors import ResumeError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint
@@ -32,10 +32,16 @@ from quantkit.solver.columns import TORCH
 from quantkit.solver.rounding import quantize_searched
 from quantkit.tensors.qtensor import Solver, quantize_rtn
 from quantkit.tensors.scheme import SCHEMES
+from quantkit.text.tokenizer import Tokenizer
 from quantkit.via_transformers import VIAS
 from quantkit.via_transformers.forward import passage_of
 
 Tiny = Callable[[str], Path]
+
+
+def _sample(source: Checkpoint, tokenizer: Tokenizer | None = None) -> Tensor:
+    """The tokens that the inputs are observed on."""
+    return sample_tokens(source, tokenizer, *importance_tokens(source))
 
 
 def _uneven(folder: Path, **changes: Any) -> Path:
@@ -62,7 +68,7 @@ def test_it_is_the_mean_square_of_what_transformers_multiplies(tmp_path: Path, m
     for name, linear in linears.items():
         linear.register_forward_pre_hook(lambda _, inputs, name=name: seen.update({name: inputs[0]}))
     with torch.no_grad():
-        model(importance._tokens(source, None))
+        model(_sample(source))
     assert found.keys() == linears.keys() == {*linear_columns(source.config), "lm_head"}
     for name, own in found.items():
         assert torch.allclose(own, _expected(seen[name]), rtol=1e-3), name
@@ -73,11 +79,11 @@ def test_the_sample_is_text_where_there_is_a_tokenizer(demo_model: Path) -> None
     source = open_checkpoint(demo_model)
     tokenizer, _ = checked_tokenizer(source)
     assert tokenizer is not None
-    tokens = importance._tokens(source, tokenizer)
-    assert tokens.shape == importance.importance_tokens(source)
+    tokens = _sample(source, tokenizer)
+    assert tokens.shape == importance_tokens(source)
     assert all(row[0] == tokenizer.bos_id for row in tokens.tolist())
     assert len(tokenizer.decode(tokens[0, 1:].tolist())) > 2 * tokens.shape[1]
-    assert not torch.equal(importance._tokens(source, None), tokens)
+    assert not torch.equal(_sample(source), tokens)
 
 
 def test_an_expert_without_tokens_has_none(tmp_path: Path) -> None:
@@ -89,7 +95,7 @@ def test_an_expert_without_tokens_has_none(tmp_path: Path) -> None:
 
 def test_the_fewer_tokens_there_are_the_more_even_it_is() -> None:
     squares = torch.tensor([0.5, 1.0, 4.5])
-    few, many = (importance._weights(count * squares, count) for count in (1, 10**6))
+    few, many = (importance.importance_of(count * squares, count) for count in (1, 10**6))
     assert torch.allclose(many, squares / 2, rtol=1e-3)
     assert few.max() / few.min() < 1.1
 
@@ -158,7 +164,7 @@ def test_uses_of_a_linear_are_summed_and_one_without_any_has_none(tiny_model: Ti
         module.register_forward_pre_hook(
             lambda _, inputs, name=name: seen.setdefault(name, []).append(inputs[0].flatten(0, -2)) if inputs else None
         )
-    oracle.logits(model, importance._tokens(source, None))
+    oracle.logits(model, _sample(source))
     found = input_importance(source, None)
     targets = passage_of(source).lazy.targets
     uses = {name: seen[targets[f"{name}.weight"][0].removesuffix(".weight")] for name in found}

@@ -45,7 +45,7 @@ class Watched:
         self._checkpoint = checkpoint
         self._given: list[weakref.ref[Tensor]] = []
         self.path, self.format, self.config = checkpoint.path, checkpoint.format, checkpoint.config
-        self.extra_config, self.notes = checkpoint.extra_config, checkpoint.notes
+        self.extra_config, self.kv_cache, self.notes = checkpoint.extra_config, checkpoint.kv_cache, checkpoint.notes
         self.names, self.info, self.files = checkpoint.names, checkpoint.info, checkpoint.files
 
     @property

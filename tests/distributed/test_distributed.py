@@ -22,6 +22,7 @@ from quantkit.data.files import excerpt
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.kv_scales import layer_scales
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 
@@ -42,12 +43,13 @@ def codes(folder: Path) -> dict[str, QuantTensor]:
 
 
 def test_three_processes_make_what_one_makes(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    options = ["--scheme", "int4-g64", "--method", "gptq", "--samples", "50", "--length", "128"]
+    options = ["--scheme", "int4-g64", "--method", "gptq", "--samples", "50", "--length", "128", "--kv-cache", "fp8"]
     done = forked.group(3, forked.COMMAND, "quantize", demo_model, tmp_path / "three", "--calibration", text, *options)
     assert [one.returncode for one in done] == [0] * 3, done[0].stderr
     assert "".join(one.stdout for one in done).count("wrote") == 1
     assert not list((tmp_path / "three").glob(".*"))
-    quantkit.quantize(demo_model, tmp_path / "one", "int4-g64", method="gptq", calibration=text, samples=50, length=128)
+    given: dict[str, Any] = {"calibration": text, "samples": 50, "length": 128, "kv_cache": "fp8"}
+    quantkit.quantize(demo_model, tmp_path / "one", "int4-g64", method="gptq", **given)
     one, three = codes(tmp_path / "one"), codes(tmp_path / "three")
     first = "model.layers.0.self_attn.q_proj"  # later layers see what rounding of sums made of earlier ones
     assert (one[first].codes != three[first].codes).float().mean() < 0.01
@@ -56,6 +58,10 @@ def test_three_processes_make_what_one_makes(demo_model: Path, text: Path, tmp_p
     for single, shared in zip(*(figure["texts"] for figure in figures), strict=True):
         assert shared["kl"] == pytest.approx(single["kl"], rel=0.2)
     assert quantkit.load(tmp_path / "three")
+    found = [layer_scales(open_checkpoint(tmp_path / name)) for name in ("one", "three")]
+    assert found[0]
+    assert found[1]
+    assert found[1][0] == pytest.approx(found[0][0], rel=0.01)
 
 
 def test_the_hessian_is_that_of_all_samples(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

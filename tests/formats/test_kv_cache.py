@@ -1,4 +1,4 @@
-"""The scales of a quantized key/value cache: carried bit for bit, or dropped with a note; never used, never lost."""
+"""The scales of a quantized key/value cache: carried bit for bit, or dropped with a note; run, or not with a note."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_folder_of_compressed_tensors_goes_round_and_loads_in_transformers(
     assert QuantizationConfig.model_validate(_settings(made.path)).kv_cache_scheme is not None
     assert any("scheme and scales of the KV cache are carried as they are" in note for note in made.notes)
     reported = f"float8 per tensor, static, scales of {LAYERS} of {LAYERS} layers"
-    assert any(reported in note and note.endswith("not used here") for note in made.notes)
+    assert any(reported in note and note.endswith("keys and values are rounded to it") for note in made.notes)
     found = quantkit.inspect(made.path)
     assert f"  KV cache: {reported}" in found.lines()
     assert found.kv_cache == {"scheme": _settings(source)["kv_cache_scheme"], "layers": LAYERS}
@@ -228,7 +228,8 @@ def test_folders_in_fp8_are_read_with_a_note(kind: str, tmp_path: Path) -> None:
     stated = "no scheme stated" if kind == "no scheme" else "float8"
     assert checkpoint.kv_cache.line().startswith(stated)
     assert checkpoint.kv_cache.line().endswith(f"scales of {LAYERS} of {LAYERS} layers")
-    assert any("the KV cache is to be quantized" in note for note in checkpoint.notes)
+    use = "not used here: the settings state no scheme" if kind == "no scheme" else "keys and values are rounded to it"
+    assert any("the KV cache is" in note and note.endswith(use) for note in checkpoint.notes)
     assert not [note for note in checkpoint.notes if "their use is not stated" in note]
     for name in other.names():
         assert torch.equal(checkpoint.load(name), other.load(name))  # type: ignore[arg-type]
@@ -258,6 +259,37 @@ def test_older_names_are_kept_and_mean_the_same(folders: dict[str, Path], tmp_pa
     names = {name for name in load_file(made.path / "model.safetensors") if name.endswith("_proj.output_scale")}
     assert len(names) == 2 * LAYERS
     assert verify(made.path, folders["int4"]).same
+
+
+def test_a_cache_is_run_as_transformers_runs_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    source, tokens = folders["floats"], oracle.random_tokens(40, 2, SIZES["vocab_size"])
+    plain = quantkit.convert(source, tmp_path / "plain", dequantize=True, source_check=False).path
+    model, _ = quantkit.load(source, dtype="fp32", device="cpu")
+    expected, without = (oracle.logits(oracle.load(one), tokens) for one in (source, plain))
+    with torch.inference_mode():
+        error, effect = ((one - expected).abs().mean().item() for one in (model(tokens), without))
+    assert error < 0.05 * effect
+
+
+NOT_RUN = {
+    "only float8 is run": {"type": "int"}, "only static scales are run": {"dynamic": True},
+    "only one scale per tensor is run": {"strategy": "attn_head"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", NOT_RUN)
+def test_a_cache_that_is_not_run_is_said_to_be_none(
+    why: str, folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, plain = (oracle.copy(folders["int4"], tmp_path / one) for one in ("source", "plain"))
+    _edit(source, lambda _: None, kv_cache_scheme={**SCHEME, **NOT_RUN[why]})
+    _edit(plain, lambda tensors: [tensors.pop(name) for name in _scales(plain)], kv_cache_scheme=None)
+    models = [quantkit.load(one, device="cpu")[0] for one in (source, plain)]
+    assert [record.message.endswith(f"not used here: {why}") for record in caplog.records] == [True]
+    tokens = oracle.random_tokens(20, vocabulary=SIZES["vocab_size"])
+    with torch.inference_mode():
+        found, expected = (model(tokens) for model in models)
+    assert torch.equal(found, expected)
 
 
 DIFFERENT: dict[str, tuple[Callable[[Tensors], object], dict[str, Any], str]] = {
@@ -322,7 +354,7 @@ def test_names_and_types_of_zero_points_make_no_difference(folders: dict[str, Pa
 def test_a_folder_with_nan_scales_equals_itself(dtype: torch.dtype, folders: dict[str, Path], tmp_path: Path) -> None:
     source = oracle.copy(folders["int4"], tmp_path / "source")
     _edit(source, lambda tensors: tensors.update({K: torch.tensor([math.nan], dtype=dtype)}))
-    assert verify(source, source).same
+    assert verify(source, source).problems == []  # but its logits are NaN
 
 
 UNSOUND: dict[str, tuple[float, type[QuantkitError], str]] = {

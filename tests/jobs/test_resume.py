@@ -35,22 +35,26 @@ pytestmark = pytest.mark.processes
 JOBS: dict[str, Callable[..., Any]] = {
     "convert-hf": lambda src, dst, **options: quantkit.convert(src, dst, **options),
     "convert-meta": lambda src, dst, **options: quantkit.convert(src, dst, to="meta", mp=2, **options),
-    "quantize": lambda src, dst, **options: quantkit.quantize(src, dst, "int4-g32", method="rtn", **options),
+    "quantize": lambda src, dst, **options: quantkit.quantize(
+        src, dst, "int4-g32", method="rtn", kv_cache="fp8", **options
+    ),
     "gptq": lambda src, dst, **options: quantkit.quantize(
-        src, dst, "int4-g64", method="gptq", calibration=EXCERPT, samples=24, length=128, **options
+        src, dst, "int4-g64", method="gptq", kv_cache="fp8", calibration=EXCERPT, samples=24, length=128, **options
     ),
 }
 CALLS = {
     "convert-hf": "quantkit.convert(src, dst, progress=progress, source_check=False)",
     "convert-meta": "quantkit.convert(src, dst, to='meta', mp=2, progress=progress, source_check=False)",
-    "quantize": "quantkit.quantize(src, dst, 'int4-g32', method='rtn', progress=progress, source_check=False)",
-    "gptq": "quantkit.quantize(src, dst, 'int4-g64', method='gptq', calibration=EXCERPT, samples=24, length=128,"
-    " progress=progress, source_check=False)",
+    "quantize": "quantkit.quantize(src, dst, 'int4-g32', method='rtn', kv_cache='fp8', progress=progress,"
+    " source_check=False)",
+    "gptq": "quantkit.quantize(src, dst, 'int4-g64', method='gptq', kv_cache='fp8', calibration=EXCERPT, samples=24,"
+    " length=128, progress=progress, source_check=False)",
 }
 CHILD = """
 import os, signal, sys
 import torch
 import quantkit
+from quantkit.calibration.cache_scales import CACHE_SCALES
 from quantkit.calibration.importance import IMPORTANCE
 from quantkit.data.files import EXCERPT
 from quantkit.jobs import output, target
@@ -60,7 +64,7 @@ torch.set_num_threads(1)  # sums of floats depend on it
 src, dst, limit = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
 def progress(phase, done, total, unit):
-    if phase != IMPORTANCE and limit * total <= done < total:
+    if phase not in (IMPORTANCE, CACHE_SCALES) and limit * total <= done < total:
         os.kill(os.getpid(), signal.SIGKILL)
 
 """
@@ -116,9 +120,7 @@ def test_a_resumed_run_does_not_do_again_what_is_on_disk(demo_model: Path, tmp_p
     dst = tmp_path / "out"
     _killed("quantize", demo_model, dst, 0.6)
     reported: list[tuple[str, int, int, str]] = []
-    quantkit.quantize(
-        demo_model, dst, "int4-g32", method="rtn", resume=True, progress=lambda *now: reported.append(now)
-    )
+    JOBS["quantize"](demo_model, dst, resume=True, progress=lambda *now: reported.append(now))
     written = [(done, total) for phase, done, total, _ in reported if phase == "quantize"]
     assert written[0][0] > 0
     assert written[-1][0] == written[-1][1]

@@ -41,6 +41,7 @@ from quantkit.formats.codecs.ggml import (
 from quantkit.formats.container import Container, Encoder, Output, StoredCheckpoint
 from quantkit.formats.containers.hf_parts import decode, read_floats
 from quantkit.formats.folder import OTHER_FILES, present
+from quantkit.formats.kv_cache import KvCache
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.spec import TensorSpec
@@ -138,7 +139,7 @@ class GgufCheckpoint:
     """
 
     format = "gguf"
-    kv_cache = None
+    kv_cache: KvCache | None = None
 
     def __init__(self, path: Path, floats_as: DType | None = None) -> None:
         """Open a file, with its other parts if there are several; headers only.

@@ -28,6 +28,7 @@ from quantkit.formats.codecs.codec import RawModule, Weight
 from quantkit.formats.container import Container
 from quantkit.formats.containers.hf_parts import decode, read_floats, share
 from quantkit.formats.containers.hf_settings import NOT_CARRIED
+from quantkit.formats.kv_cache import KvCache
 from quantkit.json_values import read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
@@ -72,7 +73,7 @@ class GptFastCheckpoint:
 
     format = "gpt-fast"
     method: str | None = None
-    kv_cache = None
+    kv_cache: KvCache | None = None
 
     def __init__(self, path: Path, weights: Path) -> None:
         """Open one of the files of a folder; headers only.

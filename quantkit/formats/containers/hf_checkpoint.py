@@ -243,7 +243,7 @@ class HFCheckpoint:
     def _take_kv_cache(self, raw: Mapping[str, Any]) -> None:
         self.kv_cache = take_kv_cache(self._stored, self._files, self._stated_settings(raw), self.config, self.path)
         if self.kv_cache is not None:
-            self.notes.append(f"{self.path}: the KV cache is to be quantized ({self.kv_cache.line()}); not used here")
+            self.notes.append(f"{self.path}: {self.kv_cache.note(run_here=self.config.runnable)}")
 
     def _stated_settings(self, raw: Mapping[str, Any]) -> Settings | None:
         """The settings of a quantization in a config, see `settings_in`, if there are any."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import disk_tensors
+from quantkit.architectures.disk import DiskTensor, Place, disk_tensors
 from quantkit.architectures.names import is_embedding
 from quantkit.files.safetensors_io import build_header
 from quantkit.files.source import SourceFile
@@ -18,6 +18,7 @@ from quantkit.formats.codecs.codec import Codec, QuantMethod, RawModule, Reason,
 from quantkit.formats.container import Chunk, tensor_bytes
 from quantkit.formats.containers.hf_parts import decode, read_floats
 from quantkit.formats.containers.layout import ShardedEncoder, Unit, file_numbers, units_of
+from quantkit.formats.kv_scales import is_scale
 from quantkit.tensors.late import torch
 from quantkit.tensors.spec import TensorSpec
 
@@ -44,7 +45,7 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
     ) -> None:  # fmt: skip
         """
         Args:
-            planned: canonical tensors, in the order of `disk_tensors`.
+            planned: canonical tensors, in the order of `disk_tensors`, and scales of a KV cache among them.
             method: of the quantized modules.
             extra_tensors: small tensors besides the model's, with their bytes, at the end of the last file.
 
@@ -124,8 +125,11 @@ def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMe
     names = {spec.name for spec in planned}
     quantized = {spec.name.removesuffix(".weight") for spec in planned if spec.scheme is not None}
     tensors = disk_tensors(config, quantized, joins_experts=bool(quantized) and method.joins_experts)
+    known = [one for one in tensors if one.parts[0] in names]
+    scales = [spec for spec in planned if config.runnable and is_scale(spec.name)]
+    known += [DiskTensor(spec.name, spec.shape, (Place(spec.name, spec.shape),)) for spec in scales]
     found = []
-    for tensor, first, spec in units_of(planned, [one for one in tensors if one.parts[0] in names]):
+    for tensor, first, spec in units_of(planned, known):
         embedding = is_embedding(spec.name.removesuffix(".weight"))
         codec = None if spec.scheme is None else method.codec(spec.scheme, embedding=embedding)
         if isinstance(codec, Reason):

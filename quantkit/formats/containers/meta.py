@@ -26,6 +26,7 @@ from quantkit.formats.checkpoint import raise_unexpected, require_tensors
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Container, Encoder, Output
 from quantkit.formats.folder import OTHER_FILES, json_bytes, present, with_templates
+from quantkit.formats.kv_cache import KvCache
 from quantkit.json_values import Settings, read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import torch
@@ -105,7 +106,7 @@ class MetaCheckpoint:
 
     format = "meta"
     method: str | None = None
-    kv_cache = None
+    kv_cache: KvCache | None = None
 
     def __init__(self, path: Path) -> None:
         """Open a folder; headers only.

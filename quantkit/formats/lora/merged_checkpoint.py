@@ -49,8 +49,7 @@ class MergedCheckpoint(CheckpointView):
             )  # fmt: skip
         super().__init__(source, untied(source.config) if self._unties else None)
         self.adapters = list(adapters)
-        self.method, self.layout, self.kv_cache = source.method, source.layout, source.kv_cache
-        self.readers = source.readers
+        self.method, self.layout, self.readers = source.method, source.layout, source.readers
         self._column_norms: dict[str, torch.Tensor] = {}
         if self._unties:
             self.notes.append(

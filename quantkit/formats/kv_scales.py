@@ -1,0 +1,57 @@
+"""The quantized key/value cache that is run, calibrated and written: float8_e4m3fn, with one static scale for the keys
+of a layer and one for its values.
+
+The cache holds ``k / k_scale`` and ``v / v_scale``, rounded, of keys after rotary positions. Without a scale, a layer
+has 1. Other schemes are read and carried, see `kv_cache`, but not run.
+Source: vLLM's `BaseKVCacheMethod` and `validate_kv_cache_scheme`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.names import BLOCK
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.kv_cache import KvCache, cache_tensors, why_not_run
+
+KvCacheName = Literal["fp8"]
+KV_CACHES = get_args(KvCacheName)
+
+FP8: Mapping[str, Any] = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+"""The scheme as the settings of compressed-tensors state it."""
+NO_SCALE = 1.0
+"""The scale where there is none, and that of keys or values which are all zero."""
+
+
+def scale_names(layer: int) -> tuple[str, str]:
+    """The tensors with the scales of a layer's keys and values."""
+    return tuple(f"{BLOCK.format(layer=layer)}self_attn.{part}_scale" for part in "kv")  # type: ignore[return-value]
+
+
+def calibrated(config: ModelConfig, path: Path) -> KvCache:
+    """What a folder at a path says of a cache with the scheme that is written; its scales are among its tensors."""
+    return KvCache(path, FP8, {}, config.num_layers, config.num_heads, config.num_kv_heads)
+
+
+def is_scale(name: str) -> bool:
+    """Whether a tensor is a scale of the cache, by its name."""
+    return bool(cache_tensors([name]))
+
+
+def layer_scales(checkpoint: Checkpoint) -> list[tuple[float, float]] | None:
+    """The scales of the keys and values of each layer, which may be NaN; None if the checkpoint states no cache that is
+    run. Raises `CheckpointError`: see `KvCache.require_sound`."""
+    cache = checkpoint.kv_cache
+    if cache is None or why_not_run(cache.scheme) is not None:
+        return None
+    cache.require_sound(allow_nonfinite=True)
+    found = cache.values()
+
+    def scale(layer: int, part: str) -> float:
+        value = found.get((layer, part, "scale"))
+        return NO_SCALE if value is None else value.item()
+
+    return [(scale(layer, "k"), scale(layer, "v")) for layer in range(cache.layers)]

@@ -1,0 +1,50 @@
+"""Keys and values as a quantized cache holds them, see `formats.kv_scales`, and the scales that such a cache needs.
+
+B batch, T positions, K KV heads, Dh head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.tensors.float8 import rounded_to_e4m3
+
+
+class Fp8Rounding(nn.Module):
+    """Rounds keys and values [B, K, T, Dh] to float8_e4m3fn times a scale of each, computed in float32.
+
+    In float32 this is compressed-tensors' `fake_quantize`; 16-bit values are divided in float32 too, as in vLLM's
+    kernels.
+    """
+
+    k_scale: Tensor
+    v_scale: Tensor
+
+    def __init__(self, scales: tuple[float, float], device: torch.device | str) -> None:
+        super().__init__()
+        for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+            self.register_buffer(name, torch.tensor([scale], dtype=torch.float32, device=device), persistent=False)
+
+    def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Both in their own type."""
+        return _rounded(keys, self.k_scale), _rounded(values, self.v_scale)
+
+
+class CacheMaxima(nn.Module):
+    """Leaves keys and values as they are, and remembers the largest absolute value of each: `largest`, [2], float32,
+    NaN once one was NaN."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        super().__init__()
+        self.largest = torch.zeros(2, device=device)
+
+    def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What was given."""
+        own = torch.stack([rows.abs().amax().float() for rows in (keys, values)])
+        self.largest = torch.maximum(self.largest, own)
+        return keys, values
+
+
+def _rounded(rows: Tensor, scale: Tensor) -> Tensor:
+    return (rounded_to_e4m3(rows.float() / scale) * scale).to(rows.dtype)
