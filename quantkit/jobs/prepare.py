@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -52,7 +52,7 @@ from quantkit.jobs.weights_only import kept_parts, kept_recurrent
 from quantkit.progress import Progress
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.recipe import Recipe
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 from quantkit.via_transformers.forward import open_to_run, passage_of
@@ -207,6 +207,7 @@ def prepare(options: QuantizeOptions) -> Prepared:
     notes += [*more, *dropped_kv_cache(source, dst, again=options.kv_cache is not None)]
     source.kv_cache = None  # its weights are measured, and calibrated, with floats in the cache
     settings = gptq_settings(options, scheme_map.schemes.values(), source, tokenizer)
+    _require_scales(source, settings, target, scheme_map.schemes.values())
     certified = certified_text(options.certify_positions, options.certify_text, source, tokenizer)
     notes += [] if certified is None else certified.notes
     return Prepared(
@@ -266,7 +267,7 @@ def _assigned(
             hint="choose a smaller group size, or leave `strict=True` out",
         )  # fmt: skip
     notes = [f"{source.path}: {line}" for line in misfits]
-    _require_held(scheme_map.schemes, target, source.path)
+    _require_held(scheme_map.schemes, target, source)
     native = target.name == NATIVE
     if native and not all(scheme.symmetric for scheme in scheme_map.schemes.values()):
         notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
@@ -278,12 +279,19 @@ def _assigned(
     return scheme_map, notes
 
 
-def _require_held(schemes: Mapping[str, QuantScheme], target: Target, path: Path) -> None:
-    """Raise an `UnsupportedError` if a format does not support one of the schemes, given by module."""
+def _require_held(schemes: Mapping[str, QuantScheme], target: Target, source: Checkpoint) -> None:
+    """Raise an `UnsupportedError` if a format does not support one of the schemes, given by module, or the shape of a
+    module."""
     assert target.codes is not None
+    path = source.path
     for module, scheme in schemes.items():
         embedding = module == EMBEDDING
         reason = codec_of(target.codes, scheme, embedding=embedding)
+        if not isinstance(reason, Reason) and (misfit := reason.misfit(source.info(f"{module}.weight").shape)):
+            raise UnsupportedError(
+                f"{target.name} does not hold '{module}' in {scheme}: {misfit.problem}", path=path, found=misfit.found,
+                expected=misfit.expected, hint="choose another scheme, or `keep` the linear as floats",
+            )  # fmt: skip
         if isinstance(reason, Reason) and embedding:
             raise UnsupportedError(
                 f"{target.name} has no place for an {scheme} embedding: {reason.problem}", path=path,
@@ -295,6 +303,23 @@ def _require_held(schemes: Mapping[str, QuantScheme], target: Target, path: Path
                 expected=reason.expected or ", ".join(map(str, target.codes.schemes)),
                 hint="choose another scheme, or `keep` the linear as floats",
             )  # fmt: skip
+
+
+def _require_scales(
+    source: Checkpoint, settings: GptqSettings | None, target: Target, schemes: Iterable[QuantScheme]
+) -> None:  # fmt: skip
+    """Raise an `UnsupportedError` if GPTQ's scales, which have the model's type where a scheme has none of its own, do
+    not fit a format's."""
+    assert target.codes is not None
+    held = target.codes.scale_dtype
+    if all(scheme.scales is not Scales.FLOATS for scheme in schemes):
+        return
+    if settings is not None and held is not None and held.itemsize < DType(source.config.dtype).itemsize:
+        raise UnsupportedError(
+            f"{target.name} holds scales in {held}, and GPTQ finds them in the model's type", path=source.path,
+            found=source.config.dtype, expected=f"{DType.BFLOAT16} or {DType.FLOAT16}",
+            hint='convert the source to one of these first, or round with `method="rtn"`',
+        )  # fmt: skip
 
 
 def tensor_blocks(

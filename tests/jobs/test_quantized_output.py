@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import quantkit
 from quantkit.calibration.importance import input_importance
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError, UnsupportedError
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.registry import TargetName
 from quantkit.model.column_kernels import column_kernels
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
@@ -605,6 +607,31 @@ def test_recipes_that_cannot_be_are_refused_before_anything_is_written(
     with pytest.raises(RequestError, match=message):
         quantkit.quantize(source, tmp_path / "out", recipe, method="rtn")
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
+
+
+@pytest.mark.parametrize("target", ["gptq", "awq"])
+def test_shapes_that_a_format_does_not_hold_are_refused_before_samples_are_drawn(
+    target: TargetName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.jobs.settings.GptqSettings.draw", _not_reached)
+    source = _source(tmp_path / "float", dtype=torch.bfloat16, intermediate_size=36)
+    with pytest.raises(UnsupportedError, match=rf"{target} does not hold 'model.layers.0.mlp.gate_proj' in int4-g32"):
+        quantkit.quantize(source, tmp_path / "out", "int4-g32", to=target, method="rtn")
+    assert [path.name for path in tmp_path.iterdir()] == ["float"]
+
+
+@pytest.mark.parametrize("target", ["gptq", "awq", "gguf"])
+def test_scales_that_a_format_does_not_hold_are_refused_before_samples_are_drawn(
+    target: TargetName, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.jobs.settings.GptqSettings.draw", _not_reached)
+    with pytest.raises(UnsupportedError, match=rf"{target} holds scales in float16, .*found float32"):
+        quantkit.quantize(tiny_model("llama"), tmp_path / "out", "int4-g32", to=target)
+    assert not any(tmp_path.iterdir())
+
+
+def _not_reached(*_: object, **__: object) -> Any:
+    raise AssertionError("samples were drawn")
 
 
 def test_the_demo_model_quantizes_from_its_meta_shards(demo_model: Path, tmp_path: Path) -> None:
