@@ -170,6 +170,18 @@ class Scheme(click.types.StringParamType):
         return [CompletionItem(name) for name in (*SCHEMES, *MIXES) if name.startswith(incomplete)]
 
 
+class Formats(click.Choice[str]):
+    """One format, or several with commas between them."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        names = [super(Formats, self).convert(name.strip(), param, ctx) for name in value.split(",")]
+        return names[0] if len(names) == 1 else names
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        before, comma, last = incomplete.rpartition(",")
+        return [CompletionItem(f"{before}{comma}{name}") for name in self.choices if name.startswith(last)]
+
+
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete what may be a file."""
     return [CompletionItem(incomplete, type="file")]
@@ -259,7 +271,10 @@ def target(default: str, *, quantized: bool = False) -> Decorator:
     """The option for the format of the output, with `quantized` only for quantized models; `default` is in words."""
     names = [name for name, one in targets().items() if one.codes is not None or not quantized]
     about = f"{', '.join(names)}. Default: {default}; gguf if DST ends in .gguf."
-    return click.option("--to", type=click.Choice(names), metavar="FORMAT", help=about)
+    if not quantized:
+        return click.option("--to", type=click.Choice(names), metavar="FORMAT", help=about)
+    about += " Several, such as gptq,awq: DST gets a folder for each."
+    return click.option("--to", type=Formats(names), metavar="FORMAT[,FORMAT]", help=about)
 
 
 def max_new_tokens(default: int | None, about: str = "") -> Decorator:

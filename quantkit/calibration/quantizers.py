@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -24,6 +25,7 @@ from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Written
+from quantkit.formats.folders_encoder import in_folder
 from quantkit.formats.kv_scales import is_scale
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.memory import malloc_trim, set_mmap_threshold
@@ -44,26 +46,37 @@ _EXACT_BITS = 8  # of an embedding whose error is not worth a pass of its own
 
 Solved = tuple[str, Tensor | QuantTensor, Mapping[str, object] | None]
 """A tensor's name, its value, and for the manifest how it was found."""
+_Recorded = tuple[Tensor | QuantTensor, Mapping[str, object] | None]
 
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """Tensors that follow each other in the output; `layer` is the decoder block that they form, None for tensors
-    before or after the blocks."""
+    """Tensors that follow each other in the output.
+
+    Attributes:
+        layer: the decoder block that they form; None for tensors before or after the blocks.
+        folder: of the output that they belong to, if it has several results.
+    """
 
     layer: int | None
     tensors: tuple[TensorSpec, ...]
+    folder: str = ""
+
+    def written_as(self, name: str) -> str:
+        """The name in the output of one of its tensors."""
+        return in_folder(self.folder, name)
 
     def is_quantized_in(self, written: Written) -> bool:
         """Whether an earlier run has written all that is calibrated in the block: quantized tensors, and scales of the
         KV cache."""
         calibrated = (spec.name for spec in self.tensors if spec.scheme is not None or is_scale(spec.name))
-        return written.names.issuperset(calibrated)
+        return written.names.issuperset(map(self.written_as, calibrated))
 
 
 @dataclass
 class RtnQuantizer:
-    """Computes the tensors of an output, block after block: rounds to nearest, one tensor at a time.
+    """Computes the tensors of an output, block after block: rounds to nearest, one tensor at a time. If the output has
+    several results, those with the same type of scales share what is rounded.
 
     Attributes:
         importance: returns that of the inputs of linears; called once, before the first of these is rounded to int4.
@@ -80,21 +93,23 @@ class RtnQuantizer:
     _done: frozenset[str] = field(default=frozenset(), init=False)
     _importance: Importance = field(default_factory=dict, init=False)
     _scales: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _uses: Counter[TensorSpec] = field(default_factory=Counter, init=False)
+    _rounded_before: dict[TensorSpec, Result] = field(default_factory=dict, init=False)
 
     @contextmanager
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
         """The context in which `solve` is called for each of all blocks, in order; `written` are the tensors that an
         interrupted run has written."""
-        self._done = written.names
-        quantized = (spec.name for block in blocks for spec in block.tensors if spec.scheme is not None)
-        if not self._done.issuperset(quantized):
+        self._begin(blocks, written)
+        if self._uses:
             self._importance = self.importance()
         specs = {spec.name: spec for block in blocks for spec in block.tensors}
-        lacking = any(is_scale(name) and name not in self._done for name in specs)
+        scales = (block.written_as(spec.name) for block in blocks for spec in block.tensors if is_scale(spec.name))
+        lacking = not self._done.issuperset(scales)
         if self.cache_sample is not None and lacking:
             observed = in_phase(self.progress, CACHE_SCALES)
             tokens = self.cache_sample()
-            self._scales = scales_on_sample(self.source, specs, lambda spec: self._rounded(spec)[1], tokens, observed)
+            self._scales = scales_on_sample(self.source, specs, lambda spec: self._rounded(spec)[0], tokens, observed)
         yield
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
@@ -102,21 +117,36 @@ class RtnQuantizer:
         Inf where they must not be, and weights too large for their scales, are a `NonFiniteError`."""
         return self._tensors(block, {})
 
+    def _begin(self, blocks: Sequence[TensorBlock], written: Written) -> None:
+        """Note which tensors an earlier run has written, and how often others that are quantized are in the output."""
+        self._done = written.names
+        self._uses = Counter(
+            spec
+            for block in blocks
+            for spec in block.tensors
+            if spec.scheme is not None and block.written_as(spec.name) not in self._done
+        )
+
     def _tensors(self, block: TensorBlock, results: dict[str, Result]) -> Iterator[Solved]:
         for spec in block.tensors:
+            name = block.written_as(spec.name)
             result = results.pop(spec.name.removesuffix(".weight"), None)
-            if spec.name in self._done:
+            if name in self._done:
                 continue
             if spec.name in self._scales:
-                yield spec.name, self._scales[spec.name], None
+                yield name, self._scales[spec.name], None
             else:
-                yield self._rounded(spec) if result is None else self._checked(spec, result)
+                yield name, *(self._rounded(spec) if result is None else self._checked(spec, result))
 
-    def _rounded(self, spec: TensorSpec) -> Solved:
+    def _rounded(self, spec: TensorSpec) -> _Recorded:
         """One tensor of the output, rounded to nearest if it is to be quantized."""
+        if spec in self._rounded_before:
+            self._uses[spec] -= 1
+            keeps = self._uses[spec] > 0
+            return self._checked(spec, self._rounded_before[spec] if keeps else self._rounded_before.pop(spec))
         weight, path = floats_of(self.source.load(spec.name)), self.source.path
         if spec.scheme is None:
-            return spec.name, checked_cast(weight, spec.dtype.torch, spec.name, path, self.allow_nonfinite), None
+            return checked_cast(weight, spec.dtype.torch, spec.name, path, self.allow_nonfinite), None
         module = spec.name.removesuffix(".weight")
         keep = f'`keep="{module}"` and `allow_nonfinite=True` leave it as it is'
         if module == EMBEDDING:
@@ -125,7 +155,11 @@ class RtnQuantizer:
         checked_cast(weight, weight.dtype, spec.name, path, allow_nonfinite=False, hint=hint)
         importance = self._importance.get(module)
         quantized, solver = round_to_nearest(weight, spec.scheme, spec.dtype.torch, column_kernels, importance)
-        return self._checked(spec, Result.of(quantized, weight, {"solver": solver}))
+        result = Result.of(quantized, weight, {"solver": solver})
+        self._uses[spec] -= 1
+        if self._uses[spec] > 0:
+            self._rounded_before[spec] = result
+        return self._checked(spec, result)
 
     def _explained(self, error: NonFiniteError, block: TensorBlock) -> NonFiniteError:
         """An error of solving a block, with the path; raises another that names a tensor that holds NaN or Inf."""
@@ -136,7 +170,7 @@ class RtnQuantizer:
             checked_cast(value, value.dtype, spec.name, self.source.path, allow_nonfinite=False)
         return NonFiniteError(error.problem, path=self.source.path, hint=error.hint)
 
-    def _checked(self, spec: TensorSpec, result: Result) -> Solved:
+    def _checked(self, spec: TensorSpec, result: Result) -> _Recorded:
         """A quantized tensor of the output; a scale that overflows is a `NonFiniteError`."""
         scales = (result.weight.scale, result.weight.outer, result.weight.outer_minimum, result.weight.minimum)
         if not all(all_finite(one) for one in scales if one is not None):
@@ -144,7 +178,7 @@ class RtnQuantizer:
                 f"tensor '{spec.name}' holds values too large for scales in {spec.dtype}",
                 path=self.source.path, hint="convert the source to another dtype first",
             )  # fmt: skip
-        return spec.name, result.weight, {**result.record, "relative_error": float(f"{result.error:.4g}")}
+        return result.weight, {**result.record, "relative_error": float(f"{result.error:.4g}")}
 
 
 @dataclass
@@ -176,8 +210,12 @@ class GptqQuantizer(RtnQuantizer):
     def running(self, blocks: Sequence[TensorBlock], written: Written) -> Iterator[None]:
         set_mmap_threshold(MMAP_THRESHOLD)
         self._written = written = replace(written, count=self.group.broadcast_from_rank0(written.count))
-        self._done = written.names
+        self._begin(blocks, written)
         unsolved = [block.layer for block in blocks if block.layer is not None and not block.is_quantized_in(written)]
+        self._unsolved = frozenset(unsolved)
+        self._to_solve = Counter(block.layer for block in blocks)
+        self._begun: set[int] = set()
+        self._shared: dict[str, Result] = {}
         self._stop = 1 + max(unsolved, default=-1)
         self._first_unsolved = min(unsolved, default=0)
         self._passed = 0
@@ -209,13 +247,24 @@ class GptqQuantizer(RtnQuantizer):
         return round_to_nearest(weight, scheme, torch.float16, column_kernels)[0]
 
     def solve(self, block: TensorBlock) -> Iterator[Solved]:
-        results = {} if block.layer is None or block.layer >= self._stop else self._quantize(block, block.layer)
+        results = {} if block.layer is None or block.layer >= self._stop else self._results_of(block, block.layer)
         return self._tensors(block, results)
+
+    def _results_of(self, block: TensorBlock, layer: int) -> dict[str, Result]:
+        """The results of a block, by name of the linear. All results of an output share those of a layer, which are
+        kept up to its last block."""
+        if layer not in self._begun:
+            self._begun.add(layer)
+            self._shared = self._quantize(block, layer)
+        self._to_solve[layer] -= 1
+        results = self._shared
+        self._shared = dict(results) if self._to_solve[layer] else {}
+        return results
 
     def _quantize(self, block: TensorBlock, layer: int) -> dict[str, Result]:
         """The results of a block, by name of the linear; none if an earlier run has written them all."""
         assert self._streams is not None
-        stored = self._written.load if block.is_quantized_in(self._written) else None
+        stored = None if layer in self._unsolved else lambda name: self._written.load(block.written_as(name))
         results: dict[str, Result] = {}
         self._report(layer, 0)
         try:

@@ -20,6 +20,7 @@ from quantkit.formats.codecs.gptq import Gptq
 from quantkit.formats.codecs.table import METHODS
 from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs
 from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.manifest import models_in
 from quantkit.json_values import shown
 from quantkit.tensors.dtypes import FLOATS
 
@@ -37,7 +38,8 @@ def check_files(folder: Folder) -> Iterator[Finding]:
         yield finding("adapter", folder.path.name, "adapter_config.json, and no weights of a model")
     elif not folder.kind:
         kinds = "*.safetensors, pytorch_model*.bin, consolidated.*.pth or *.gguf"
-        yield finding("no-weights", folder.path.name, f"no {kinds}")
+        models = ", ".join(path.name for path in models_in(folder.root))
+        yield finding("no-weights", folder.path.name, f"no {kinds}{models and f'; models are in {models}'}")
     for name in folder.dead if folder.kind != "gguf" else ():
         yield finding("not-a-file", name, _file_kind(folder.root / name))
     listed = set(folder.listed)

@@ -82,6 +82,10 @@ class Encoder(Protocol):
         """The names of the files with tensors."""
         ...
 
+    def canonical_name(self, index: int) -> str:
+        """The canonical name of tensor number `index`."""
+        return self.planned[index].name
+
     def headers(self) -> Mapping[str, bytes]:
         """The bytes with which files begin, by their names; empty if they are not known in advance."""
         return {}

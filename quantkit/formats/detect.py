@@ -173,6 +173,9 @@ def _no_weights(folder: Path) -> Exception:
         found = ", ".join(path.name for path in models)
         return CheckpointError("holds several models in GGUF", path=folder, found=found, hint="name the file")
     problem = "has no weights"
+    if made := manifest.models_in(folder):
+        hint = f"name one of the models in it: {', '.join(map(str, made))}"
+        return CheckpointError(problem, path=folder, hint=hint)
     if original := _present(folder / "original"):
         hint = f"there is a {original[0][1].title} checkpoint in {folder / 'original'}"
         return CheckpointError(problem, path=folder, hint=hint)

@@ -63,6 +63,11 @@ def read(model: Path) -> dict[str, Any]:
     return {renamed.get(key, key): item for key, item in value.items()}
 
 
+def models_in(folder: Path) -> list[Path]:
+    """The folders in a folder that have a manifest, sorted: a model in several formats."""
+    return sorted(path.parent for path in folder.glob(f"*/{NAME}"))
+
+
 def identity(files: Iterable[SourceFile]) -> list[list[Any]]:
     """The identity of files, see `SourceFile.identity`."""
     return [list(file.identity()) for file in files]

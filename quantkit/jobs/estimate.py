@@ -24,7 +24,8 @@ from quantkit.formats.output.destination import output_files
 from quantkit.formats.output.sink import IN_FLIGHT_BYTES
 from quantkit.formats.output.staging import partial_folder, require_output_absent, require_room_to_build
 from quantkit.jobs.conversion import Conversion
-from quantkit.jobs.prepare import Prepared, too_few_tokens
+from quantkit.jobs.formats import Formats
+from quantkit.jobs.prepare import too_few_tokens
 from quantkit.jobs.sizes import WeightSizes, weight_sizes
 from quantkit.jobs.speed import Speed
 from quantkit.jobs.steps import SOURCE_CHECK, quantization_steps
@@ -56,7 +57,7 @@ class Estimate:
         notes: what the user should know.
         steps: the seconds of each step, by the name of its phase in reports of progress, in order.
         efforts: the seconds with each effort of GPTQ; empty for other jobs.
-        weights: the size of its weights and of the source's; None for `convert`.
+        weights: the size of its weights and of the source's; None for `convert` and for several formats.
         kv_cache: of which scales are written, such as ``fp8``; None for none.
         resumed: whether an interrupted run is continued, which takes less time than this.
         available_bytes: memory that this process can have, on the machine and within its control groups.
@@ -153,14 +154,18 @@ def estimate_conversion(planned: Conversion) -> Estimate:
     return Estimate(layers, phases[phase], phase, 0, disk, 0, math.fsum(steps.values()), checked, notes, steps)
 
 
-def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
-    """What a quantization takes; with a `fit`, the schemes of `prepared` stand for those that it chooses."""
-    encoder, certified = prepared.encoder, prepared.certified
-    source, settings, notes = prepared.source, prepared.settings, list(prepared.notes)
+def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
+    """What a quantization takes; with a `fit`, the schemes of `formats` stand for those that it chooses."""
+    each, prepared = list(formats.each.values()), formats.first
+    source, settings, certified = prepared.source, prepared.settings, prepared.certified
+    notes = list(dict.fromkeys(note for one in each for note in one.notes))
     assigned, config = prepared.scheme_map.assigned, source.config
-    weights = weight_sizes(prepared, encoder.total_bytes() if fit is None else fit.max_bytes)
-    disk = weights.output_bytes + _side_bytes(prepared.side_files) + _MANIFEST * len(assigned)
-    phases = {"writing": _streaming(source, encoder)}
+    sizes = [weight_sizes(one, one.encoder.total_bytes() if fit is None else fit.max_bytes) for one in each]
+    written = sum(one.output_bytes for one in sizes)
+    disk = written + _side_bytes(formats.side_files) + _MANIFEST * len(assigned) * len(each)
+    phases = {"writing": max(_streaming(source, one.encoder) for one in each)}
+    if len(each) > 1 and settings is None:  # what is rounded for one format is kept for the next ones
+        phases["writing"] += costs.largest_block(config)
     checked = _checked_tokens(source, prepared.options.source_check)
     scratch, on_device = 0, 0
     if config.measurable:  # the gate holds the hidden states of three models on all texts
@@ -192,10 +197,11 @@ def estimate_quantization(prepared: Prepared, fit: Fit | None) -> Estimate:
         others = (str(assigned[module] or "float") for module in assigned if module not in {EMBEDDING, *chosen})
         kinds = Counter({f"chosen for {fit.target}": len(chosen)}) + Counter(others)
     phase = max(phases, key=lambda name: phases[name])
-    steps, efforts = quantization_steps(prepared, fit, weights, checked)
+    steps, efforts = quantization_steps(formats, fit, sizes, checked)
     return Estimate(
         dict(kinds), phases[phase], phase, on_device, disk, scratch, math.fsum(steps.values()), checked, notes, steps,
-        efforts, weights, prepared.options.kv_cache, prepared.options.resume and partial_folder(prepared.dst).is_dir(),
+        efforts, sizes[0] if len(each) == 1 else None, prepared.options.kv_cache,
+        prepared.options.resume and partial_folder(formats.dst).is_dir(),
     )  # fmt: skip
 
 

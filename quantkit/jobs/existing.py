@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from quantkit.formats import manifest
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.formats.output.destination import destination_errors, is_there, manifest_path
+from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.staging import changed_keys, partial_folder, require_room_to_build
 from quantkit.jobs.option_fields import IfExists
 from quantkit.jobs.output import NOT_CHECKED, Work, content_hash, source_hashes
@@ -44,6 +45,16 @@ def is_finished(dst: Path, if_exists: IfExists) -> bool:
         problem = f"is unfinished, and {dst} exists already; nothing is overwritten"
         raise DestinationError(problem, path=partial, hint=f"remove {partial}, and repeat the command to compare {dst}")
     return (whole or there) and not unfinished
+
+
+def require_folders(dst: Path, folders: Collection[str]) -> None:
+    """Raise a `DestinationError` if a finished output has other folders than these; ``""`` is the output itself."""
+    if "" in folders:
+        return
+    with destination_errors(dst):
+        found = {path.name for path in dst.iterdir()} - {JOURNAL} if dst.is_dir() else set()
+    if found != {*folders}:
+        raise _differs(dst, "to")
 
 
 @dataclass(frozen=True)
@@ -117,8 +128,12 @@ class Existing:
 
     def differs(self, *names: str) -> DestinationError:
         """The error for what differs."""
-        problem = "exists already, from other inputs or options; nothing is overwritten"
-        return DestinationError(problem, path=self.dst, found=f"changed {', '.join(names)}", hint=_HINT)
+        return _differs(self.dst, *names)
+
+
+def _differs(dst: Path, *names: str) -> DestinationError:
+    problem = "exists already, from other inputs or options; nothing is overwritten"
+    return DestinationError(problem, path=dst, found=f"changed {', '.join(names)}", hint=_HINT)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.container import Encoder, StoredCheckpoint, Written
 from quantkit.formats.detect import open_unfinished, with_codes
 from quantkit.formats.folder import TOKENIZER_FILES, code_files, json_bytes, tokenizer_files
+from quantkit.formats.folders_encoder import in_folder, of_folder
 from quantkit.formats.output.destination import MANIFEST, not_ours, output_files
 from quantkit.formats.output.journal import NAME as JOURNAL
 from quantkit.formats.output.journal import SafePoint
@@ -67,10 +68,11 @@ class Work:
     def fingerprint(self, copied_hashes: Mapping[str, str]) -> dict[str, object]:
         """What a run must have in common with the interrupted run that it resumes."""
         written = {name: content for name, content in self.side_files.items() if isinstance(content, bytes)}
+        tokenizer = [name for name in written if PurePosixPath(name).name in TOKENIZER_FILES]
         return {
             "job": self.job, "quantkit": __version__, "source": manifest.identity(self.source.files()),
             **{option_key(key): value for key, value in self.options.items()},
-            **{f"file {name}": content_hash(written[name]) for name in TOKENIZER_FILES if name in written},
+            **{f"file {name}": content_hash(written[name]) for name in tokenizer},
             **self.computed_by, **{f"file {name}": digest for name, digest in copied_hashes.items()},
         }  # fmt: skip
 
@@ -109,6 +111,8 @@ def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress
 class Writer:
     """Writes a checkpoint: `put` each tensor in the encoder's order, then `seal`, then `commit`.
 
+    Of checkpoints in several folders of one output: after `finish`, `read_back` and `add_manifest` each, then `place`.
+
     Attributes:
         path: the folder under construction.
         done: the number of tensors that an interrupted run has written.
@@ -128,12 +132,14 @@ class Writer:
             raise ValueError("only a folder has side files")
         self._manifest_name = MANIFEST if files is None else files[0]
         needed = self._encoder.total_bytes() + work.scratch_bytes
-        self._staging = Staging(dst, fingerprint, needed, resume=resume, files=files)
+        folders = {name.rpartition("/")[0] for name in self._encoder.files()} - {""}
+        self._staging = Staging(dst, fingerprint, needed, resume=resume, files=files, folders=folders)
         self.path = self._staging.path
         self.records: dict[str, Any] = {}
         self._unsaved_records: dict[str, Any] = {}
         self._unsaved_bytes = 0
         self._hashes: dict[str, str] = {}
+        self._manifests: list[str] = []
         self._source_hashes: dict[str, str] = {}
         self._source_check: SourceCheck | str = NOT_CHECKED
         try:
@@ -224,8 +230,7 @@ class Writer:
             DestinationError: if a write failed, or the result cannot be read back.
         """
         self.finish()
-        path = self.path if self._in_folder else self.path / self._encoder.files()[0]
-        return _read_back(path, self._work.source.config)
+        return self.read_back()
 
     def finish(self) -> None:
         """Complete the weights and write the side files, as `seal` does, without opening the result."""
@@ -243,24 +248,43 @@ class Writer:
             self._add_file(name, content)
         self._staging.require_in_place()
 
+    def read_back(self, folder: str = "") -> StoredCheckpoint:
+        """The result, or that in one of its folders, opened. Raises `DestinationError` if it cannot be read back."""
+        path = self.path / folder if self._in_folder else self.path / self._encoder.files()[0]
+        return _read_back(path, self._work.source.config)
+
     def commit(self, details: Mapping[str, object], files: Mapping[str, bytes] | None = None) -> dict[str, Any]:
-        """Write the manifest, which it returns, and rename the output to its final name.
+        """Write the manifest, which it returns, and rename the output to its final name; see `add_manifest`."""
+        written = self.add_manifest(details, files)
+        self.place()
+        return written
+
+    def add_manifest(
+        self, details: Mapping[str, object], files: Mapping[str, bytes] | None = None, folder: str = ""
+    ) -> dict[str, Any]:  # fmt: skip
+        """Write the manifest, which it returns.
 
         Args:
             details: the job's part of the manifest.
             files: further side files, if the output is a folder.
+            folder: the folder in the output that it is for.
         """
         for name, content in (files or {}).items() if self._in_folder else ():
-            self._add_file(name, content)
+            self._add_file(in_folder(folder, name), content)
         check, source = self._source_check, self._work.source
         written = manifest.build(
-            self._work.job, source.format, self._source_hashes, dict(sorted(self._hashes.items())),
+            self._work.job, source.format, self._source_hashes, dict(sorted(of_folder(folder, self._hashes).items())),
             {"source_check": asdict(check) if isinstance(check, SourceCheck) else check, **details},
             origin(source.path),
         )  # fmt: skip
-        self._staging.folder.write(self._manifest_name, json_bytes(written))
-        self._staging.commit({*self._hashes, self._manifest_name})
+        name = in_folder(folder, self._manifest_name)
+        self._staging.folder.write(name, json_bytes(written))
+        self._manifests.append(name)
         return written
+
+    def place(self) -> None:
+        """Rename the output, with its manifests, to its final name."""
+        self._staging.commit({*self._hashes, *self._manifests})
 
     def abandon(self, error: BaseException) -> None:
         """Close the output after an error; keep it if another run can continue from it, else remove it."""
@@ -300,7 +324,7 @@ def _layer_ends(work: Work) -> set[int]:
     """The index of each layer's last tensor; what follows the last layer counts as part of it."""
     planned = work.encoder.planned
     layers = {one.name: one.layer for one in parameters(work.source.config)}
-    last = {layers.get(spec.name): index for index, spec in enumerate(planned)}
+    last = {layers.get(work.encoder.canonical_name(index)): index for index in range(len(planned))}
     ends = sorted(index for layer, index in last.items() if layer is not None)
     return {*ends[:-1], len(planned) - 1}
 

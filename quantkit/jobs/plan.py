@@ -22,6 +22,7 @@ from quantkit.jobs.conversion import plan_conversion
 from quantkit.jobs.convert_options import ConvertOptions
 from quantkit.jobs.estimate import Estimate, estimate_conversion, estimate_quantization, require_buildable
 from quantkit.jobs.existing import is_finished
+from quantkit.jobs.formats import Formats
 from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.prepare import prepare, size_fit
 from quantkit.jobs.quantize_options import QuantizeOptions
@@ -62,8 +63,9 @@ def quantize(options: QuantizeOptions) -> Estimate:
         QuantkitError: as `quantkit.quantize` does for what can be found without reading weights.
     """
     prepared = prepare(options)
-    estimate = estimate_quantization(prepared, size_fit(prepared))
-    _require_room(prepared.dst, prepared.encoder, estimate, options)
+    formats = Formats.of(prepared)
+    estimate = estimate_quantization(formats, size_fit(prepared))
+    _require_room(formats.dst, formats.encoder, estimate, options)
     if prepared.settings is not None:
         prepared.settings.require_text(prepared.source)
     return estimate

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import unread_experts
@@ -32,7 +32,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.kv_scales import calibrated, scale_names
 from quantkit.formats.output.staging import interrupted_fingerprint, require_name, require_new_names
-from quantkit.formats.registry import Target
+from quantkit.formats.registry import Target, TargetName
 from quantkit.jobs.adapters import recorded_adapters, with_adapters
 from quantkit.jobs.certificate import CertifiedText, certified_text
 from quantkit.jobs.labels import model_name
@@ -141,6 +141,19 @@ class Prepared:
         """The files next to the weights."""
         return self.target.container.side_files(self.output)
 
+    def in_format(self, target: Target) -> Prepared:
+        """The same in one of several formats, in the format's folder in `dst`. Raises `UnsupportedError` if it does not
+        support a scheme."""
+        options = replace(self.options, to=cast(TargetName, target.name), dst=self.dst / target.name)
+        recipe = self.scheme_map.recipe
+        _, notes_before = _assigned(self.source, recipe, self.dst, self.target)
+        scheme_map, more = _assigned(self.source, recipe, Path(options.dst), target)
+        _require_scales(self.source, self.settings, target, scheme_map.schemes.values())
+        if options.kv_cache is not None:
+            require_holds_kv_cache(target, Path(options.dst))
+        notes = [*(note for note in self.notes if note not in notes_before), *more]
+        return replace(self, options=options, scheme_map=scheme_map, notes=notes)
+
     def recorded_allocation(self, found: Any) -> Allocation | None:
         """A choice from a journal or a manifest; None if it is for another size, or has another form."""
         try:
@@ -246,6 +259,8 @@ def _as_floats(source: StoredCheckpoint, options: QuantizeOptions) -> tuple[Stor
             given |= {"scheme": None, "recipe": "FILE"}
         if not isinstance(options.calibration, str | Path | None):
             given["calibration"] = "FILE"
+        if not isinstance(options.to, str | None):
+            given["to"] = ",".join(options.to)
         words = ["quantkit", "quantize", str(options.src), str(options.dst), *command_words(given)]
         raise UnsupportedError(
             "the source is quantized already", path=source.path, found=found,

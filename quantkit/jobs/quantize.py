@@ -23,17 +23,20 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import Written, weight_size
+from quantkit.formats.folders_encoder import of_folder
 from quantkit.formats.output.staging import mark_kept, partial_folder
 from quantkit.jobs.card import model_card_files
 from quantkit.jobs.estimate import Estimate, estimate_quantization, require_buildable
-from quantkit.jobs.existing import Existing, is_finished
+from quantkit.jobs.existing import Existing, is_finished, require_folders
+from quantkit.jobs.formats import Formats
 from quantkit.jobs.imatrix import importance_from
 from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.output import Work, Writer, content_hash, model_summary, writing
 from quantkit.jobs.prepare import BIT_ALLOCATION, Prepared, choose_schemes, prepare, size_fit, too_few_tokens
 from quantkit.jobs.quantize_options import QuantizeOptions
-from quantkit.jobs.result import QuantizeResult
+from quantkit.jobs.result import QuantizeResult, together
 from quantkit.jobs.sizes import weight_sizes
+from quantkit.jobs.steps import phase_of
 from quantkit.jobs.target import NATIVE
 from quantkit.jobs.weights_only import within_bounds
 from quantkit.model.column_kernels import kernels_name
@@ -105,36 +108,57 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         group.send_from_rank0(there)
     if there:
         return _skipped(prepared, group, began, progress) if group.is_rank0 else group.receive_from_rank0()
-    fit = size_fit(prepared)
+    fit, formats = size_fit(prepared), Formats.of(prepared)
     if group.is_rank0:
-        require_buildable(prepared.dst, prepared.encoder, resume=options.resume)  # before anything takes long
+        require_buildable(prepared.dst, formats.encoder, resume=options.resume)  # before anything takes long
+        _ = formats.side_files
         if options.on_estimate is not None:
-            options.on_estimate(estimate_quantization(prepared, fit))
+            options.on_estimate(estimate_quantization(formats, fit))
     try:
         prepared, drawn = _settled(prepared, fit, group, progress)
     except KeyboardInterrupt as error:
         mark_kept(error, partial_folder(prepared.dst))
         raise
+    formats = Formats.of(prepared)
     source, settings, dst = prepared.source, prepared.settings, prepared.dst
     quantizer = _quantizer(prepared, drawn, group, progress)
     if not group.is_rank0:
-        return _follow_rank0(group, quantizer, prepared.blocks, Written(prepared.encoder, partial_folder(dst)))
-    work = _work(prepared, drawn, group)
+        return _follow_rank0(group, quantizer, formats.blocks, Written(formats.encoder, partial_folder(dst)))
+    works = {folder: _work(one, drawn, group) for folder, one in formats.each.items()}
+    work = formats.work(works)
     report = progress if settings is None else without_phase(progress, work.job)  # GPTQ reports its linears
     with writing(work, dst, resume=options.resume, source_check=options.source_check, progress=report) as writer:
-        _write(prepared.blocks, quantizer, writer, writer.written, durable=settings is not None)
-        result = writer.seal()
-        if source.config.run_by is not None:
-            result = run_by_transformers(result, code=source.config.code)
-            prepared = _with_loading(prepared, result)
-        size = weight_size(result)
-        gate, certificate = _check(prepared, result, writer, quantizer, progress)
-        card = model_card_files(prepared, drawn, *size, gate, certificate)
-        manifest = writer.commit(_details(prepared, work, result, writer, gate, certificate), card)
-    found = _result(prepared, drawn, size, gate, certificate, began, manifest)
-    found.notes.extend([*_starved_experts(writer.records, source.config), *writer.notes])
+        _write(formats.blocks, quantizer, writer, writer.written, durable=settings is not None)
+        writer.finish()
+        results = {
+            folder: _proven(one, drawn, works[folder], folder, writer, quantizer, began, progress)
+            for folder, one in formats.each.items()
+        }
+        writer.place()
+    found = together(results, dst, time.monotonic() - began)
+    records = of_folder(next(iter(results)), writer.records)
+    found.notes.extend([*_starved_experts(records, source.config), *writer.notes])
     group.send_from_rank0(found)
     return found
+
+
+def _proven(
+    prepared: Prepared, drawn: Calibration | None, work: Work, folder: str, writer: Writer, quantizer: RtnQuantizer,
+    began: float, progress: Progress,
+) -> QuantizeResult:  # fmt: skip
+    """Check the result in a folder of the output, and complete it with its card and manifest. Raises `QualityError` as
+    `_check` does."""
+    source, records = prepared.source, of_folder(folder, writer.records)
+    result = writer.read_back(folder)
+    if source.config.run_by is not None:
+        result = run_by_transformers(result, code=source.config.code)
+        prepared = _with_loading(prepared, result)
+    size = weight_size(result)
+    gate, certificate = _check(prepared, result, records, quantizer, folder, progress)
+    card = model_card_files(prepared, drawn, *size, gate, certificate)
+    details = _details(prepared, work, result, records, gate, certificate)
+    manifest = writer.add_manifest(details, card, folder)
+    return _result(prepared, drawn, size, gate, certificate, began, manifest)
 
 
 def _result(
@@ -157,15 +181,31 @@ def _result(
 
 def _skipped(prepared: Prepared, group: ProcessGroup, began: float, progress: Progress) -> QuantizeResult:
     """The result that exists. Raises `DestinationError` if it is another one than this job would write."""
-    options, there = prepared.options, Existing.read(prepared.dst, progress)
+    options, formats = prepared.options, Formats.of(prepared)
+    require_folders(prepared.dst, formats.each)
+    there = {folder: Existing.read(one.dst, progress) for folder, one in formats.each.items()}
     if options.size is not None:
-        if (allocation := prepared.recorded_allocation(there.manifest.get(BIT_ALLOCATION))) is None:
-            raise there.differs(BIT_ALLOCATION)
+        existing = there[""]  # a size goes with one format
+        if (allocation := prepared.recorded_allocation(existing.manifest.get(BIT_ALLOCATION))) is None:
+            raise existing.differs(BIT_ALLOCATION)
         prepared = prepared.with_allocation(allocation)
-    known = {"job": "quantize", **_work(prepared, None, group).options}
-    there.require({key: there.manifest.get(key) for key in known}, known)  # before anything takes long
+    for folder, one in Formats.of(prepared).each.items():
+        known = {"job": "quantize", **_work(one, None, group).options}
+        there[folder].require({key: there[folder].manifest.get(key) for key in known}, known)  # first, as it is fast
     prepared, drawn = _settled(prepared, None, SINGLE, progress)  # rank 0 draws for all
-    work = _work(prepared, drawn, group)
+    each = Formats.of(prepared).each.items()
+    results = {folder: _kept(one, drawn, there[folder], group, began, progress) for folder, one in each}
+    found = together(results, prepared.dst, time.monotonic() - began)
+    group.send_from_rank0(found)
+    return found
+
+
+def _kept(
+    prepared: Prepared, drawn: Calibration | None, there: Existing, group: ProcessGroup, began: float,
+    progress: Progress,
+) -> QuantizeResult:  # fmt: skip
+    """One result that exists, with samples that were drawn; see `_skipped`."""
+    options, work = prepared.options, _work(prepared, drawn, group)
     there.require_inputs(work, _planned(prepared, work), source_check=options.source_check, progress=progress)
     accepted, certificate, text = options.accept_quality_loss, None, prepared.certified
     gate = there.passed(Gate if prepared.source.config.measurable else WeightsOnly, "quality", accepted=accepted)
@@ -179,9 +219,7 @@ def _skipped(prepared: Prepared, group: ProcessGroup, began: float, progress: Pr
         prepared = _with_loading(prepared, run_by_transformers(opened, code=prepared.source.config.code))
     size = weight_size(opened)
     there.require_files(work, model_card_files(prepared, drawn, *size, gate, certificate))
-    found = _result(prepared, drawn, size, gate, certificate, began, there.manifest, skipped=True)
-    group.send_from_rank0(found)
-    return found
+    return _result(prepared, drawn, size, gate, certificate, began, there.manifest, skipped=True)
 
 
 def _settled(
@@ -295,37 +333,39 @@ def _machine(device: torch.device) -> dict[str, object]:
 
 
 def _check(
-    prepared: Prepared, result: Checkpoint, writer: Writer, quantizer: RtnQuantizer, progress: Progress
-) -> tuple[Gate | WeightsOnly, PositionCertificate | None]:
+    prepared: Prepared, result: Checkpoint, records: Mapping[str, Mapping[str, Any]], quantizer: RtnQuantizer,
+    folder: str, progress: Progress,
+) -> tuple[Gate | WeightsOnly, PositionCertificate | None]:  # fmt: skip
     """Compare a result with its source; the tensors of a model that cannot be run. Raises `QualityError` if it is too
     far from it, unless that is accepted."""
     source, certified, schemes = prepared.source, prepared.certified, prepared.scheme_map.schemes
     if not source.config.measurable:
-        return weights_only(result, writer.records), None
+        return weights_only(result, records), None
     accepted = prepared.options.accept_quality_loss
     gate = run_gate(
-        source, result, writer.records, requested=schemes, importance=quantizer.importance,
-        progress=in_phase(progress, "gate"),
+        source, result, records, requested=schemes, importance=quantizer.importance,
+        progress=in_phase(progress, phase_of("gate", folder)),
     )  # fmt: skip
     if not accepted:
         require_passed(gate, source, result, prepared.dst)
     if certified is None:
         return gate, None
-    certificate = certified.certificate(source, result, schemes.values(), in_phase(progress, "certificate"))
+    observed = in_phase(progress, phase_of("certificate", folder))
+    certificate = certified.certificate(source, result, schemes.values(), observed)
     if not accepted:
         certificate.require_within(prepared.dst)
     return gate, certificate
 
 
 def _details(
-    prepared: Prepared, work: Work, result: Checkpoint, writer: Writer, gate: Gate | WeightsOnly,
-    certificate: PositionCertificate | None,
+    prepared: Prepared, work: Work, result: Checkpoint, records: Mapping[str, Mapping[str, Any]],
+    gate: Gate | WeightsOnly, certificate: PositionCertificate | None,
 ) -> dict[str, object]:  # fmt: skip
     """The manifest's own part of a quantization."""
     source, accepted = prepared.source, prepared.options.accept_quality_loss
     details: dict[str, object] = {
         **_planned(prepared, work),
-        "quality": gate.to_json(accepted=accepted), "modules": prepared.scheme_map.describe(writer.records),
+        "quality": gate.to_json(accepted=accepted), "modules": prepared.scheme_map.describe(records),
     }  # fmt: skip
     if work.computed_by:
         details["computed_by"] = work.computed_by

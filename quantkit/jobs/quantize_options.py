@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from quantkit.arguments import as_integer, as_path, as_seed, as_string, is_several
+from quantkit.arguments import as_integer, as_path, as_seed, as_string, as_strings, is_several
 from quantkit.calibration.effort import ACTIVATION_MEMORY, EFFORTS, MAX_LENGTH, SAMPLES, SEED, EffortName
 from quantkit.errors import RequestError
 from quantkit.formats.kv_scales import KV_CACHES, KvCacheName
 from quantkit.formats.lora.adapter import Requested, adapter_words
 from quantkit.formats.registry import TargetName
 from quantkit.jobs.option_fields import ADAPTERS, ADAPTERS_HELP, OTHER, IfExists, declared, option, require_valid
-from quantkit.jobs.target import NATIVE, quantized_target
+from quantkit.jobs.target import NATIVE, quantized_targets
 from quantkit.json_values import shown
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 from quantkit.via_transformers import VIAS, Via, require_no_code
@@ -97,7 +97,8 @@ class QuantizeOptions:
         base_model, license: for the model card: the source's name on a hub, ``owner/name``, and a licence as hubs
             spell it; by default what the source's own files say.
         to: ``compressed-tensors`` (the default), ``int-quantized``, ``gptq``, ``awq``, ``mlx`` or ``gguf``; any of
-            them with any `method`.
+            them with any `method`. Several in a list: `dst` gets a folder for each, named after the format, with the
+            files that a run in this format alone writes, from one calibration.
         split_max_size, template, weights, resume, if_exists: as in `convert`.
         dequantize: accept a `src` that is quantized already: its weights are computed in float32, and each is rounded
             once to the model's type, as `convert` does.
@@ -184,7 +185,7 @@ class QuantizeOptions:
     license: str | None = option(
         MODEL_CARD, "License, as hubs spell it: apache-2.0, ... Default: SRC's own.", metavar="ID"
     )
-    to: TargetName | None = option(OUTPUT)
+    to: TargetName | Sequence[TargetName] | None = option(OUTPUT)
     split_max_size: int | None = option(OUTPUT)
     template: str | None = option(OUTPUT)
     resume: bool = option(OUTPUT, default=False, changes_result=False)
@@ -202,6 +203,9 @@ class QuantizeOptions:
         other, as far as this needs no model."""
         require_valid(self)
         object.__setattr__(self, "lora", adapter_words(self.lora))
+        if self.to is not None and not isinstance(self.to, str):
+            names = as_strings("to", self.to)  # an iterator is read once
+            object.__setattr__(self, "to", names[0] if len(names) == 1 else tuple(names))
         as_path("dst", self.dst)
         for value, pattern, name, expected in (
             (self.base_model, HUB_NAME, "base_model", "owner/name"),
@@ -219,13 +223,20 @@ class QuantizeOptions:
             self._check_transformers()
         if self.kv_cache is not None and as_string("kv_cache", self.kv_cache) not in KV_CACHES:
             raise RequestError("unknown value of `kv_cache`", found=self.kv_cache, expected=" or ".join(KV_CACHES))
-        _ = self.target, self.size
+        if len(self.targets) > 1:
+            self._check_several()
+        _ = self.size
         self._check_method()
 
     @cached_property
+    def targets(self) -> list[Target]:
+        """The formats of the result, in the order of their names in `quantkit.formats.registry.targets`."""
+        return quantized_targets(self.to, as_path("dst", self.dst))
+
+    @property
     def target(self) -> Target:
-        """The format of the result."""
-        return quantized_target(self.to, as_path("dst", self.dst))
+        """The format of the result; the first of several."""
+        return self.targets[0]
 
     @cached_property
     def size(self) -> SizeTarget | None:
@@ -246,12 +257,24 @@ class QuantizeOptions:
             if value is not None and value is not False:
                 raise RequestError(f'`{name}` goes with `method="gptq"`')
 
+    def _check_several(self) -> None:
+        names = ", ".join(one.name for one in self.targets)
+        for name in ("target_bits", "max_size"):
+            if getattr(self, name) is not None:
+                raise RequestError(
+                    f"`{name}` goes with one format: sizes differ by format", found=names,
+                    hint="choose the size in one, and convert its result to the others, with the same codes",
+                )  # fmt: skip
+        if self.tensors_only:
+            raise RequestError(f'`tensors_only=True` goes with `to="{NATIVE}"` alone', found=names)
+
     def _check_transformers(self) -> None:
         for name in ("target_bits", "max_size", "certify_positions", "template"):
             if getattr(self, name) is not None:
                 raise RequestError(f'`{name}` does not go with `via="transformers"` yet')
         if self.to not in (None, NATIVE):
-            raise RequestError('`to` does not go with `via="transformers"` yet', found=shown(self.to), expected=NATIVE)
+            found = ", ".join(one.name for one in self.targets)
+            raise RequestError('`to` does not go with `via="transformers"` yet', found=found, expected=NATIVE)
 
     def _check_method(self) -> None:
         if self.method is not None and as_string("method", self.method) not in METHODS:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,8 @@ class QuantizeResult:
         skipped: as in `ConvertResult`.
         effort: of GPTQ; None for rounding.
         kv_cache: of which its scales are written, such as ``fp8``; None for none.
+        formats: the result in each format by name, if several were requested; empty for one. `path` is then the folder
+            of all, `notes` and `seconds` are those of all, and the other fields those of the first.
     """
 
     path: Path
@@ -103,6 +106,7 @@ class QuantizeResult:
     skipped: bool = False
     effort: str | None = None
     kv_cache: str | None = None
+    formats: dict[str, QuantizeResult] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values; ``quality`` and ``positions`` as the manifest has them."""
@@ -111,13 +115,21 @@ class QuantizeResult:
             "quality": self.quality.to_json(accepted=self.accepted),
             "positions": None if self.positions is None else self.positions.to_json(accepted=self.accepted),
             "allocation": None if self.allocation is None else self.allocation.to_json(),
+            "formats": {name: one.to_json() for name, one in self.formats.items()},
         }
-        return asdict(replace(self, allocation=None)) | own
+        return asdict(replace(self, allocation=None, formats={})) | own
 
     def lines(self) -> list[str]:
         """The report for people: one line, with the divergence and the growth of perplexity over all texts of the
         gate together, and those of a certificate; of a size to fit before it what was chosen; and last what would make
-        the model smaller."""
+        the model smaller. Of several formats those of each, and last the size of all."""
+        if self.formats:
+            each = [line for one in self.formats.values() for line in one._lines()]
+            size = size_text(sum(one.weights.output_bytes for one in self.formats.values()))
+            return [*each, f"{_outcome(self)}: {len(self.formats)} formats, {size}, {_time(self.seconds)}"]
+        return self._lines(_time(self.seconds))
+
+    def _lines(self, *more: str) -> list[str]:
         facts = [
             _schemes(self.schemes), *([f"embedding {self.embedding}"] if self.embedding else []),
             *([f"KV cache {self.kv_cache}"] if self.kv_cache else []),
@@ -125,8 +137,18 @@ class QuantizeResult:
         ]  # fmt: skip
         chosen = [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]
         by_position = [] if self.positions is None else self.positions.lines()
-        wrote = f"{_outcome(self)}: {', '.join([*facts, _time(self.seconds)])}"
+        wrote = f"{_outcome(self)}: {', '.join([*facts, *more])}"
         return [*chosen, wrote, *by_position, *self.weights.hints()]
+
+
+def together(results: Mapping[str, QuantizeResult], path: Path, seconds: float) -> QuantizeResult:
+    """The result of a run that took some seconds, given that in each folder of `path`; the key of a single one is
+    ``""``."""
+    first = next(iter(results.values()))
+    if "" in results:
+        return replace(first, seconds=seconds)
+    notes = list(dict.fromkeys(note for one in results.values() for note in one.notes))
+    return replace(first, path=path, seconds=seconds, notes=notes, formats=dict(results))
 
 
 def growth_text(ratio: Estimate) -> str:

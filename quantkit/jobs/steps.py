@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from quantkit.bit_allocation.fit import Fit
 from quantkit.bit_allocation.losses import choice_flops
@@ -12,6 +13,7 @@ from quantkit.calibration.cache_scales import CACHE_SCALES, scale_tokens
 from quantkit.calibration.effort import EFFORTS
 from quantkit.calibration.importance import IMPORTANCE, importance_tokens
 from quantkit.calibration.packaged import PREFIX, ROUNDS
+from quantkit.jobs.formats import Formats
 from quantkit.jobs.prepare import Prepared
 from quantkit.jobs.settings import GptqSettings
 from quantkit.jobs.sizes import WeightSizes
@@ -28,32 +30,35 @@ _TRIED_AGAIN = 1.2  # parts of samples, with those that replace others
 
 
 def quantization_steps(
-    prepared: Prepared, fit: Fit | None, sizes: WeightSizes, checked: int
+    formats: Formats, fit: Fit | None, sizes: Sequence[WeightSizes], checked: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The seconds of each step, in order; and of all with each effort of GPTQ, if it solves.
 
     Args:
         fit: what chooses the schemes, if it does.
-        sizes: of the weights of the source and of the output.
+        sizes: of the weights of the source and of the output in each format.
         checked: tokens on which the source is checked.
     """
+    prepared = formats.first
     settings, config = prepared.settings, prepared.source.config
     speed = Speed(config)
-    steps = _steps(prepared, settings, fit, speed, sizes, checked)
+    steps = _steps(formats, settings, fit, speed, sizes, checked)
     efforts = dict[str, float]()
     if settings is not None:
         for name in EFFORTS:
             own = settings.with_effort(name, prepared.options.length, config)
-            efforts[name] = math.fsum(_steps(prepared, own, fit, speed, sizes, checked).values())
+            efforts[name] = math.fsum(_steps(formats, own, fit, speed, sizes, checked).values())
     return steps, efforts
 
 
 def _steps(
-    prepared: Prepared, settings: GptqSettings | None, fit: Fit | None, speed: Speed, sizes: WeightSizes, checked: int
-) -> dict[str, float]:
+    formats: Formats, settings: GptqSettings | None, fit: Fit | None, speed: Speed, sizes: Sequence[WeightSizes],
+    checked: int,
+) -> dict[str, float]:  # fmt: skip
+    prepared = formats.first
     source, certified, config = prepared.source, prepared.certified, prepared.source.config
     weights = _weights(prepared)
-    writing = speed.writing(sizes.output_bytes, sizes.source_bytes)
+    writing = speed.writing(sum(one.output_bytes for one in sizes), sizes[0].source_bytes)
     measured = measured_tokens(source) if config.measurable else 0
     steps: dict[str, float] = {}
     if settings is None and not config.measurable:
@@ -68,18 +73,27 @@ def _steps(
         tokens = math.prod(scale_tokens(source))
         steps[CACHE_SCALES] = speed.forward(tokens) + speed.rounding(weights, searched=True)
     if settings is None:
-        steps["quantize"] = writing + speed.rounding(weights, searched=True)
+        types = len({spec.dtype for block in formats.blocks for spec in block.tensors if spec.scheme is not None})
+        steps["quantize"] = writing + types * speed.rounding(weights, searched=True)
     else:
         steps["quantize"] = writing + _calibrated(settings, speed)
-    if config.measurable and settings is None:  # which is its own baseline, and so is rounded once more
-        steps["gate"] = speed.forward(measured, models=2) + speed.rounding(weights, searched=True)
-    elif config.measurable:  # the baseline is rounded, and so is each weight that its error is compared with
-        steps["gate"] = speed.forward(measured, models=3) + 2 * speed.rounding(weights, searched=False)
-    if certified is not None:
-        passes = _PASSES_OF_CERTIFICATE * len(certified.windows)
-        attention = speed.products(certified.attention_flops(config))
-        steps["certificate"] = speed.forward(certified.tokens, passes=passes) + attention
+    for folder in formats.each:
+        if config.measurable and settings is None:  # which is its own baseline, and so is rounded once more
+            passed = speed.forward(measured, models=2) + speed.rounding(weights, searched=True)
+            steps[phase_of("gate", folder)] = passed
+        elif config.measurable:  # the baseline is rounded, and so is each weight that its error is compared with
+            passed = speed.forward(measured, models=3) + 2 * speed.rounding(weights, searched=False)
+            steps[phase_of("gate", folder)] = passed
+        if certified is not None:
+            passes = _PASSES_OF_CERTIFICATE * len(certified.windows)
+            attention = speed.products(certified.attention_flops(config))
+            steps[phase_of("certificate", folder)] = speed.forward(certified.tokens, passes=passes) + attention
     return steps
+
+
+def phase_of(check: str, folder: str) -> str:
+    """The phase of a check of the result in a folder of the output; ``""`` is the output itself."""
+    return f"{check} of {folder}" if folder else check
 
 
 def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, float]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from quantkit.arguments import as_integer, as_string
+from quantkit.arguments import as_integer, as_string, as_strings
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, Int8Activations
@@ -62,6 +63,18 @@ def quantized_target(to: str | None, dst: Path) -> Target:
         able = ", ".join(one.name for one in targets().values() if one.codes is not None)
         raise RequestError(f'`to="{found.name}"` is a format of floats', expected=able)
     return found
+
+
+def quantized_targets(to: str | Iterable[str] | None, dst: Path) -> list[Target]:
+    """As what a model is quantized, in the order of `targets`, if one or several formats are requested. Raises
+    `RequestError` for none and for one that is named twice; see also `quantized_target`."""
+    names: list[str | None] = [None] if to is None else [*as_strings("to", to)]
+    if not names:
+        raise RequestError("`to` names no format", expected="a format, or several")
+    if again := next((name for name in names if names.count(name) > 1), None):
+        raise RequestError("`to` names a format twice", found=again)
+    order = list(targets())
+    return sorted((quantized_target(name, dst) for name in names), key=lambda one: order.index(one.name))
 
 
 def shard_bytes(requested: int | None, container: Container) -> int:

@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -157,6 +157,8 @@ def sync_folder(path: Path) -> None:
 class OwnFolder:
     """A folder, accessed by its descriptor, of plain files of one owner: no links, pipes, or hard links elsewhere.
 
+    It may have folders of such files, whose names are ``folder/file``.
+
     Every method raises a `ResumeError` if a name is not such a file, and a `DestinationError` if the system refuses.
     """
 
@@ -169,6 +171,7 @@ class OwnFolder:
             ResumeError: if it is a link, a file, or another user's folder.
         """
         self.path = path
+        self._folders: dict[str, int] = {}
         try:
             self._handle = os.open(path, _FOLDER)
         except OSError as error:
@@ -180,24 +183,40 @@ class OwnFolder:
             self.close()
             raise ResumeError("belongs to another user", path=path, hint="choose another destination")
 
+    def add_folders(self, names: Iterable[str]) -> None:
+        """Let it have folders with these names, which are created if they do not exist."""
+        for name in names:
+            path = self.path / name
+            with destination_errors(path):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=self._handle)
+                try:
+                    self._folders[name] = os.open(name, _FOLDER, dir_fd=self._handle)
+                except OSError as error:
+                    if error.errno in _NO_FOLDER:
+                        raise not_ours(path) from error
+                    raise
+
     def names(self) -> list[str]:
-        """The names in it, sorted."""
+        """The names in it and its folders, sorted; an unknown folder is a name, whatever it contains."""
         with destination_errors(self.path):
-            return sorted(os.listdir(self._handle))
+            found = [name for name in os.listdir(self._handle) if name not in self._folders]
+            inside = [f"{folder}/{name}" for folder, handle in self._folders.items() for name in os.listdir(handle)]
+        return sorted(found + inside)
 
     def size(self, name: str) -> int:
         """The bytes of a file."""
+        handle, own = self._place(name)
         with destination_errors(self.path / name):
-            return self._checked(name, os.stat(name, dir_fd=self._handle, follow_symlinks=False)).st_size
+            return self._checked(name, os.stat(own, dir_fd=handle, follow_symlinks=False)).st_size
 
     def open(self, name: str, *, create: bool = True, buffering: int = -1) -> BinaryIO:
         """Open a file to read and write it from the beginning; its content stays. Without `create`, a missing file is a
         `ResumeError`."""
         path = self.path / name
-        if Path(name).name != name:
-            raise not_ours(path)
+        folder, own = self._place(name)
         try:
-            handle = os.open(name, _FILE | (os.O_CREAT if create else 0), 0o666, dir_fd=self._handle)
+            handle = os.open(own, _FILE | (os.O_CREAT if create else 0), 0o666, dir_fd=folder)
         except OSError as error:
             if error.errno in _NO_FILE or (error.errno == errno.ENOENT and not create):
                 raise not_ours(path) from error
@@ -219,29 +238,41 @@ class OwnFolder:
 
     def remove(self, name: str) -> None:
         """Remove a file, a link, or a folder with its content."""
+        handle, own = self._place(name)
         with destination_errors(self.path / name):
-            if stat.S_ISDIR(os.stat(name, dir_fd=self._handle, follow_symlinks=False).st_mode):
-                shutil.rmtree(name, dir_fd=self._handle)
+            if stat.S_ISDIR(os.stat(own, dir_fd=handle, follow_symlinks=False).st_mode):
+                shutil.rmtree(own, dir_fd=handle)
             else:
-                os.unlink(name, dir_fd=self._handle)
+                os.unlink(own, dir_fd=handle)
 
     def is_at(self, path: Path) -> bool:
-        """Whether a path, which is no link itself, leads to this folder."""
+        """Whether a path, which is no link itself, leads to this folder, which still has its folders."""
+        places = {path: self._handle, **{path / name: handle for name, handle in self._folders.items()}}
         try:
-            return os.path.samestat(path.lstat(), os.fstat(self._handle))
+            return all(os.path.samestat(place.lstat(), os.fstat(handle)) for place, handle in places.items())
         except OSError:
             return False
 
     def sync(self) -> None:
         """Wait until the names in it are on disk."""
         with destination_errors(self.path):
-            os.fsync(self._handle)
+            for handle in (*self._folders.values(), self._handle):
+                os.fsync(handle)
 
     def close(self) -> None:
-        """Close the descriptor; it may be called more than once."""
+        """Close the descriptors; it may be called more than once."""
+        while self._folders:
+            os.close(self._folders.popitem()[1])
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+
+    def _place(self, name: str) -> tuple[int, str]:
+        """The descriptor of the folder that has a file, and the file's name there."""
+        folder, _, own = name.rpartition("/")
+        if Path(own).name != own or folder not in {"", *self._folders}:
+            raise not_ours(self.path / name)
+        return self._folders.get(folder, self._handle), own
 
     def _checked(self, name: str, found: os.stat_result) -> os.stat_result:
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_uid != self._owner:

@@ -51,7 +51,7 @@ class Staging:
 
     def __init__(
         self, dst: Path, fingerprint: Mapping[str, Any], needed_bytes: int, *, resume: bool,
-        spare_bytes: int = SPACE_MARGIN, files: Sequence[str] | None = None,
+        spare_bytes: int = SPACE_MARGIN, files: Sequence[str] | None = None, folders: Collection[str] = (),
     ) -> None:  # fmt: skip
         """Create the partial folder, or open that of an interrupted run.
 
@@ -62,6 +62,7 @@ class Staging:
             resume: continue an interrupted run, if there is one.
             spare_bytes: of the disk that must stay free.
             files: of an output that is no folder: they are renamed to the folder of `dst`, in this order.
+            folders: in an output that is a folder.
 
         Raises:
             RequestError: if `dst` cannot be the name of an output.
@@ -83,6 +84,7 @@ class Staging:
             self._sweep()
             entries = self._entries_of(json.loads(json.dumps(fingerprint)))
             self.entries = [entry for entry in entries if ENTRY not in entry]
+            self.folder.add_folders(folders)
             if self._placed is not None:
                 self._placed.take_back(self.folder, entries)
                 self._placed.require_absent()
@@ -254,8 +256,10 @@ def interrupted_fingerprint(dst: Path) -> dict[str, Any]:
 
 def require_finished(model: Path, manifest: str) -> None:
     """Raise a `CheckpointError` if a folder, or the folder of a file, is an unfinished output, which has no manifest
-    yet."""
+    yet, or a folder in one."""
     folder = model.parent if model.is_file() else model
+    if folder.parent.name.endswith(PARTIAL) and os.path.isfile(folder.parent / JOURNAL):
+        folder = folder.parent
     renamed = not folder.name.endswith(PARTIAL) and os.path.isfile(folder / manifest)
     if renamed or not os.path.isfile(folder / JOURNAL):
         return

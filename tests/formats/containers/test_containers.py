@@ -85,6 +85,9 @@ class LoudEncoder:
     def files(self) -> Sequence[str]:
         return [FILE]
 
+    def canonical_name(self, index: int) -> str:
+        return self.planned[index].name
+
     def encode(self, index: int, value: Tensor | QuantTensor) -> Iterator[Chunk]:
         assert isinstance(value, Tensor)
         if index == 0:

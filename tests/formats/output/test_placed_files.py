@@ -46,6 +46,9 @@ class Bytes:
     def total_bytes(self) -> int:
         return 32 * COUNT
 
+    def canonical_name(self, index: int) -> str:
+        return self.planned[index].name
+
     def files(self) -> Sequence[str]:
         return self._names
 

@@ -1,0 +1,106 @@
+"""Several results of one run, each in a folder of the output: written by one encoder that combines theirs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from quantkit.formats.codecs.codec import Weight
+from quantkit.formats.container import Chunk, Encoder
+from quantkit.tensors.spec import TensorSpec
+
+_Value = TypeVar("_Value")
+
+
+class FoldersEncoder(Encoder):
+    """Encodes the tensors of several results. Its files are ``folder/file``, and its tensors ``folder/name``; each
+    encoder gets its own tensors in its own order."""
+
+    def __init__(self, planned: Sequence[tuple[str, TensorSpec]], encoders: Mapping[str, Encoder]) -> None:
+        """
+        Args:
+            planned: the tensors of all encoders, each with its folder, in the order in which they are encoded.
+            encoders: by folder.
+
+        Raises:
+            ValueError: if the tensors of a folder are not those that its encoder plans, in this order.
+        """
+        self._encoders = dict(encoders)
+        self.planned = [replace(spec, name=in_folder(folder, spec.name)) for folder, spec in planned]
+        self._places: list[tuple[str, int]] = []
+        counts = Counter[str]()
+        for folder, spec in planned:
+            if encoders[folder].planned[counts[folder]].name != spec.name:
+                raise ValueError(f"{folder}: '{spec.name}' is not tensor number {counts[folder]}")
+            self._places.append((folder, counts[folder]))
+            counts[folder] += 1
+        if any(counts[folder] != len(encoder.planned) for folder, encoder in encoders.items()):
+            raise ValueError("some tensors of a folder are not planned")
+
+    @property
+    def rearranges(self) -> bool:
+        return any(encoder.rearranges for encoder in self._encoders.values())
+
+    @property
+    def joined_bytes(self) -> int:
+        return max(encoder.joined_bytes for encoder in self._encoders.values())
+
+    @property
+    def holds(self) -> bool:
+        return any(encoder.holds for encoder in self._encoders.values())
+
+    def total_bytes(self) -> int:
+        return sum(encoder.total_bytes() for encoder in self._encoders.values())
+
+    def files(self) -> Sequence[str]:
+        return [in_folder(folder, name) for folder, encoder in self._encoders.items() for name in encoder.files()]
+
+    def canonical_name(self, index: int) -> str:
+        folder, number = self._places[index]
+        return self._encoders[folder].canonical_name(number)
+
+    def headers(self) -> Mapping[str, bytes]:
+        return joined({folder: encoder.headers() for folder, encoder in self._encoders.items()})
+
+    def encode(self, index: int, value: Weight) -> Iterator[Chunk]:
+        folder, number = self._places[index]
+        for name, data in self._encoders[folder].encode(number, value):
+            yield in_folder(folder, name), data
+
+    def decode(self, index: int, folder: Path) -> Weight:
+        own, number = self._places[index]
+        return self._encoders[own].decode(number, folder / own)
+
+    def finish(self) -> Iterator[Chunk]:
+        for folder, encoder in self._encoders.items():
+            for name, data in encoder.finish():
+                yield in_folder(folder, name), data
+
+    def state(self) -> Any:
+        return {folder: encoder.state() for folder, encoder in self._encoders.items()}
+
+    def restore(self, state: Any) -> None:
+        for folder, encoder in self._encoders.items():
+            encoder.restore(state[folder])
+
+    def extra_files(self) -> dict[str, bytes]:
+        return joined({folder: encoder.extra_files() for folder, encoder in self._encoders.items()})
+
+
+def in_folder(folder: str, name: str) -> str:
+    """The name of a file, or of a tensor, in a folder of an output; ``""`` is the output itself."""
+    return f"{folder}/{name}" if folder else name
+
+
+def of_folder(folder: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Values by the names in a folder, of those by the names in the output."""
+    start = in_folder(folder, "")
+    return {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
+
+
+def joined(by_folder: Mapping[str, Mapping[str, _Value]]) -> dict[str, _Value]:
+    """Values by the names in the output, of those by the names in each folder."""
+    return {in_folder(folder, name): value for folder, own in by_folder.items() for name, value in own.items()}
