@@ -1,9 +1,10 @@
-"""Train a tiny language model of an architecture that quantkit has no decoder for, to measure quantization on.
+"""Train a tiny language model to measure quantization on: mostly of architectures that quantkit has no decoder for.
 
     python scripts/train_tiny.py NAME TEXT OUT [--steps 1500] [--seed 0]
 
-NAME is `hybrid` (Qwen3.5: gated delta nets between attention layers) or `experts` (GLM-4.5: shared and routed experts).
-The tokenizer is that of the packaged model. The same steps and seed give the same model on the same machine.
+NAME is `hybrid` (Qwen3.5: gated delta nets between attention layers), `experts` (GLM-4.5: shared and routed experts) or
+`wide` (Qwen3, whose widths 256 divides, as GGUF's K-quants need). The tokenizer is that of the packaged model. The same
+steps and seed give the same model on the same machine.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "linear_value_head_dim": 32,
         },
     ),
+    "wide": ("qwen3", {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 8, "intermediate_size": 512}),
     "experts": (
         "glm4_moe",
         {
