@@ -225,6 +225,8 @@ class Backend:
 
     def unsupported_reason(self, scheme: QuantScheme, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why it does not support this case; None if it does."""
+        if scheme.of_small_floats:
+            return "multiplies integers"
         return None if dtype.is_floating_point else f"activations are {dtype}"
 
     def rounding(self, dtype: torch.dtype) -> Rounding:

@@ -48,6 +48,8 @@ class CpuBackend(Backend):
             return "runs on CPUs"
         if dtype not in _DTYPES:
             return f"activations are {dtype}"
+        if scheme.of_small_floats:
+            return "multiplies integers"
         if scheme.group_size is not None and scheme.group_size % _COLUMNS:
             return f"group size is not a multiple of {_COLUMNS}"
         try:

@@ -52,7 +52,8 @@ class TritonBackend(Backend):
             return "runs on GPUs"
         if dtype not in _DTYPES:
             return f"activations are {dtype}"
-        if not (scheme == QuantScheme(8, None) or (scheme.bits == 4 and scheme.group_size in _GROUPS)):
+        of_int4 = scheme.bits == 4 and scheme.group_size in _GROUPS and not scheme.of_small_floats
+        if not (scheme == QuantScheme(8, None) or of_int4):
             return "serves int8 per row, and int4 in groups of 32, 64 or 128"
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
+from quantkit.model.shared_scales import SharedScales
 from quantkit.quality.bounds import REPEATABLE, coarsest, weight_bound
 from quantkit.solver.columns import TORCH, ColumnKernels
 from quantkit.solver.gptq import DAMPING, Damped, GptqReport, SingularError, solve
@@ -21,7 +22,7 @@ from quantkit.solver.grid import max_divided_elements
 from quantkit.solver.rounding import round_to_nearest
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import times
-from quantkit.tensors.qtensor import QuantTensor, relative_error, row_chunks
+from quantkit.tensors.qtensor import QuantTensor, concatenated, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
 
 _NOISE = 3.0  # damping, in mean diagonals, for one token per input
@@ -45,12 +46,14 @@ class Result:
 @dataclass(frozen=True)
 class GroupSolver:
     """Quantizes linears to schemes by name, given sums over their shared inputs. Each process of a group solves its
-    share of the rows, and all receive all rows; the kernels are for the device of the linears."""
+    share of the rows, and all receive all rows; the kernels are for the device of the linears, and `shared` are the
+    outer scales of NVFP4."""
 
     schemes: Mapping[str, QuantScheme]
     scale_dtype: torch.dtype
     group: ProcessGroup
     kernels: ColumnKernels = TORCH
+    shared: SharedScales | None = None
 
     def solve(
         self, linears: Mapping[str, nn.Linear], statistics: HessianAccumulator, *, outputs: bool
@@ -65,7 +68,7 @@ class GroupSolver:
             by_scheme[self.schemes[name]].append(name)
         weights = {scheme: _stacked([linears[name] for name in names]) for scheme, names in by_scheme.items()}
         try:
-            solved = self._solve_rows(weights, statistics, outputs=outputs)
+            solved = self._solve_rows(weights, linears, statistics, outputs=outputs)
         except SingularError as error:
             fallback = {"fallback": str(error)}
             return {name: self.round(name, linear.weight, fallback) for name, linear in linears.items()}
@@ -89,8 +92,13 @@ class GroupSolver:
 
     def round(self, name: str, weight: Tensor, record: Mapping[str, object]) -> Result:
         """A linear's weight [O, I] rounded to nearest."""
-        quantized, solver = round_to_nearest(weight, self.schemes[name], self.scale_dtype, lambda _: self.kernels)
+        quantized, solver = round_to_nearest(
+            weight, self.schemes[name], self.scale_dtype, lambda _: self.kernels, outer=self._outer(name)
+        )
         return Result.of(quantized.to("cpu"), weight, {"solver": solver, **record})
+
+    def _outer(self, name: str) -> Tensor | None:
+        return None if self.shared is None else self.shared.of(name)
 
     def error_bound(self, quantized: QuantTensor, weight: Tensor) -> float:
         """The largest relative error of a weight [O, I] that `verify` accepts on every machine."""
@@ -101,8 +109,9 @@ class GroupSolver:
         return coarsest(self.schemes.values())
 
     def _solve_rows(
-        self, weights: Mapping[QuantScheme, Tensor], statistics: HessianAccumulator, *, outputs: bool
-    ) -> dict[QuantScheme, tuple[QuantTensor, GptqReport]]:
+        self, weights: Mapping[QuantScheme, Tensor], linears: Mapping[str, nn.Linear], statistics: HessianAccumulator,
+        *, outputs: bool,
+    ) -> dict[QuantScheme, tuple[QuantTensor, GptqReport]]:  # fmt: skip
         """GPTQ on all rows [O, I] of each scheme."""
         parts = {scheme: (rows[self.group.share(len(rows))], len(rows)) for scheme, rows in weights.items()}
         hessian, paired, drift, pairs = statistics.release(self.group)
@@ -126,11 +135,26 @@ class GroupSolver:
         found = {}
         for scheme, (part, total) in parts.items():
             target = targets.pop(scheme, None)
-            rows, report = solve(part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels)
+            nearest = self._start(scheme, linears, damped.diagonal) if scheme.of_small_floats else None
+            rows, report = solve(
+                part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels, start=nearest
+            )
             error, energy = (self.group.join(one, total).cpu() for one in (report.error, report.energy))
             joined = rows.map(partial(self._joined, total))
             found[scheme] = joined.to("cpu"), GptqReport(report.damping, report.dead_columns, error, energy)
         return found
+
+    def _start(self, scheme: QuantScheme, linears: Mapping[str, nn.Linear], importance: Tensor) -> QuantTensor:
+        """This process's share of the rows of a scheme, rounded to nearest."""
+        rounded = [
+            round_to_nearest(
+                linear.weight, scheme, self.scale_dtype, lambda _: self.kernels, importance, self._outer(name)
+            )[0]
+            for name, linear in linears.items() if self.schemes[name] == scheme
+        ]  # fmt: skip
+        found = concatenated(rounded)
+        share = self.group.share(len(found.codes))
+        return found.rows(share.start, share.stop)
 
     def _joined(self, total: int, rows: Tensor) -> Tensor:
         """All rows of a tensor, of which each process has its share; floats of 16 bits travel as float32."""

@@ -73,7 +73,8 @@ class LockstepQuantizer(RtnQuantizer):
             if spec.scheme is not None
         }
         open_ = {module for module in self._solved_by_samples() if module not in stored}
-        solver = GroupSolver(self.schemes, DType(self.source.config.dtype).torch, SINGLE, column_kernels(_CPU))
+        dtype = DType(self.source.config.dtype).torch
+        solver = GroupSolver(self.schemes, dtype, SINGLE, column_kernels(_CPU), self.shared)
         streams = _Streams(self, solver, written, stored)
         spill = Spill(written.folder / SCRATCH, self.memory_bytes)
         try:

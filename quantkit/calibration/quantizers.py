@@ -32,6 +32,7 @@ from quantkit.memory import malloc_trim, set_mmap_threshold
 from quantkit.model.cache_rounding import CacheMaxima
 from quantkit.model.column_kernels import column_kernels
 from quantkit.model.load import floats_of
+from quantkit.model.shared_scales import SharedScales
 from quantkit.progress import Progress, in_phase, silent
 from quantkit.solver.rounding import Importance, round_to_nearest
 from quantkit.tensors.dtypes import DType
@@ -82,6 +83,7 @@ class RtnQuantizer:
         importance: returns that of the inputs of linears; called once, before the first of these is rounded to int4.
         cache_sample: returns the tokens [B, T] for the scales of a KV cache, if the output has any; called at most
             once.
+        shared: the outer scales of NVFP4; None if no linear is to have some.
     """
 
     source: Checkpoint
@@ -89,6 +91,7 @@ class RtnQuantizer:
     allow_nonfinite: bool
     importance: Callable[[], Importance] = dict
     cache_sample: Callable[[], Tensor] | None = None
+    shared: SharedScales | None = None
     progress: Progress = silent
     _done: frozenset[str] = field(default=frozenset(), init=False)
     _importance: Importance = field(default_factory=dict, init=False)
@@ -153,8 +156,8 @@ class RtnQuantizer:
             keep = "leave the scheme of the embedding out, and `allow_nonfinite=True` leaves it as it is"
         hint = f"it cannot be quantized; repair the source, or {keep}"
         checked_cast(weight, weight.dtype, spec.name, path, allow_nonfinite=False, hint=hint)
-        importance = self._importance.get(module)
-        quantized, solver = round_to_nearest(weight, spec.scheme, spec.dtype.torch, column_kernels, importance)
+        importance, outer = self._importance.get(module), None if self.shared is None else self.shared.of(module)
+        quantized, solver = round_to_nearest(weight, spec.scheme, spec.dtype.torch, column_kernels, importance, outer)
         result = Result.of(quantized, weight, {"solver": solver})
         self._uses[spec] -= 1
         if self._uses[spec] > 0:
@@ -228,7 +231,8 @@ class GptqQuantizer(RtnQuantizer):
             with exact_float32():
                 if self._stop:
                     kernels = column_kernels(self.device)
-                    self._solver = GroupSolver(self.schemes, DType(config.dtype).torch, self.group, kernels)
+                    dtype = DType(config.dtype).torch
+                    self._solver = GroupSolver(self.schemes, dtype, self.group, kernels, self.shared)
                     own = tokens[self.group.share(len(tokens))]
                     self._streams = Streams(self.source, own, store, self.device, self.effort, self._embedding())
                 yield

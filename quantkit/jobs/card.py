@@ -23,7 +23,7 @@ from quantkit.calibration.documents import TextSource
 from quantkit.calibration.effort import EFFORTS, SAMPLES, SEED
 from quantkit.formats.checkpoint import active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
-from quantkit.formats.codecs.compressed_tensors import read_here_alone
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors, read_here_alone
 from quantkit.formats.lora.adapter import adapter_words, requested_adapters
 from quantkit.jobs.labels import base_model, file_name, known_name, layer_names, model_name
 from quantkit.jobs.option_fields import command_words, declared
@@ -75,14 +75,23 @@ def model_card_files(
         known=known_name(source, base) is not None, version=__version__, config=source.config,
         settings=prepared.settings, drawn=drawn, allocation=allocation, embedding=chosen.embedding,
         size=size_text(weight_bytes), picture=PICTURE, bits_per_weight=bits_per_weight, significant=significant,
-        kv_cache=prepared.options.kv_cache, adapters=_adapters(prepared.options), command=command, recipe=recipe,
-        gate=gate, certificate=certificate, **readers, **_layers(prepared), **_calibration(prepared, drawn),
-        **_quality(prepared, gate), **_positions(certificate),
+        small_floats=_SMALL_FLOATS, activations=prepared.activations, kv_cache=prepared.options.kv_cache,
+        adapters=_adapters(prepared.options), command=command, recipe=recipe, gate=gate, certificate=certificate,
+        **readers, **_layers(prepared), **_calibration(prepared, drawn), **_quality(prepared, gate),
+        **_positions(certificate),
     )  # fmt: skip
     files = {NAME: text.encode()}
     if allocation is not None:
         files[PICTURE] = picture(allocation).encode()
     return files
+
+
+_SMALL_FLOATS = {
+    "fp8": "8-bit floats (e4m3), one scale for each row",
+    "fp8-block": "8-bit floats (e4m3), one scale for each 128 rows and as many columns",
+    "mxfp4": "4-bit floats (e2m1), one power of two for each group of 32 weights",
+    "nvfp4": "4-bit floats (e2m1), one 8-bit float for each group of 16 weights, and a float for each matrix",
+}
 
 
 @functools.cache
@@ -215,7 +224,8 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
     here_alone = read_here_alone(method, chosen.assigned, tied=config.tied_embeddings)
     return {
         "symmetric": symmetric, "native": native, "unread": unread, "readers": readers, "read_here_alone": here_alone,
-        "has_int8": any(scheme.bits != 4 for scheme in chosen.schemes.values()),
+        "not_on_cpu": method.not_on_cpu(chosen.schemes.values()) if isinstance(method, CompressedTensors) else None,
+        "has_int4": any(scheme.bits == 4 and not scheme.of_small_floats for scheme in chosen.schemes.values()),
         "in_transformers": not here_alone and (unread is None if native else "transformers" in readers),
         "auto_class": _CAUSAL if config.run_by is None else auto_class(prepared.source.extra_config),
     }  # fmt: skip

@@ -10,6 +10,7 @@ from quantkit.calibration.lockstep_quantizer import LockstepQuantizer
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.jobs.prepare import Prepared
 from quantkit.jobs.settings import GptqSettings
+from quantkit.model.shared_scales import SharedScales
 from quantkit.progress import Progress
 from quantkit.via_transformers.forward import passage_of
 from quantkit.via_transformers.sites import find_sites
@@ -59,6 +60,7 @@ def lockstep_quantizer(
         source, drawn, prepared.scheme_map.schemes, passage_of(source), prepared.survey,
         memory_bytes=settings.memory_bytes, effort=settings.effort_on(source.config, drawn.tokens.shape),
         allow_nonfinite=prepared.options.allow_nonfinite, progress=progress,
+        shared=SharedScales(source, prepared.scheme_map.schemes),
     )  # fmt: skip
 
 

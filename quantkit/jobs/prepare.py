@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import unread_experts
 from quantkit.architectures.names import EMBEDDING
-from quantkit.architectures.topology import Parameter, linear_columns
+from quantkit.architectures.topology import Parameter, linear_columns, parameters
 from quantkit.arguments import as_path, as_strings
 from quantkit.bit_allocation.allocation import Allocation, units
 from quantkit.bit_allocation.fit import Fit
@@ -50,9 +50,10 @@ from quantkit.jobs.target import (
 )
 from quantkit.jobs.weights_only import kept_parts, kept_recurrent
 from quantkit.progress import Progress
+from quantkit.tensors.activations import InputRounding
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.recipe import Recipe
-from quantkit.tensors.scheme import QuantScheme, Scales
+from quantkit.tensors.scheme import TILE, QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 from quantkit.via_transformers.forward import open_to_run, passage_of
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 
 BIT_ALLOCATION = "bit_allocation"
 """The key of the schemes chosen for a size in the manifest, and in the journal of an interrupted run."""
+_FP4_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,21 @@ class Prepared:
         """Whether errors are weighted by the importance of inputs: of fewer bits than 8, if the model can be run."""
         schemes = (scheme for module, scheme in self.scheme_map.schemes.items() if module != EMBEDDING)
         return self.settings is None and self.source.config.measurable and any(scheme.bits < 8 for scheme in schemes)
+
+    @property
+    def inputs(self) -> dict[str, InputRounding]:
+        """How readers round the inputs of linears, by module; none where they stay floats."""
+        method = self.target.method
+        if not isinstance(method, CompressedTensors):
+            return {}
+        found = {module: method.inputs(scheme) for module, scheme in self.scheme_map.linears.items()}
+        return {module: one for module, one in found.items() if one is not None}
+
+    @property
+    def activations(self) -> dict[str, str]:
+        """The types of these inputs, by scheme of the linears."""
+        schemes = self.scheme_map.schemes
+        return {str(schemes[module]): str(one.activations) for module, one in self.inputs.items()}
 
     @cached_property
     def blocks(self) -> list[TensorBlock]:
@@ -288,10 +305,25 @@ def _assigned(
         notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
     if native and (unread := unread_experts(source.config, scheme_map.schemes)):
         notes.append(f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does")
+    packed = (one for one in scheme_map.schemes.values() if one.of_small_floats and one.bits == _FP4_BITS)
+    small = sorted({str(one) for one in packed})
+    if small and source.config.dtype != DType.BFLOAT16:
+        loading = "transformers decodes it to bfloat16 alone (seen in 5.23); load it with `dtype=torch.bfloat16`"
+        notes.append(f"{dst}: {' and '.join(small)}: {loading}")
+    if tiled := [one.module for one in parameters(source.config) if _is_cut_tile(one, scheme_map.schemes)]:
+        notes.append(f"{dst}: vLLM does not fuse linears whose rows {TILE} does not divide (seen in 0.32): {tiled[0]}")
     if scheme_map.embedding is not None and isinstance(target.method, CompressedTensors):
         tied, here_alone = source.config.tied_embeddings, source.config.run_by is not None
         notes.append(f"{dst}: {target.method.unread_embedding(tied=tied, here_alone=here_alone)}")
     return scheme_map, notes
+
+
+def _is_cut_tile(parameter: Parameter, schemes: Mapping[str, QuantScheme]) -> bool:
+    """Whether a weight that runtimes fuse with others ends in a part of a tile."""
+    scheme = schemes.get(parameter.module) if parameter.leaf == "weight" else None
+    tiled = scheme is not None and scheme.scales is Scales.TILES
+    fused = parameter.linear is not None and parameter.linear.fused is not None
+    return tiled and fused and bool(parameter.shape[0] % TILE)
 
 
 def _require_held(schemes: Mapping[str, QuantScheme], target: Target, source: Checkpoint) -> None:

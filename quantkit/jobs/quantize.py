@@ -40,8 +40,11 @@ from quantkit.jobs.steps import phase_of
 from quantkit.jobs.target import NATIVE
 from quantkit.jobs.weights_only import within_bounds
 from quantkit.model.column_kernels import kernels_name
+from quantkit.model.rounded_inputs import RoundedInputs
+from quantkit.model.shared_scales import SharedScales
 from quantkit.progress import Progress, deduplicated, in_phase, without_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.manifest_check import ACTIVATIONS
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.weights_only import WeightsOnly, carried_tensors, weights_only
 from quantkit.tensors.products import compute_dtype
@@ -166,7 +169,7 @@ def _result(
     certificate: PositionCertificate | None, began: float, manifest: dict[str, Any], *, skipped: bool = False,
 ) -> QuantizeResult:  # fmt: skip
     notes = [
-        *prepared.source.notes, *prepared.notes, *prepared.target.container.notes(prepared.output),
+        *prepared.source.notes, *prepared.notes, *_rounded_inputs(prepared),
         *_accepted(prepared.dst, gate, certificate),
     ]  # fmt: skip
     embedding = prepared.scheme_map.embedding
@@ -177,6 +180,15 @@ def _result(
         certificate, prepared.allocation, skipped, None if prepared.settings is None else prepared.settings.effort,
         prepared.options.kv_cache,
     )  # fmt: skip
+
+
+def _rounded_inputs(prepared: Prepared) -> list[str]:
+    """A note where readers of the result round the inputs of linears."""
+    if not prepared.activations:
+        return []
+    types = " and ".join(dict.fromkeys(prepared.activations.values()))
+    measured = "and so does the gate" if prepared.source.config.runnable else "figures here are of the weights alone"
+    return [f"{prepared.dst}: readers round the inputs of linears to {types}, {measured}"]
 
 
 def _skipped(prepared: Prepared, group: ProcessGroup, began: float, progress: Progress) -> QuantizeResult:
@@ -259,8 +271,9 @@ def _with_loading(prepared: Prepared, result: Checkpoint) -> Prepared:
 
 def _quantizer(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup, progress: Progress) -> RtnQuantizer:
     source, settings, allow_nonfinite = prepared.source, prepared.settings, prepared.options.allow_nonfinite
+    shared = SharedScales(source, prepared.scheme_map.schemes)
     if settings is None or drawn is None:
-        quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite, progress=progress)
+        quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite, shared=shared, progress=progress)
         if prepared.is_weighted and group.is_rank0:
             observed, linears = in_phase(progress, IMPORTANCE), prepared.scheme_map.linears
             importance = partial(input_importance, source, prepared.tokenizer, linears=linears, progress=observed)
@@ -277,7 +290,7 @@ def _quantizer(prepared: Prepared, drawn: Calibration | None, group: ProcessGrou
     return GptqQuantizer(
         source, drawn, prepared.scheme_map.schemes, device=settings.device, memory_bytes=settings.memory_bytes,
         effort=settings.effort_on(source.config, drawn.tokens.shape), allow_nonfinite=allow_nonfinite, group=group,
-        progress=progress,
+        progress=progress, shared=shared,
     )  # fmt: skip
 
 
@@ -294,6 +307,8 @@ def _work(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) ->
         recorded["run_by"] = source.config.run_by
     if prepared.target.name != NATIVE:
         recorded["to"] = prepared.target.name
+    if prepared.activations:
+        recorded[ACTIVATIONS] = prepared.activations
     if options.dequantize:
         recorded["dequantize"] = True
     recorded |= prepared.adapters
@@ -342,8 +357,9 @@ def _check(
     if not source.config.measurable:
         return weights_only(result, records), None
     accepted = prepared.options.accept_quality_loss
+    inputs = prepared.inputs if source.config.runnable else {}  # transformers runs the weights alone
     gate = run_gate(
-        source, result, records, requested=schemes, importance=quantizer.importance,
+        source, result, records, requested=schemes, importance=quantizer.importance, inputs=inputs,
         progress=in_phase(progress, phase_of("gate", folder)),
     )  # fmt: skip
     if not accepted:
@@ -351,7 +367,7 @@ def _check(
     if certified is None:
         return gate, None
     observed = in_phase(progress, phase_of("certificate", folder))
-    certificate = certified.certificate(source, result, schemes.values(), observed)
+    certificate = certified.certificate(source, RoundedInputs(result, inputs), schemes.values(), observed)
     if not accepted:
         certificate.require_within(prepared.dst)
     return gate, certificate

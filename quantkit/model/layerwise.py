@@ -22,6 +22,7 @@ from quantkit.model.decoder import Block, Step, final_logits, rms_norm, scaled_e
 from quantkit.model.linear import float32_linears
 from quantkit.model.load import BLOCK_PREFIX, float_parameter, meta_init
 from quantkit.model.rope import Rotary
+from quantkit.model.rounded_inputs import as_multiplied
 from quantkit.model.tensor_parallel import TensorParallel
 from quantkit.progress import Progress, silent
 
@@ -134,7 +135,7 @@ def head_logits(checkpoint: Checkpoint, hidden: Sequence[Tensor], *, group: Proc
     processes of a group share it as in `layerwise_hidden`."""
     tp = TensorParallel(checkpoint, group)
     head = tp.checkpoint.load(stored_name(tp.checkpoint, "lm_head.weight"))
-    logits = float32_linears(hidden, head)
+    logits = float32_linears([as_multiplied(checkpoint, "lm_head", one) for one in hidden], head)
     del head  # the largest tensor there is, and with two models at hand there are two
     return [final_logits(tp.gather_logits(one), checkpoint.config) for one in logits]
 
@@ -172,6 +173,7 @@ class OffloadedLinear(nn.Module):
         """[1, N, I] or [N, I] float32 to as many rows of O."""
         if self._observe is not None:
             self._observe(self._name, x)
+        x = as_multiplied(self._checkpoint, self._name, x)
         weight = self._checkpoint.load(self._name + ".weight")
         whole = x.dim() == 3 and x.shape[1] == sum(self._lengths)
         parts = torch.split(x, self._lengths, dim=1) if whole else [x]

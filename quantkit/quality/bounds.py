@@ -17,6 +17,7 @@ from quantkit.data.files import gate_texts
 from quantkit.formats.checkpoint import Checkpoint, parameter_count
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.quality.measures import Quality, text_windows
+from quantkit.tensors import float_codes
 from quantkit.tensors.qtensor import QuantTensor, frobenius, quantize_rtn, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
 
@@ -138,7 +139,11 @@ def _row_norms(matrix: Tensor) -> Tensor:
 def _step_error(value: QuantTensor) -> float:
     """The relative error of a weight if its values were distributed evenly between its steps."""
     rows, columns = value.shape
-    squares = value.scale.double().square().sum().item() * (columns // value.scale.shape[1]) / 12
+    if value.scheme.of_small_floats:
+        gaps = float_codes.gaps(value.codes, value.scheme.codes).view(*value.scale.shape, -1)
+        squares = gaps.mul_(value.steps.unsqueeze(-1)).double().square().sum().item() / 12
+    else:
+        squares = value.scale.double().square().sum().item() * (columns // value.scale.shape[1]) / 12
     norm = 0.0
     for start, stop in row_chunks(rows, columns):
         norm = math.hypot(norm, frobenius(value.rows(start, stop).dequantize()))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from quantkit.architectures.names import EMBEDDING
 from quantkit.errors import QualityError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView, schemes
 from quantkit.model.column_kernels import column_kernels
+from quantkit.model.rounded_inputs import RoundedInputs
+from quantkit.model.shared_scales import SharedScales
 from quantkit.progress import Progress, silent
 from quantkit.quality.bounds import (
     BOUNDS,
@@ -30,9 +33,10 @@ from quantkit.quality.figures import Estimate, read_record, rounded
 from quantkit.quality.measures import Windows, tallies
 from quantkit.quality.transcoded import equal_as_numbers, row_pieces
 from quantkit.solver.rounding import Importance, round_to_nearest
+from quantkit.tensors.activations import InputRounding
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import ROUNDED, QuantTensor, Solver, quantize_rtn, relative_error
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -159,7 +163,7 @@ class Gate:
 def run_gate(
     source: Checkpoint, result: Checkpoint, records: Mapping[str, Mapping[str, Any]], *,
     requested: Mapping[str, QuantScheme] | None = None, importance: Callable[[], Importance] = dict,
-    progress: Progress = silent,
+    inputs: Mapping[str, InputRounding] = MappingProxyType({}), progress: Progress = silent,
 ) -> Gate:  # fmt: skip
     """Compare a quantized model with its source on texts that are not for calibration.
 
@@ -175,13 +179,14 @@ def run_gate(
         requested: the scheme of each module; None is the result's own, which may have smaller groups that repeat a
             scale.
         importance: returns what `RtnQuantizer` rounded the result with.
+        inputs: how runtimes round the inputs of linears, by module; the result and its baseline are run so too.
 
     Raises:
         NonFiniteError: if a model's logits are NaN or Inf.
     """
     assigned = schemes(result) if requested is None else requested
     has_cache = result.kv_cache is not None and source.kv_cache is None
-    others = [result]
+    others: list[Checkpoint] = [result]
     if not schemes(source):
         scale_dtype = result.info(f"{next(iter(assigned))}.weight").dtype
         solvers = {record.get("solver") for record in records.values() if record}
@@ -191,6 +196,7 @@ def run_gate(
             others.append(RtnBaseline(source, assigned, scale_dtype))
         elif has_cache:
             others.append(rounded_again)  # the result with floats in its cache
+    others = [RoundedInputs(one, inputs) for one in others] if inputs else others
     bound = scheme_bound(assigned.values())
     measured = measured_windows(source)
     lost = tallies(source, others, [Windows.of(windows) for _, windows in measured.values()], progress=progress)
@@ -294,7 +300,7 @@ class RtnBaseline(CheckpointView):
         """
         super().__init__(source)
         self._scale_dtype, self._importance = scale_dtype or DType(source.config.dtype), importance
-        self._assigned = {}
+        self._shared, self._assigned = SharedScales(source, assigned), {}
         for module, scheme in assigned.items():
             if scheme.bits == 4 and (scheme.group_size is None or scheme.group_size > _COARSEST):
                 columns = source.info(module + ".weight").shape[1]
@@ -310,14 +316,16 @@ class RtnBaseline(CheckpointView):
         scheme = self._assigned.get(module)
         if scheme is None:
             return self._source.load(name, part)
-        by_rows = part is None or part.axis == 0  # which have the same groups
+        tiled = scheme.scales is Scales.TILES
+        by_rows = not tiled and (part is None or part.axis == 0)  # which have the same groups
         value = self._source.load(name, part if by_rows else None)
         if isinstance(value, Tensor):
-            scale_dtype = self._scale_dtype.torch
+            scale_dtype, outer = self._scale_dtype.torch, self._shared.of(module)
             if self._importance is None:
-                value = quantize_rtn(value, scheme, scale_dtype)
+                value = quantize_rtn(value, scheme, scale_dtype, outer)
             else:
-                value, _ = round_to_nearest(value, scheme, scale_dtype, column_kernels, self._importance.get(module))
+                weights = self._importance.get(module)
+                value, _ = round_to_nearest(value, scheme, scale_dtype, column_kernels, weights, outer)
         return value if part is None or by_rows else part.of_weight(value)
 
 

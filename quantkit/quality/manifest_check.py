@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from quantkit.architectures.names import EMBEDDING
 from quantkit.errors import CheckpointError, QualityError, RequestError, UnsupportedError
 from quantkit.formats import manifest
-from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.formats.output.destination import manifest_path
 from quantkit.formats.output.staging import require_finished
+from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.bounds import REPEATABLE, measured_windows
 from quantkit.quality.figures import manifest_or_empty
@@ -24,7 +26,11 @@ from quantkit.quality.measures import perplexity_estimates
 from quantkit.quality.positions import PositionCertificate
 from quantkit.quality.transcoded import Exact
 from quantkit.quality.weights_only import WeightsOnly, require_as_recorded
+from quantkit.tensors.activations import Activations, InputRounding
 from quantkit.via_transformers.forward import run_by_transformers, why_not_run
+
+ACTIVATIONS = "activations"
+"""The key of the manifest with the types that runtimes round the inputs of linears to, by scheme of these."""
 
 
 def neither_true_nor_false(report: object) -> NoReturn:
@@ -176,7 +182,8 @@ def recheck(
     measured = measured_windows(checkpoint) if checkpoint.config.measurable else {}
     texts = {name: windows for name, (digest, windows) in measured.items() if (name, digest) in known}
     in_one_phase = in_phase(progress, "perplexity")
-    figures = perplexity_estimates(checkpoint, list(texts.values()), progress=in_one_phase) if texts else []
+    run = RoundedInputs(checkpoint, inputs) if (inputs := measured_inputs(made, checkpoint, model)) else checkpoint
+    figures = perplexity_estimates(run, list(texts.values()), progress=in_one_phase) if texts else []
     perplexities = {name: figure.value for name, figure in zip(texts, figures, strict=True)}
     checks = [TextCheck(one, perplexities.get(one.text)) for one in recorded.texts if checkpoint.config.measurable]
     for one in checks:
@@ -190,6 +197,24 @@ def recheck(
         if failure is not None:
             raise failure
     return checks
+
+
+def measured_inputs(made: Mapping[str, Any], checkpoint: Checkpoint, model: Path) -> dict[str, InputRounding]:
+    """How the inputs of linears were rounded when a model was measured, by module. Raises `CheckpointError` if the
+    manifest states it in another form."""
+    stated = made.get(ACTIVATIONS, {})
+    if not checkpoint.config.runnable or not stated:
+        return {}
+    try:
+        by_scheme = {name: Activations(found) for name, found in stated.items()}
+    except (AttributeError, ValueError) as error:
+        raise CheckpointError(f"{ACTIVATIONS} is not by scheme", path=manifest_path(model), found=stated) from error
+    linears = {module: scheme for module, scheme in schemes(checkpoint).items() if module != EMBEDDING}
+    found = {
+        module: InputRounding.of(by_scheme.get(str(scheme), Activations.NONE), scheme)
+        for module, scheme in linears.items()
+    }
+    return {module: one for module, one in found.items() if one is not None}
 
 
 def failed_certificate(model: Path) -> str | None:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quantkit.solver.grid import Grid, search_scales
+from quantkit.tensors import float_codes
 from quantkit.tensors.products import times
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import Codes, QuantScheme
 
 PANEL_COLUMNS = 256
 
 
 SearchScales = Callable[[Tensor, Tensor, QuantScheme, torch.dtype], tuple[Tensor, Tensor | None]]
 """As `grid.search_scales`."""
+Rounds = Callable[[Tensor, Tensor | None, int], None]
+"""Rounds what codes should be to codes less their zero point, in place; takes zero points and the number of codes."""
 ColumnStep = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int, Tensor, Tensor], None]
 """Takes start, wanted or inverse, ratios, columns, scale, zero, levels, size, codes and errors; see `ColumnKernels`."""
 
@@ -52,26 +56,26 @@ class ColumnKernels:
 
 def _round_in_turn(
     start: Tensor, wanted: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None, levels: int,
-    size: int, codes: Tensor, errors: Tensor,
+    size: int, codes: Tensor, errors: Tensor, *, round_: Rounds | None = None,
 ) -> None:  # fmt: skip
-    start = start.clone()
+    start, round_ = start.clone(), round_ or _round_
     for i, column in enumerate(columns.tolist()):
         group = column // size
         code = torch.div(start[i], scale[group], out=codes[column])
-        _round_(code, None if zero is None else zero[group], levels)
+        round_(code, None if zero is None else zero[group], levels)
         torch.addcmul(wanted[i], code, scale[group], value=-1, out=errors[i])
         start[i + 1 :].addr_(ratios[i, i + 1 :], errors[i])
 
 
 def _improve_in_turn(
     start: Tensor, inverse: Tensor, ratios: Tensor, columns: Tensor, scale: Tensor, zero: Tensor | None, levels: int,
-    size: int, codes: Tensor, errors: Tensor,
+    size: int, codes: Tensor, errors: Tensor, *, round_: Rounds | None = None,
 ) -> None:  # fmt: skip
-    start, factors = start.clone(), inverse.tolist()
+    start, factors, round_ = start.clone(), inverse.tolist(), round_ or _round_
     for i, column in enumerate(columns.tolist()):
         group, code = column // size, codes[column]
         best = torch.add(code, start[i] / scale[group], alpha=factors[i])
-        _round_(best, None if zero is None else zero[group], levels)
+        round_(best, None if zero is None else zero[group], levels)
         torch.sub(code, best, out=errors[i]).mul_(scale[group])
         code.copy_(best)
         start[i + 1 :].addr_(ratios[i, i + 1 :], errors[i])
@@ -87,6 +91,16 @@ def _round_(steps: Tensor, zero: Tensor | None, levels: int) -> None:
 
 TORCH = ColumnKernels(search_scales, _round_in_turn, _improve_in_turn, 64)
 """A few calls of torch for each column, on any device."""
+
+
+def small_float_kernels(kind: Codes) -> ColumnKernels:
+    """As `TORCH`, for codes that are small floats, which stand in `codes` by their values; there is no zero point."""
+
+    def round_(steps: Tensor, zero: Tensor | None, levels: int) -> None:
+        steps.copy_(float_codes.rounded(steps, kind))
+
+    in_turn, improve = partial(_round_in_turn, round_=round_), partial(_improve_in_turn, round_=round_)
+    return ColumnKernels(search_scales, in_turn, improve, TORCH.max_columns)
 
 
 def solve_codes(

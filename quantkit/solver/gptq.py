@@ -12,16 +12,17 @@ triangular, so that most operations multiply parts of their rows, which are cont
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import NonFiniteError
 from quantkit.solver.block_grid import refit_blocks, search_blocks
-from quantkit.solver.columns import TORCH, ColumnKernels, descend, solve_codes
-from quantkit.solver.grid import Grid, weights_at_once
+from quantkit.solver.columns import TORCH, ColumnKernels, descend, small_float_kernels, solve_codes
+from quantkit.solver.grid import ENDLESS, Grid, weights_at_once
 from quantkit.solver.refit import refit_scales
+from quantkit.tensors import float_codes
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor, concatenated
 from quantkit.tensors.scheme import QuantScheme, Scales
@@ -118,7 +119,7 @@ class Damped:
 
 def solve(
     weight: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype, *, target: Tensor | None = None,
-    kernels: ColumnKernels = TORCH,
+    kernels: ColumnKernels = TORCH, start: QuantTensor | None = None,
 ) -> tuple[QuantTensor, GptqReport]:  # fmt: skip
     """Quantize a layer so that its outputs on the calibration inputs change least.
 
@@ -129,6 +130,7 @@ def solve(
         scale_dtype: dtype the scales are stored in.
         target: the weights [O, I] to approximate, if not `weight`; see `Damped.divide`.
         kernels: for the device.
+        start: the weight rounded to nearest, for schemes in small floats: its scales are kept.
 
     Raises:
         NonFiniteError: if the weight holds NaN or Inf.
@@ -138,9 +140,11 @@ def solve(
     rows, columns = weight.shape
     step = max(1, weights_at_once(weight.device) // columns)
     parts = []
-    for start in range(0, max(rows, 1), step):
-        wanted = (weight if target is None else target)[start : start + step].float().t().contiguous()
-        if scheme.scales is Scales.FLOATS:
+    for first in range(0, max(rows, 1), step):
+        wanted = (weight if target is None else target)[first : first + step].float().t().contiguous()
+        if start is not None:
+            parts.append(_solve_small_floats(wanted, hessian, start.rows(first, first + step)))
+        elif scheme.scales is Scales.FLOATS:
             parts.append(_solve_rows(wanted, hessian, scheme, scale_dtype, kernels))
         else:
             parts.append(_solve_blocks(wanted, hessian, scheme, kernels))
@@ -175,6 +179,27 @@ def _solve_rows(
     return found, error, energy
 
 
+def _solve_small_floats(wanted: Tensor, hessian: Damped, start: QuantTensor) -> tuple[QuantTensor, Tensor, Tensor]:
+    """`_solve_rows` for small floats, on the scales of `start`, by torch alone."""
+    kind, steps = start.scheme.codes, start.steps.t().contiguous()
+    grid = Grid(torch.where(steps == 0, ENDLESS, steps), None, start.scheme, len(wanted) // len(steps))
+    kernels = small_float_kernels(kind)
+    values, _ = solve_codes(wanted, hessian.factor, grid, hessian.order, kernels)
+    values, _ = descend(wanted, values, hessian.matrix, grid, hessian.order, kernels)
+    found = replace(start, codes=float_codes.encoded(values.t().contiguous(), kind))
+    return found, *_errors(grid.values(values).sub_(wanted), wanted, hessian)
+
+
+def _errors(missing: Tensor, wanted: Tensor, hessian: Damped) -> tuple[Tensor, Tensor]:
+    """The squared error of the outputs of each row, and the squared outputs, for weights [I, O] less their targets."""
+    added = hessian.matrix.diagonal() - hessian.diagonal  # by damping, not by inputs
+    error, energy = (
+        (times(hessian.matrix, one).mul_(one).sum(0, dtype=torch.float64) - added @ one.square()).clamp_(min=0)
+        for one in (missing, wanted)
+    )
+    return error, energy
+
+
 def _solve_blocks(
     wanted: Tensor, hessian: Damped, scheme: QuantScheme, kernels: ColumnKernels
 ) -> tuple[QuantTensor, Tensor, Tensor]:
@@ -193,12 +218,7 @@ def _solve_blocks(
     scales = refit_blocks(codes, scales, refit)
     grid = Grid.of_blocks(scales, scheme, len(wanted))
     codes, _ = descend(wanted, codes, hessian.matrix, grid, hessian.order, kernels)
-    missing = grid.values(codes).sub_(wanted)
-    added = hessian.matrix.diagonal() - hessian.diagonal  # by damping, not by inputs
-    error, energy = (
-        (times(hessian.matrix, one).mul_(one).sum(0, dtype=torch.float64) - added @ one.square()).clamp_(min=0)
-        for one in (missing, wanted)
-    )
+    error, energy = _errors(grid.values(codes).sub_(wanted), wanted, hessian)
     middle = scheme.levels // 2 if scheme.symmetric else 0
     unsigned = (codes + middle).to(torch.uint8).t().contiguous()
     return QuantTensor.of_blocks(unsigned, scales, scheme), error, energy

@@ -19,7 +19,8 @@ FINE = (-0.025, -0.0125, 0.0125, 0.025)
 """The distances of finer steps from the best coarse one."""
 _LESS = 1 - 1e-6  # steps of both signs often have equal losses except for rounding: the first is kept
 MIN_TILE_ROWS = 16
-_ENDLESS = 1e30
+ENDLESS = 1e30
+"""A step with which all codes are zero."""
 
 WEIGHTS_AT_ONCE = 1 << 22
 _DIVIDED_AT_ONCE = 1 << 23
@@ -71,7 +72,7 @@ class Grid:
     def of_blocks(cls, scales: BlockScales, scheme: QuantScheme, columns: int) -> Grid:
         """The grid of scales [O, G] as blocks of GGUF hold them. A step of zero is so long that all codes are zero."""
         steps, offsets = scales.steps.t(), scales.offsets
-        steps = torch.where(steps == 0, _ENDLESS, steps).contiguous()
+        steps = torch.where(steps == 0, ENDLESS, steps).contiguous()
         minimum = None if offsets is None else offsets.t().contiguous()
         zero = None if minimum is None else torch.zeros_like(steps)
         return cls(steps, zero, scheme, columns // len(steps), minimum)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quantkit.solver.block_grid import search_blocks
 from quantkit.solver.columns import TORCH, ColumnKernels
+from quantkit.solver.float_search import quantize_small_floats
 from quantkit.tensors.qtensor import (
     CACHED_ELEMENTS,
     QuantTensor,
@@ -30,7 +31,7 @@ SEARCHED_ELEMENTS = 1 << 24
 
 def round_to_nearest(
     weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, kernels_of: Callable[[torch.device], ColumnKernels],
-    importance: Tensor | None = None,
+    importance: Tensor | None = None, outer: Tensor | None = None,
 ) -> tuple[QuantTensor, str]:  # fmt: skip
     """A rounded weight, and what manifests call its solver.
 
@@ -42,7 +43,11 @@ def round_to_nearest(
         scale_dtype: dtype the scales are stored in.
         kernels_of: returns the kernels of a device; not called for int8, since they may have to be compiled.
         importance: [I] float32, positive: how much the errors of an input's weights count; None is all the same.
+        outer: float32 [1] of NVFP4, see `quantize_rtn`.
     """
+    solver = Solver.SEARCHED if importance is None else Solver.WEIGHTED
+    if scheme.of_small_floats and scheme.bits == 4:
+        return quantize_small_floats(weight, scheme, importance, outer), solver
     if scheme.bits == 8:
         return quantize_rtn(weight, scheme, scale_dtype), Solver.ROUNDING
     kernels = kernels_of(weight.device)
@@ -50,7 +55,7 @@ def round_to_nearest(
         found = quantize_searched(weight, scheme, scale_dtype, kernels, importance)
     else:
         found = _searched_blocks(weight, scheme, kernels, importance)
-    return found, Solver.SEARCHED if importance is None else Solver.WEIGHTED
+    return found, solver
 
 
 def quantize_searched(

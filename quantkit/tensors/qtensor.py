@@ -10,6 +10,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from quantkit.tensors import float_codes
 from quantkit.tensors.block_scales import BlockScales
 from quantkit.tensors.scheme import QuantScheme, Scales
 
@@ -33,18 +34,21 @@ _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class QuantTensor:
-    """A weight matrix as integer codes: ``w[o, i] = scale[o, g] * (codes[o, i] - zero[o, g])``; in GGUF's blocks
-    ``w[o, i] = outer[o, s] * scale[o, g] * codes[o, i] - outer_minimum[o, s] * minimum[o, g]``.
+    """A weight matrix as codes: ``w[o, i] = scale[o, g] * (codes[o, i] - zero[o, g])``; in GGUF's blocks
+    ``w[o, i] = outer[o, s] * scale[o, g] * codes[o, i] - outer_minimum[o, s] * minimum[o, g]``; or as small floats:
+    ``w[o, i] = step[o, g] * value(codes[o, i])``, see `steps`.
 
     Attributes:
-        codes: [O, I] uint8, each below ``2 ** bits``.
+        codes: [O, I] uint8, each below ``2 ** bits``; small floats as their bits.
         scale: [O, G] float16, bfloat16 or float32, as the file stores it, or an integer if there is an outer
             one.
         zero: [O, G] uint8, or None for a symmetric scheme, whose zero point is ``2 ** (bits - 1)`` everywhere, and for
             one with minima.
         scheme: bits, group size and symmetry; G is ``scheme.groups(I)``.
         minimum: [O, G] like `scale`, for asymmetric schemes in blocks of GGUF; None for others.
-        outer, outer_minimum: [O, S] float16 scales of scales and of minima, for schemes with such; None for others.
+        outer, outer_minimum: [O, S] float16 scales of scales and of minima, for schemes with such; None for others. Of
+            NVFP4 `outer` is [O, 1] float32, equal in all rows, and scales are float16 here, which has all e4m3 numbers;
+            of MXFP4 they are float32.
 
     Raises:
         ValueError: if a shape or dtype contradicts the scheme.
@@ -70,6 +74,10 @@ class QuantTensor:
         asymmetric = not self.scheme.symmetric
         self._require("zero", self.zero, expected, torch.uint8, there=asymmetric and floats)
         self._require("minimum", self.minimum, expected, self.scale.dtype, there=asymmetric and not floats)
+        if self.scheme.of_small_floats:
+            there = self.scheme.scales is Scales.NESTED
+            self._require("outer", self.outer, (expected[0], 1), torch.float32, there=there)
+            return
         outer = expected[0], self.codes.shape[1] // self.scheme.unit
         self._require("outer", self.outer, outer, torch.float16, there=nested)
         self._require("outer_minimum", self.outer_minimum, outer, torch.float16, there=nested and asymmetric)
@@ -89,7 +97,7 @@ class QuantTensor:
     @property
     def block_scales(self) -> BlockScales | None:
         """The scales of a weight in blocks of GGUF; None for others."""
-        if self.scheme.scales is Scales.FLOATS:
+        if self.scheme.scales is Scales.FLOATS or self.scheme.of_small_floats:
             return None
         return BlockScales(self.scale, self.minimum, self.outer, self.outer_minimum)
 
@@ -102,7 +110,8 @@ class QuantTensor:
         zero, blocks = None if self.zero is None else change(self.zero), self.block_scales
         if blocks is not None:
             return QuantTensor.of_blocks(change(self.codes), blocks.map(change), self.scheme)
-        return QuantTensor(change(self.codes), change(self.scale), zero, self.scheme)
+        outer = None if self.outer is None else change(self.outer)
+        return QuantTensor(change(self.codes), change(self.scale), zero, self.scheme, outer=outer)
 
     def rows(self, start: int, stop: int) -> QuantTensor:
         """Some output rows, as views."""
@@ -137,16 +146,27 @@ class QuantTensor:
             return QuantTensor.of_blocks(codes, blocks.map(part), scheme)
         groups = torch.arange(start, stop, scheme.group_size, device=codes.device) // self.scheme.group_size
         zero = None if self.zero is None else self.zero[:, groups]
-        return QuantTensor(codes, self.scale[:, groups], zero, scheme)
+        return QuantTensor(codes, self.scale[:, groups], zero, scheme, outer=self.outer)
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same codes on another device."""
         return self.map(lambda tensor: tensor.to(device))
 
+    @property
+    def steps(self) -> Tensor:
+        """What codes less their zero points are multiplied with, [O, G] float32; of NVFP4 the scale over the outer one,
+        rounded to float32, as in compressed-tensors."""
+        if self.scheme.scales is Scales.NESTED and self.outer is not None:
+            return self.scale.float() / self.outer
+        return self.scale.float() if self.block_scales is None else self.block_scales.steps
+
     def dequantize(self) -> Tensor:
         """The weights [O, I] in float32. This product, rounded once, is the truth."""
         rows, columns = self.shape
         groups = self.scale.shape[1]
+        if self.scheme.of_small_floats:
+            values = float_codes.values(self.codes, self.scheme.codes).view(rows, groups, -1)
+            return values.mul_(self.steps.unsqueeze(-1)).view(rows, columns)
         values = self.codes.view(rows, groups, -1).float()
         if (blocks := self.block_scales) is not None and (offsets := blocks.offsets) is not None:
             return values.mul_(blocks.steps.unsqueeze(-1)).sub_(offsets.unsqueeze(-1)).view(rows, columns)
@@ -184,7 +204,9 @@ def cast_scales(value: QuantTensor, *dtypes: torch.dtype) -> QuantTensor | None:
     return QuantTensor(value.codes, scale, value.zero, value.scheme)
 
 
-def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> QuantTensor:
+def quantize_rtn(
+    weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, outer: Tensor | None = None
+) -> QuantTensor:
     """Round each weight to the nearest code of scales that span the groups, all arithmetic in float32.
 
     Symmetric scales spread the largest magnitude of a group over ``(levels - 1) / 2`` steps; asymmetric ones spread its
@@ -194,8 +216,12 @@ def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) 
     Args:
         weight: [O, I], any float dtype, finite.
         scheme: the group size must divide I.
-        scale_dtype: dtype the scales are stored in.
+        scale_dtype: dtype the scales are stored in; MXFP4 and NVFP4 have types of their scales.
+        outer: float32 [1], the float32 of NVFP4, which weights that are multiplied as one must share; None is the
+            weight's.
     """
+    if scheme.of_small_floats:
+        return small_floats(weight, *float_codes.spanning_scales(weight, scheme, scale_dtype, outer), scheme)
     if scheme.scales is not Scales.FLOATS:
         chunks = row_chunks(weight.shape[0], weight.shape[1], CACHED_ELEMENTS)
         return concatenated([_rounded_in_blocks(weight[slice(*part)], scheme) for part in chunks])
@@ -217,6 +243,16 @@ def quantize_rtn(weight: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) 
         grid = (grouped / wide).round_().add_(offset).clamp_(0, scheme.levels - 1)
         codes[start:stop] = grid.view(stop - start, columns).to(torch.int16)  # torch is slow from floats to bytes
     return QuantTensor(codes, scale, zero, scheme)
+
+
+def small_floats(weight: Tensor, scale: Tensor, outer: Tensor | None, scheme: QuantScheme) -> QuantTensor:
+    """A weight [O, I] rounded to the nearest small floats of given scales [O, G], and of an outer one [O, 1]."""
+    steps = scale.float() if outer is None else scale.float() / outer
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    for start, stop in row_chunks(len(weight), weight.shape[1], CACHED_ELEMENTS):
+        grouped = weight[start:stop].float().view(stop - start, scale.shape[1], -1)
+        codes[start:stop] = float_codes.nearest(grouped, steps[start:stop].unsqueeze(-1), scheme.codes).flatten(1)
+    return QuantTensor(codes, scale, None, scheme, outer=outer)
 
 
 def _rounded_in_blocks(weight: Tensor, scheme: QuantScheme) -> QuantTensor:

@@ -25,11 +25,27 @@ class Scales(StrEnum):
     FLOATS = "floats"  # a float; an integer zero point
     BLOCKS = "blocks"  # a float16; a float16 minimum: GGUF's Q5_0, Q4_1 and Q5_1
     SUPER_BLOCKS = "super-blocks"  # integers, times a float16 for 256 weights; a minimum likewise: GGUF's K-quants
+    TILES = "tiles"  # a float for `TILE` rows and as many columns
+    POWERS = "powers"  # a power of two, of MXFP4 (OCP Microscaling Formats 1.0)
+    NESTED = "nested"  # a float8 e4m3 over a float32 of the whole tensor, of NVFP4
+
+
+class Codes(StrEnum):
+    """What codes are: integers with equal steps, or small floats."""
+
+    INTEGERS = "integers"
+    E2M1 = "e2m1"  # a sign, 2 bits of exponent, 1 of mantissa: 0 to 6
+    E4M3 = "e4m3"  # torch's float8_e4m3fn: 0 to 448
+
+
+TILE = 128
+"""The rows, and the columns, that share a scale; see `Scales.TILES`."""
 
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How one weight matrix [O, I] is held as integers: ``w = scale * (code - zero)``, or ``scale * code - minimum``.
+    """How one weight matrix [O, I] is held as integers: ``w = scale * (code - zero)``, or ``scale * code - minimum``;
+    or as small floats: ``w = scale * code``.
 
     Checkpoints that others made may have any that can be constructed; users are offered those of `SCHEMES`.
 
@@ -38,6 +54,7 @@ class QuantScheme:
         group_size: inputs that share a scale; ``None`` means one scale per row.
         symmetric: the zero point is fixed at ``2 ** (bits - 1)``; otherwise each group stores its own, or a minimum.
         scales: how scales are held.
+        codes: what codes are; small floats are symmetric.
 
     Raises:
         RequestError: for other bits, a group size that is no multiple of 8, or values of other types.
@@ -47,13 +64,14 @@ class QuantScheme:
     group_size: int | None
     symmetric: bool = True
     scales: Scales = Scales.FLOATS
+    codes: Codes = Codes.INTEGERS
 
     def __post_init__(self) -> None:
         require_flags(symmetric=self.symmetric)
         object.__setattr__(self, "bits", as_integer("bits", self.bits))
         if self.group_size is not None:
             object.__setattr__(self, "group_size", as_integer("group_size", self.group_size))
-        expected = (4, 8) if self.scales is Scales.FLOATS else (3, 4, 5, 6)
+        expected = (4, 8) if self.scales is Scales.FLOATS or self.of_small_floats else (3, 4, 5, 6)
         if self.bits not in expected:
             one_of = " or ".join(map(str, expected))
             raise RequestError("bits per weight are not supported", found=self.bits, expected=one_of)
@@ -76,20 +94,30 @@ class QuantScheme:
             raise RequestError(f"{name} needs a group size: {name.replace('int4', 'int4-g128')}")
         if name in GGUF_SCHEMES:
             return GGUF_SCHEMES[name]
-        known = {**GGUF_SCHEMES, **SCHEMES}
+        if name in FLOAT_SCHEMES:
+            return FLOAT_SCHEMES[name]
+        known = {**GGUF_SCHEMES, **FLOAT_SCHEMES, **SCHEMES}
         near = [found for text in (name, name.replace("_", "-")) for found in difflib.get_close_matches(text, known, 1)]
         raise RequestError(
             "unknown quantization scheme", found=shown(text),
-            expected=f"{SPELLINGS}; int4 also with zero points: int4-g128-asym; for GGUF also {GGUF_SPELLINGS}",
+            expected=f"{SPELLINGS}; int4 also with zero points: int4-g128-asym; {', '.join(FLOAT_SCHEMES)};"
+            f" for GGUF also {GGUF_SPELLINGS}",
             hint=f"did you mean {near[0]}?" if near else None,
         )  # fmt: skip
 
     def __str__(self) -> str:
+        if self.of_small_floats:
+            return _FLOAT_NAMES[self.scales]
         if self.scales is not Scales.FLOATS:
             kind = "k" if self.scales is Scales.SUPER_BLOCKS else f"{int(not self.symmetric)}"
             return f"q{self.bits}_{kind}"
         group = "" if self.group_size is None else f"-g{self.group_size}"
         return f"int{self.bits}{group}{'' if self.symmetric else '-asym'}"
+
+    @property
+    def of_small_floats(self) -> bool:
+        """Whether codes are small floats, whose steps differ."""
+        return self.codes is not Codes.INTEGERS
 
     @property
     def levels(self) -> int:
@@ -145,10 +173,13 @@ class QuantScheme:
 
         The policy for rows that the group size does not divide: the largest smaller group of 128, 64 or 32 that does;
         if none does, int8 per row. No layer is left unquantized for its shape. A K-quant that 256 does not divide
-        becomes what llama.cpp takes instead: Q4_0, Q5_0, Q5_1, or Q8_0 as int8 in groups of 32.
+        becomes what llama.cpp takes instead: Q4_0, Q5_0, Q5_1, or Q8_0 as int8 in groups of 32. Of small floats, those
+        of 8 bits become FP8 per row, those of 4 bits int8 per row.
         """
         if columns % self.unit == 0:
             return self
+        if self.of_small_floats:
+            return FP8 if self.bits == 8 else QuantScheme(8, None)
         if self.scales is not Scales.FLOATS:
             return _K_FALLBACKS.get(self.bits, self) if columns % 32 == 0 else QuantScheme(8, None)
         assert self.group_size is not None
@@ -170,6 +201,15 @@ _BLOCKS = (Q3_K, Q4_K, Q5_K, Q6_K, Q4_1, Q5_0, Q5_1)
 GGUF_SCHEMES = {**{str(one): one for one in (*_BLOCKS, Q8_0)}, "q4_0": Q4_0, "q8_0": Q8_0}
 """Those that a user may request for GGUF, by name."""
 GGUF_SPELLINGS = "q3_k, q4_k, q5_k, q6_k, q4_0, q4_1, q5_0, q5_1, q8_0"
+FP8 = QuantScheme(8, None, codes=Codes.E4M3)
+FP8_BLOCK = QuantScheme(8, TILE, True, Scales.TILES, Codes.E4M3)
+MXFP4 = QuantScheme(4, 32, True, Scales.POWERS, Codes.E2M1)
+NVFP4 = QuantScheme(4, 16, True, Scales.NESTED, Codes.E2M1)
+_FLOAT_NAMES = {
+    Scales.FLOATS: "fp8", Scales.TILES: "fp8-block", Scales.POWERS: "mxfp4", Scales.NESTED: "nvfp4",
+}  # fmt: skip
+FLOAT_SCHEMES = {_FLOAT_NAMES[one.scales]: one for one in (FP8, FP8_BLOCK, MXFP4, NVFP4)}
+"""Those in small floats that a user may request for compressed-tensors, by name; there are no kernels for them here."""
 _K_FALLBACKS = {3: Q4_0, 4: Q5_0, 5: Q5_1, 6: Q8_0}
 EMBEDDING_SCHEME = SCHEMES["int8"]
 """What embeddings are quantized to: a scale for each token, as each has one row."""

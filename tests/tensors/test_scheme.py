@@ -58,7 +58,7 @@ def test_schemes_are_read(text: str, expected: QuantScheme) -> None:
 
 
 BAD = ["", "int", "int2", "int16", "int4-", "int4-g", "int4g128", "int4-128", "g128", "int4-g-8", "int4-asym-g32",
-       "int4-g32-sym", "int4-g32 asym", "fp8", "int4-g1e2", "w4a16", "int8 int4", "int8-asym", "int8-g128", "int4-g16",
+       "int4-g32-sym", "int4-g32 asym", "fp4", "int4-g1e2", "w4a16", "int8 int4", "int8-asym", "int8-g128", "int4-g16",
        "int4-g256"]  # fmt: skip
 
 

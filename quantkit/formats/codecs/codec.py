@@ -13,7 +13,7 @@ from quantkit.formats.codecs.layout import Claims, Layout
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
-from quantkit.tensors.scheme import QuantScheme, Scales
+from quantkit.tensors.scheme import Codes, QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -231,21 +231,21 @@ class ReadAsFloats:
     scheme = None
 
     def __init__(self, codec: ReadCodec) -> None:
-        self._codec = codec
+        self.codec = codec
         self._coded: TensorSpec | None = None
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
-        found = self._codec.spec(raw, expected)
+        found = self.codec.spec(raw, expected)
         if found.scheme is None:
             return found
         self._coded = found
         return TensorSpec(found.name, found.shape, expected.dtype, stored_as=str(found.scheme))
 
     def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
-        return self._codec.parts(raw, self._coded or spec)
+        return self.codec.parts(raw, self._coded or spec)
 
     def decode(self, raw: RawModule, spec: TensorSpec, part: TensorSlice | None = None) -> torch.Tensor:
-        value = self._codec.decode(raw, self._coded or spec, part)
+        value = self.codec.decode(raw, self._coded or spec, part)
         return value.floats(spec.dtype.torch) if isinstance(value, qtensor.QuantTensor) else value
 
 
@@ -257,15 +257,19 @@ class CodeFormat:
         schemes: to which weights can be rounded that it cannot store exactly; none if it is only read.
         scale_dtype: the type of all scales; None if they may have the model's.
         scales: how scales may be held.
+        codes: what codes may be.
     """
 
     name: str
     schemes: tuple[QuantScheme, ...] = ()
     scale_dtype: DType | None = None
     scales: frozenset[Scales] = frozenset({Scales.FLOATS})
+    codes: frozenset[Codes] = frozenset({Codes.INTEGERS})
 
     def other_scales(self, scheme: QuantScheme) -> Reason | None:
-        """Why the format does not hold scales as a scheme has them; None if it does."""
+        """Why the format does not hold codes and scales as a scheme has them; None if it does."""
+        if scheme.codes not in self.codes:
+            return Reason("its codes are small floats", found=scheme, expected=", ".join(map(str, self.schemes)))
         if scheme.scales in self.scales:
             return None
         return Reason("its scales are those of GGUF's blocks", found=scheme, expected=", ".join(map(str, self.schemes)))

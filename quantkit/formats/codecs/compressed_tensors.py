@@ -14,6 +14,7 @@ from quantkit.architectures.names import is_embedding
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs.codec import Codec, QuantMethod, Reason, Runtime, Schemes, unread
+from quantkit.formats.codecs.compressed_floats import SmallFloats
 from quantkit.formats.codecs.compressed_weights import (
     FP4,
     INT8,
@@ -27,18 +28,20 @@ from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, b
 from quantkit.formats.codecs.small_floats import FLOAT8
 from quantkit.formats.codecs.targets import NO_MATCH, Deadline, Targets, spellings
 from quantkit.json_values import Settings, shown
+from quantkit.tensors.activations import Activations, InputRounding
 from quantkit.tensors.dtypes import DType
-from quantkit.tensors.scheme import SCHEMES, QuantScheme
+from quantkit.tensors.scheme import FLOAT_SCHEMES, FP8, MXFP4, NVFP4, SCHEMES, TILE, Codes, QuantScheme, Scales
 
 KV_CACHE_SCHEME = "kv_cache_scheme"
 """The key of the settings with the scheme of a quantized key/value cache."""
 
 _MAX_GROUPS = 64
-_PACK, _INT, _DENSE = "pack-quantized", "int-quantized", "dense"
+_PACK, _INT, _DENSE, _MIXED = "pack-quantized", "int-quantized", "dense", "mixed-precision"
 _OF_BYTES = (_INT, "naive-quantized")
 _OF_FLOATS = ("float-quantized", "naive-quantized")  # read as floats, see `dequantized`
 _EXPERTS = r".*\.experts\.\d+\..*"
 _BY_INDEX = "group"  # an order that a tensor states; in all others, columns are in the order of the inputs
+_FP4_SCHEMES = {SmallFloats(scheme).form: scheme for scheme in (MXFP4, NVFP4)}
 _STRATEGIES = ("group", "channel", "tensor")
 _ORDERS = ("weight", "static", _BY_INDEX)
 _LAYOUTS = {
@@ -46,18 +49,34 @@ _LAYOUTS = {
     "nvfp4-pack-quantized": FP4, "mxfp4-pack-quantized": FP4,
 }  # fmt: skip
 _INT8 = QuantScheme(8, None)
+_GROUPED_BY = {Scales.TILES: "block", Scales.NESTED: "tensor_group"}
+_SMALL_FLOAT_SCALES = (Scales.TILES, Scales.POWERS, Scales.NESTED)
+_SCALE_TYPES = {Scales.POWERS: "torch.uint8", Scales.NESTED: "torch.float8_e4m3fn"}
+_NO_FLOAT_EMBEDDING = Reason("no reader has an embedding in small floats", expected="int8")
 _VLLM_EMBEDDING = "vLLM does not load an embedding in this form (seen in 0.32)"
-_TO_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
 class CompressedTensors(QuantMethod):
     """``quant_method: compressed-tensors``: groups of modules, each of one scheme; integer weights of 4 or 8 bits, in
-    groups, per channel or per tensor, without transforms, are read as codes."""
+    groups, per channel or per tensor, without transforms, are read as codes.
+
+    Attributes:
+        activations: to which readers round the inputs of linears; None is what each scheme has by default.
+    """
 
     name = "compressed-tensors"
     layouts: tuple[Layout, ...] = (FP4, PACKED_CODES, INT8, FLOAT8)
     schemes = tuple(SCHEMES.values())
+    scales = frozenset({Scales.FLOATS, *_SMALL_FLOAT_SCALES})
+    codes = frozenset(Codes)
     runtimes: tuple[Runtime, ...] = ("vllm", "transformers")
+
+    def __init__(self, activations: Activations | None = None) -> None:
+        self.activations = activations
+
+    def inputs(self, scheme: QuantScheme) -> InputRounding | None:
+        """How readers round the inputs of linears in a scheme; None if they stay floats."""
+        return InputRounding.of(self.activations or Activations.of(scheme)[0], scheme)
 
     def claims(
         self, settings: Settings, modules: Iterable[str], coded: Collection[str],
@@ -100,19 +119,44 @@ class CompressedTensors(QuantMethod):
         return found
 
     def write_settings(self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True) -> dict[str, Any]:
-        return _written(schemes, modules, _PACK, None, every=every)
+        return _written(schemes, modules, self, every=every)
+
+    def form(self, scheme: QuantScheme) -> str:
+        """The format of linears in a scheme."""
+        if scheme.of_small_floats:
+            return SmallFloats(scheme).form
+        return _INT if scheme == _INT8 and self.activations is Activations.INT8 else _PACK
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
-        return PackQuantized(scheme)
+        if self.activations is not None and not embedding and self.activations not in Activations.of(scheme):
+            return _not_multiplied(scheme, self.activations)
+        if scheme.of_small_floats:
+            return _NO_FLOAT_EMBEDDING if embedding else SmallFloats(scheme)
+        return IntQuantized(scheme) if self.form(scheme) == _INT else PackQuantized(scheme)
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         found = [scheme for scheme in schemes.values() if scheme is not None]
         if has_embedding(schemes):
             return "vLLM on GPUs (not tried); transformers 5.23 reads no packed embedding"
+        if any(scheme.of_small_floats for scheme in found):
+            return f"transformers with compressed-tensors, vLLM{' on GPUs' if self.not_on_cpu(found) else ''}"
         vllm = ", vLLM" if all(scheme.bits == 4 for scheme in found) else ""
         if all(scheme.symmetric for scheme in found):
             return f"transformers with compressed-tensors{vllm}"
         return f"compressed-tensors' own decompressor{vllm}; transformers refuses packed zero points (seen in 5.23)"
+
+    def not_on_cpu(self, schemes: Iterable[QuantScheme]) -> str | None:
+        """The weights for which vLLM has no kernel on CPUs, as tried with 0.32; None if it has some for all."""
+        for scheme in schemes:
+            activations = self.activations or Activations.of(scheme)[0]
+            fp8 = Activations.FP8
+            if scheme.of_small_floats and (scheme, activations) != (FP8, fp8):
+                return f"{scheme}" if activations in Activations.of(scheme)[:1] else f"{scheme} with such inputs"
+            if scheme.bits == 8 and not scheme.of_small_floats and activations is Activations.NONE:
+                return "8-bit weights alone"
+            if scheme.bits == 4 and activations is fp8:
+                return "int4 with inputs in fp8"
+        return None
 
     def unread_embedding(self, *, tied: bool, here_alone: bool = False) -> str:
         """A note on the readers that do not load a quantized embedding, as tried; if `tied`, it is the head too; with
@@ -138,10 +182,12 @@ class Int8Activations(CompressedTensors):
     name = _INT
     layouts = ()
     schemes = (_INT8,)
+    scales = frozenset({Scales.FLOATS})
+    codes = frozenset({Codes.INTEGERS})
     runtimes = ()  # ``quant_method`` has another name
 
-    def write_settings(self, schemes: Schemes, modules: Mapping[str, int], *, every: bool = True) -> dict[str, Any]:
-        return _written(schemes, modules, _INT, _TO_INT8, every=every)
+    def __init__(self) -> None:
+        super().__init__(Activations.INT8)
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         if scheme == _INT8:
@@ -179,9 +225,14 @@ def _in_layers(module: str) -> str:
     return module if at < 0 else module[at:]
 
 
-def _written(
-    schemes: Schemes, modules: Iterable[str], form: str, activations: Mapping[str, Any] | None, *, every: bool
-) -> dict[str, Any]:
+def _not_multiplied(scheme: QuantScheme, activations: Activations) -> Reason:
+    able = [one for one in (*SCHEMES.values(), *FLOAT_SCHEMES.values()) if activations in Activations.of(one)]
+    own = " or ".join(Activations.of(scheme))
+    problem = f"no runtime multiplies it by activations in {activations} (by {own})"
+    return Reason(problem, scheme, f"for activations in {activations}: {', '.join(map(str, able))}")
+
+
+def _written(schemes: Schemes, modules: Iterable[str], method: CompressedTensors, *, every: bool) -> dict[str, Any]:
     """A single scheme for the linears of decoder blocks has the target ``Linear``. Otherwise groups list their modules:
     compressed-tensors warns of targets that follow ``Linear``, older vLLM prefers the class to the names that q, k and
     v have before it fuses them, and vLLM's output head is no ``Linear``. Experts with one scheme are targeted by a
@@ -198,30 +249,45 @@ def _written(
             by_scheme.setdefault(scheme, {})[target] = None
     of_class = every and len(by_scheme) == 1 and "lm_head" not in schemes
     ordered = sorted(by_scheme.items(), key=lambda item: -len(item[1]))
-    targets = [(scheme, ["Linear"] if of_class else list(named), activations) for scheme, named in ordered]
-    targets += [(scheme, ["Embedding"], None) for scheme in embedding.values()]
+    targets = [
+        (method.form(scheme), scheme, ["Linear"] if of_class else list(named), method.inputs(scheme))
+        for scheme, named in ordered
+    ]
+    targets += [(method.form(scheme), scheme, ["Embedding"], None) for scheme in embedding.values()]
+    forms = list(dict.fromkeys(form for form, *_ in targets))
     return {
         "quant_method": "compressed-tensors",
-        "format": form if schemes else _DENSE,
+        "format": _MIXED if len(forms) > 1 else forms[0] if forms else _DENSE,
         "quantization_status": "compressed",
-        "config_groups": {f"group_{index}": _group(form, *group) for index, group in enumerate(targets)},
+        "config_groups": {f"group_{index}": _group(*group) for index, group in enumerate(targets)},
         "ignore": [module for module in modules if module not in schemes],
         KV_CACHE_SCHEME: None,
     }
 
 
-def _group(form: str, scheme: QuantScheme, targets: list[str], activations: Mapping[str, Any] | None) -> dict[str, Any]:
+def _group(form: str, scheme: QuantScheme, targets: list[str], inputs: InputRounding | None) -> dict[str, Any]:
+    grouped = "channel" if scheme.group_size is None else _GROUPED_BY.get(scheme.scales, "group")
+    weights: dict[str, Any] = {
+        "num_bits": scheme.bits, "type": "float" if scheme.of_small_floats else "int", "symmetric": scheme.symmetric,
+        "strategy": grouped, "group_size": scheme.group_size, "dynamic": False,
+    }  # fmt: skip
+    if scheme.scales is Scales.TILES:
+        weights |= {"group_size": None, "block_structure": [TILE, TILE]}
+    if (scale_type := _SCALE_TYPES.get(scheme.scales)) is not None:
+        weights |= {"scale_dtype": scale_type, "zp_dtype": scale_type}
     return {
         "targets": targets,
-        "weights": {
-            "num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric,
-            "strategy": "channel" if scheme.group_size is None else "group", "group_size": scheme.group_size,
-            "dynamic": False,
-        },
-        "input_activations": activations,
+        "weights": weights,
+        "input_activations": None if inputs is None else _stated(inputs),
         "output_activations": None,
         "format": form,
-    }  # fmt: skip
+    }
+
+
+def _stated(inputs: InputRounding) -> dict[str, Any]:
+    """What settings say of rounded inputs, with scales that are found when a model runs."""
+    by_token = {"num_bits": 8, "type": inputs.type, "symmetric": True, "strategy": "token", "dynamic": True}
+    return by_token if inputs.group_size is None else {**by_token, "strategy": "group", "group_size": inputs.group_size}
 
 
 def packed_shapes(
@@ -244,6 +310,8 @@ def packed_shapes(
             rows, columns = struct.unpack("<qq", files[shape.name].read_bytes(shape.name))
             if 0 < rows <= MAX_COLUMNS and 0 < columns <= MAX_COLUMNS:
                 found[module] = rows, columns
+        elif leaf == FP4.codes and stored[name].dtype == DType.UINT8 and f"{module}.{SCALE}" in stored:
+            found[module] = stored[name].shape[0], 2 * stored[name].shape[-1]
         elif leaf == INT8.codes and stored[name].dtype == DType.INT8 and f"{module}.{SCALE}" in stored:
             found[module] = stored[name].shape
     return found
@@ -299,18 +367,29 @@ def _claim(group: Settings, settings: Settings) -> Claim | None:
     return base.updated(weights, "num_bits", "group_size" if grouped else "")
 
 
-def _codec(group: Settings, settings: Settings) -> PackQuantized | IntQuantized | None:
+def _codec(group: Settings, settings: Settings) -> PackQuantized | IntQuantized | SmallFloats | None:
     """The codec of a group's modules; None if they are read as floats."""
     layout = group if group.has("format") else settings
     found = layout.string("format") if layout.has("format") else None
     weights = group.inside("weights")
     if found in _OF_FLOATS and weights.values.get("type") == "float":
         return None
+    if found in _FP4_SCHEMES:
+        return _fp4(weights, _FP4_SCHEMES[found])
     if found != _PACK and found not in _OF_BYTES:
-        expected = ", ".join((_PACK, *dict.fromkeys((*_OF_BYTES, *_OF_FLOATS))))
+        expected = ", ".join((_PACK, *dict.fromkeys((*_OF_BYTES, *_OF_FLOATS)), *_FP4_SCHEMES))
         raise unread(settings, "this compressed-tensors format is not read", found, expected)
     form = PackQuantized if found == _PACK else IntQuantized
     return form(_scheme(weights), _strategy(weights) == "tensor", weights.values.get("actorder") == _BY_INDEX)
+
+
+def _fp4(weights: Settings, scheme: QuantScheme) -> SmallFloats:
+    """The codec of weights in e2m1, which have no other form than that of a scheme."""
+    stated = [weights.values.get(key) for key in ("num_bits", "type", "group_size")]
+    expected = [scheme.bits, "float", scheme.group_size]
+    if stated != expected or _strategy(weights) != _GROUPED_BY.get(scheme.scales, "group"):
+        raise unread(weights, "this compressed-tensors scheme is not read", shown(stated), shown(expected))
+    return SmallFloats(scheme)
 
 
 def _strategy(weights: Settings) -> str:

@@ -27,7 +27,7 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
-PACKED, SHAPE = "weight_packed", "weight_shape"
+PACKED, SHAPE, GLOBAL_SCALE = "weight_packed", "weight_shape", "weight_global_scale"
 PLAIN, SCALE, _ZERO, _GROUPS = "weight", "weight_scale", "weight_zero_point", "weight_g_idx"
 _INDEX = {DType.INT32: "i", DType.INT64: "q"}
 
@@ -49,13 +49,18 @@ def _plain_shapes(rows: int, columns: int, bits: int, group_size: int | None, bl
     return {PLAIN: [(rows, columns)], SCALE: scales, _ZERO: scales, _GROUPS: [(columns,)]}
 
 
+def _fp4_shapes(rows: int, columns: int, bits: int, group_size: int | None, block: Shape | None) -> Shapes:
+    groups = math.ceil(columns / (group_size or columns))
+    return {PACKED: [(rows, columns // 2)], SCALE: [(rows, groups)], GLOBAL_SCALE: [(1,), ()]}
+
+
 PACKED_CODES = Layout(
     "packed integers of compressed-tensors", PACKED, (SCALE,), ((SHAPE,),), if_asymmetric=(_ZERO,), zeros=_ZERO,
     floats=(SCALE,), integers=(PACKED, SHAPE, _ZERO, _GROUPS), shapes=_packed_shapes,
 )  # fmt: skip
 FP4 = Layout(
     "packed small floats of compressed-tensors", PACKED, (SCALE,), code_types=(DType.UINT8,), bits=4,
-    others=("weight_global_scale",),
+    others=(GLOBAL_SCALE, "input_global_scale"), shapes=_fp4_shapes,
 )  # fmt: skip
 INT8 = Layout(
     "int8", PLAIN, (SCALE, "weight_scale_inv"), code_types=(DType.INT8,), bits=8, floats=(SCALE,),

@@ -45,7 +45,7 @@ METHODS = (
 _NAMES = frozenset(method.name for method in METHODS)
 _STATED_FOR_ALL = ("fbgemm_fp8", "fp8")  # settings that apply to all linears except the head
 _ALSO = "compressed-tensors"  # of which some formats are read so
-_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "input_zero_point")
+_OF_ACTIVATIONS = ("input_scale", "input_global_scale", "activation_scale", "input_scale_ub", "input_zero_point")
 _CARRIED_SCALES = (*_OF_ACTIVATIONS, "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale")
 
 

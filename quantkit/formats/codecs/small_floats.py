@@ -29,7 +29,7 @@ SUFFIXES = ("_scale_inv", "_scale")
 _SCALES = (*FLOATS, DType.FLOAT8_E8M0FNU, DType.UINT8)
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's codes
-_BIAS = 127  # of exponents
+EXPONENT_BIAS = 127
 _BYTES = 16  # of the codes of MXFP4 that share a scale
 _SCALES_AT_ONCE = 1 << 14
 
@@ -172,7 +172,7 @@ def _indices(shape: tuple[int, ...], axis: int, part: TensorSlice | None) -> tor
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
     """Powers of two by their biased exponents, uint8."""
-    return (exponents.float() - _BIAS).exp2()
+    return (exponents.float() - EXPONENT_BIAS).exp2()
 
 
 class Mxfp4Weight(DequantizedTensor):

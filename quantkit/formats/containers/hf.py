@@ -16,7 +16,7 @@ from quantkit.architectures.topology import Parameter, parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME, CompressedTensors, Int8Activations
-from quantkit.formats.container import Container, Output
+from quantkit.formats.container import Container, Output, StoredCheckpoint
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint, index_path, weight_kinds
 from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
 from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs, without_settings
@@ -54,6 +54,9 @@ class HuggingFace(Container):
     def open_text_part(self, path: Path, kind: str, floats_as: DType | None) -> HFCheckpoint:
         """`open`; of a model that also reads images or sound, the text part alone, if its family is known."""
         return HFCheckpoint(path, kind, self.methods, text_part=True, floats_as=floats_as)
+
+    def with_codes(self, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
+        return checkpoint.with_codes() if isinstance(checkpoint, HFCheckpoint) else checkpoint
 
     def schemes(self, raw: Mapping[str, Any], config: ModelConfig, path: Path) -> dict[str, QuantScheme]:
         """The scheme of every module that a config.json quantizes; weights are not needed.

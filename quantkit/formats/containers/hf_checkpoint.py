@@ -3,9 +3,10 @@ modules."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from quantkit.files.source import SourceFile, damaged_file
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
 from quantkit.formats.codecs.codec import QuantMethod, RawModule, ReadAsFloats, ReadCodec, Weight
+from quantkit.formats.codecs.compressed_floats import SmallFloats, float8_codes
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, packed_shapes, read_here_alone
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import by_small_floats, dequantized
-from quantkit.formats.codecs.small_floats import DequantizedTensor
+from quantkit.formats.codecs.small_floats import DequantizedTensor, Float8Weight
 from quantkit.formats.containers.hf_parts import decode, read_floats, share
 from quantkit.formats.containers.hf_settings import NOT_CARRIED, SETTINGS, read_codecs, settings_in, without_settings
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
@@ -110,6 +112,7 @@ class HFCheckpoint:
             tensor = tensors[modules[module]]
             kept = tensor.quantizable or tensor.stacked is not None or not self.config.runnable
             kept |= is_embedding(module)
+            kept &= codec.scheme is None or not codec.scheme.of_small_floats  # for which there are no kernels
             self._codecs[tensor.name] = codec if kept else ReadAsFloats(codec)
         self._drop_tied_head()
         self._disk_specs = self._join_coded(tensors)
@@ -137,6 +140,34 @@ class HFCheckpoint:
         what = f"the text part of {shown(raw['model_type'])} is run, it takes no images"
         self.notes.append(f"{self.path}: {what}")
         return {**text_settings(raw, self._config_path), "tie_word_embeddings": is_tied(raw, text)}
+
+    def with_codes(self) -> HFCheckpoint:
+        """The same with all codes of compressed-tensors read as such; see `Container.with_codes`."""
+        if not isinstance(self._method, CompressedTensors):
+            return self
+        found = copy.copy(self)
+        found._codecs, found._home = dict(self._codecs), dict(self._home)
+        found._disk_specs = dict(self._disk_specs)
+        coded = dict(found.small_floats())
+        for tensor, _ in self._places.values():
+            if (codec := coded.get(tensor.name)) is not None:
+                parts = codec.parts(self._raw(tensor), self._disk_specs[tensor.name])
+                found._home.update({part.name: self._files[part.name] for part in parts})
+                found._codecs[tensor.name] = codec
+                expected = TensorSpec(tensor.name, tensor.shape, self._floats_as)
+                found._disk_specs[tensor.name] = codec.spec(found._raw(tensor), expected)
+        return found
+
+    def small_floats(self) -> Iterator[tuple[str, SmallFloats]]:
+        """The codecs of weights that are stored in small floats and read as floats, by name on disk."""
+        for name, codec in self._codecs.items():
+            if isinstance(codec, ReadAsFloats) and isinstance(codec.codec, SmallFloats):
+                yield name, codec.codec
+        for name, home in self._home.items():
+            weight, scale = home.parts if isinstance(home, Float8Weight) else (None, None)
+            found = None if weight is None or scale is None else float8_codes(weight, scale)
+            if found is not None and scale is not None and scale.name == f"{name}_scale":
+                yield name, found
 
     def regroup(self, tensors: tuple[OpaqueTensor, ...]) -> None:
         """Let a model that is known by its tensors have other ones of the same values on disk: for one that holds all

@@ -1,0 +1,133 @@
+"""How compressed-tensors stores one linear in small floats: ``float-quantized``, ``mxfp4-pack-quantized`` and
+``nvfp4-pack-quantized``.
+
+``float-quantized``: ``weight`` float8_e4m3fn [O, I] and ``weight_scale``, a float for each row [O, 1] or for each tile
+[ceil(O / 128), ceil(I / 128)]; ``w = weight * weight_scale``. The others: ``weight_packed`` uint8 [O, I / 2], two codes
+e2m1 a byte, the low half first, and ``weight_scale`` [O, G]: of MXFP4 uint8, exponents of two plus 127, of NVFP4
+float8_e4m3fn, which are divided by ``weight_global_scale`` float32 [1].
+Source: the compressed-tensors package's compressors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantkit.files.tensor_file import StoredTensor
+from quantkit.formats.codecs.codec import GroupedCodec, RawModule, Reason, Weight
+from quantkit.formats.codecs.compressed_weights import FP4, GLOBAL_SCALE, PACKED, PLAIN, SCALE
+from quantkit.formats.codecs.layout import Layout, Shape
+from quantkit.formats.codecs.small_floats import EXPONENT_BIAS, FLOAT8
+from quantkit.tensors.dtypes import FLOATS, DType
+from quantkit.tensors.late import qtensor, torch
+from quantkit.tensors.scheme import FP8, FP8_BLOCK, TILE, Codes, QuantScheme, Scales
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+UNEQUAL_TILES = Reason("the rows of a tile have several scales: its tensor on disk joins or reorders rows")
+
+
+@dataclass(frozen=True)
+class SmallFloats(GroupedCodec):
+    """The three forms, by scheme."""
+
+    scheme: QuantScheme
+
+    @property
+    def layout(self) -> Layout:
+        """Of its tensors."""
+        return FP4 if self.scheme.codes is Codes.E2M1 else FLOAT8
+
+    @property
+    def form(self) -> str:
+        """``format`` in the settings."""
+        return {Scales.POWERS: "mxfp4-pack-quantized", Scales.NESTED: "nvfp4-pack-quantized"}.get(
+            self.scheme.scales, "float-quantized"
+        )
+
+    def misfit(self, shape: tuple[int, ...]) -> Reason | None:
+        if shape[1] % self.scheme.unit:
+            return Reason(f"{self.scheme.unit} does not divide its row", f"{shape[1]} columns")
+        return None
+
+    def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
+        codes, scale = raw.find(self.layout.codes), raw.find(SCALE)
+        if codes is None or scale is None:
+            raise raw.damaged(f"the config quantizes '{raw.name}', but its codes or scales are missing")
+        rows, columns = codes.shape if len(codes.shape) == len(expected.shape) else expected.shape
+        shape = rows, columns * 2 if self.scheme.codes is Codes.E2M1 else columns
+        if shape[1] % self.scheme.unit:
+            raise raw.unsupported(f"group size of '{raw.name}' does not divide its row", self.scheme)
+        by_scheme = self.scheme.scales in (Scales.POWERS, Scales.NESTED)
+        return TensorSpec(expected.name, shape, expected.dtype if by_scheme else scale.dtype, self.scheme)
+
+    def stored(self, spec: TensorSpec) -> list[StoredTensor]:
+        (rows, columns), module = spec.shape, spec.name.removesuffix(".weight")
+        groups = self.scheme.groups(columns)
+        if self.scheme.codes is Codes.E4M3:
+            high = -(-rows // TILE) if self.scheme.scales is Scales.TILES else rows
+            found: list[tuple[str, DType, Shape]] = [
+                (PLAIN, DType.FLOAT8_E4M3FN, (rows, columns)),
+                (SCALE, spec.dtype, (high, groups)),
+            ]
+        else:
+            powers = self.scheme.scales is Scales.POWERS
+            of_scales = DType.UINT8 if powers else DType.FLOAT8_E4M3FN
+            found = [(PACKED, DType.UINT8, (rows, columns // 2)), (SCALE, of_scales, (rows, groups))]
+            found += [] if powers else [(GLOBAL_SCALE, DType.FLOAT32, (1,))]
+        return [StoredTensor(f"{module}.{suffix}", dtype, shape) for suffix, dtype, shape in found]
+
+    def parts(self, raw: RawModule, spec: TensorSpec) -> list[StoredTensor]:
+        return self.stored(spec)
+
+    def unit(self, raw: RawModule, spec: TensorSpec) -> int:
+        return self.scheme.unit
+
+    def read(self, raw: RawModule, spec: TensorSpec, rows: TensorSlice | None, columns: tuple[int, int]) -> Weight:
+        (start, stop), scheme, whole = columns, self.scheme, spec.shape[1]
+        per_byte = 8 // scheme.bits
+        part = self.columns_slice(rows, start // per_byte, stop // per_byte, whole // per_byte)
+        codes = raw.read(self.layout.codes, part)
+        if scheme.codes is Codes.E2M1:
+            codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
+        scale = self.row_scales(raw.read(SCALE), spec.shape[0])
+        scale = scale if rows is None else rows.of(scale)
+        if scheme.group_size is not None:
+            scale = scale[:, start // scheme.group_size : stop // scheme.group_size].contiguous()
+        outer = None
+        if scheme.scales is Scales.NESTED:
+            outer = raw.read(GLOBAL_SCALE).reshape(1, 1).expand(len(codes), 1).contiguous()
+        return qtensor.QuantTensor(codes.view(torch.uint8), scale, None, scheme, outer=outer)
+
+    def row_scales(self, stored: torch.Tensor, rows: int) -> torch.Tensor:
+        """The scales [O, G] of rows, as `QuantTensor` has them."""
+        if self.scheme.scales is Scales.POWERS:
+            return (stored.float() - EXPONENT_BIAS).exp2()
+        if self.scheme.scales is Scales.NESTED:
+            return stored.half()
+        return stored.repeat_interleave(TILE, 0)[:rows] if self.scheme.scales is Scales.TILES else stored
+
+    def encode(self, value: qtensor.QuantTensor) -> list[torch.Tensor] | Reason:
+        scale, scheme = value.scale, self.scheme
+        if scheme.codes is Codes.E4M3:
+            if scheme.scales is Scales.TILES:
+                scale = scale[::TILE].contiguous()
+                if not torch.equal(self.row_scales(scale, len(value.scale)), value.scale):
+                    return UNEQUAL_TILES
+            return [value.codes.contiguous().view(torch.float8_e4m3fn), scale.contiguous()]
+        packed = value.codes[:, 0::2] | (value.codes[:, 1::2] << 4)
+        if value.outer is None:
+            return [packed, (torch.frexp(scale)[1] - 1 + EXPONENT_BIAS).to(torch.uint8)]
+        if not (value.outer == value.outer[:1]).all():
+            return Reason("its rows have several global scales: its tensor on disk joins weights")
+        return [packed, scale.to(torch.float8_e4m3fn), value.outer[0].clone()]
+
+
+def float8_codes(weight: StoredTensor, scale: StoredTensor) -> SmallFloats | None:
+    """The codec of a weight in float8 and its scales; None where these are of other kinds than are written here."""
+    if weight.dtype != DType.FLOAT8_E4M3FN or scale.dtype not in FLOATS or len(weight.shape) != 2:
+        return None
+    for codec in (SmallFloats(FP8), SmallFloats(FP8_BLOCK)):
+        spec = TensorSpec(weight.name, weight.shape, scale.dtype, codec.scheme)
+        if codec.misfit(weight.shape) is None and codec.stored(spec) == [weight, scale]:
+            return codec
+    return None

@@ -1,0 +1,76 @@
+"""What runtimes do to the inputs of quantized linears: which types they round them to, by scheme, and how.
+
+Sources: vLLM 0.32's `CompressedTensorsConfig`, which maps schemes and types to kernels; its kernels round each token's
+inputs to the type's largest value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from quantkit.tensors.late import torch
+from quantkit.tensors.scheme import FP8, FP8_BLOCK, MXFP4, NVFP4, TILE, QuantScheme
+
+ActivationsName = Literal["none", "int8", "fp8"]
+"""The values of `Activations`, spelled out for editors and type checkers."""
+
+
+class Activations(StrEnum):
+    """The type that the inputs of quantized linears are rounded to."""
+
+    NONE = "none"  # they stay floats
+    INT8 = "int8"
+    FP8 = "fp8"  # float8 e4m3
+
+    @staticmethod
+    def of(scheme: QuantScheme) -> tuple[Activations, ...]:
+        """Those with which runtimes multiply a scheme, its default first."""
+        none, int8, fp8 = Activations
+        if scheme.of_small_floats:
+            return {FP8: (fp8, none), FP8_BLOCK: (fp8, none), MXFP4: (none, fp8), NVFP4: (none,)}[scheme]
+        if scheme == QuantScheme(8, None):
+            return none, int8
+        if scheme.bits == 8 or scheme.group_size is None or not scheme.symmetric:
+            return (none,)
+        return (none, int8, fp8) if scheme.group_size == _CUTLASS_GROUP else (none, int8)
+
+
+_CUTLASS_GROUP = 128  # the only one of vLLM's W4A8 with float8
+_LARGEST = {"int": 127.0, "float": 448.0}
+
+
+@dataclass(frozen=True)
+class InputRounding:
+    """How inputs are rounded, symmetrically, with scales that are found when a model runs.
+
+    Attributes:
+        type: ``int`` or ``float``, of 8 bits.
+        group_size: inputs of a token that share a scale; None is all of them.
+    """
+
+    type: str
+    group_size: int | None = None
+
+    @classmethod
+    def of(cls, activations: Activations, scheme: QuantScheme) -> InputRounding | None:
+        """That of linears in a scheme; None for floats."""
+        if activations is Activations.NONE:
+            return None
+        size = TILE if scheme == FP8_BLOCK else None
+        return cls("int" if activations is Activations.INT8 else "float", size)
+
+    @property
+    def activations(self) -> Activations:
+        """The type, by its name."""
+        return Activations.INT8 if self.type == "int" else Activations.FP8
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Inputs [..., I] in float32 with the values that they are rounded to."""
+        grouped = x if self.group_size is None else torch.unflatten(x, -1, (-1, self.group_size))
+        largest = _LARGEST[self.type]
+        scale = grouped.abs().amax(-1, keepdim=True) / largest
+        steps = grouped / torch.where(scale > 0, scale, 1.0)
+        codes = steps.round() if self.type == "int" else steps.to(torch.float8_e4m3fn).float()
+        return (codes * scale).view_as(x)
