@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Literal, get_args
 from quantkit.arguments import as_integer, as_path, as_seed, as_string, as_strings, is_several
 from quantkit.calibration.effort import ACTIVATION_MEMORY, EFFORTS, MAX_LENGTH, SAMPLES, SEED, EffortName
 from quantkit.errors import RequestError
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.kv_scales import KV_CACHES, KvCacheName
 from quantkit.formats.lora.adapter import Requested, adapter_words
 from quantkit.formats.registry import TargetName
 from quantkit.jobs.option_fields import ADAPTERS, ADAPTERS_HELP, OTHER, IfExists, declared, option, require_valid
 from quantkit.jobs.target import NATIVE, quantized_targets
 from quantkit.json_values import shown
+from quantkit.tensors.activations import Activations, ActivationsName
 from quantkit.tensors.scheme import SPELLINGS, QuantScheme
 from quantkit.via_transformers import VIAS, Via, require_no_code
 
@@ -63,6 +65,9 @@ class QuantizeOptions:
             embedding, it is the head's scheme too. None keeps its floats, unless a recipe names
             ``model.embed_tokens``.
         keep: glob, or several, of modules that keep their floats, such as ``*.layers.0.*``.
+        activations: the type that readers round the inputs of linears to, each token by itself when the model runs:
+            ``none``, ``int8`` or ``fp8``. None is fp8 for the schemes fp8 and fp8-block, and none for others. Only what
+            runtimes multiply is accepted; the gate measures the model with its inputs rounded.
         kv_cache: ``fp8`` also calibrates the scales of a key/value cache in float8, one for the keys and one for the
             values of a layer, and runs the gate with keys and values rounded so. Folders of compressed-tensors have
             them, of models of our own decoder; vLLM then keeps such a cache. None writes none.
@@ -133,6 +138,10 @@ class QuantizeOptions:
     keep: str | Iterable[str] = option(
         SCHEMES, "Glob of linears that stay in floats; repeatable.", "patterns", default=(), metavar="PATTERN"
     )
+    activations: ActivationsName | None = option(
+        SCHEMES, "Type that readers round inputs of linears to. Default: fp8 for fp8 and fp8-block, else none.",
+        choices=get_args(ActivationsName),
+    )  # fmt: skip
     kv_cache: KvCacheName | None = option(
         SCHEMES, "Also calibrate scales of the KV cache, for readers that keep it in 8 bits. Default: none.",
         choices=KV_CACHES,
@@ -221,11 +230,14 @@ class QuantizeOptions:
             require_no_code(self.trust_remote_code, "`tensors_only=True`" if self.tensors_only else '`via="own"`')
         if self.via == "transformers":
             self._check_transformers()
+        if self.activations is not None and as_string("activations", self.activations) not in tuple(Activations):
+            expected = " or ".join(Activations)
+            raise RequestError("unknown type of `activations`", found=shown(self.activations), expected=expected)
         if self.kv_cache is not None and as_string("kv_cache", self.kv_cache) not in KV_CACHES:
             raise RequestError("unknown value of `kv_cache`", found=self.kv_cache, expected=" or ".join(KV_CACHES))
         if len(self.targets) > 1:
             self._check_several()
-        _ = self.size
+        _ = self.target, self.size
         self._check_method()
 
     @cached_property
@@ -236,7 +248,13 @@ class QuantizeOptions:
     @property
     def target(self) -> Target:
         """The format of the result; the first of several."""
-        return self.targets[0]
+        found = self.targets[0]
+        if self.activations is None:
+            return found
+        others = [one.name for one in self.targets if one.name != NATIVE]
+        if others:
+            raise RequestError(f'`activations` does not go with `to="{others[0]}"`', expected=f'`to="{NATIVE}"`')
+        return replace(found, method=CompressedTensors(Activations(self.activations)))
 
     @cached_property
     def size(self) -> SizeTarget | None:
