@@ -27,7 +27,6 @@ from quantkit.errors import NonFiniteError
 from quantkit.formats.container import Written
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.memory import malloc_trim, set_mmap_threshold
-from quantkit.model.column_kernels import column_kernels
 from quantkit.progress import Progress, silent
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.products import exact_float32, times
@@ -74,7 +73,7 @@ class LockstepQuantizer(RtnQuantizer):
         }
         open_ = {module for module in self._solved_by_samples() if module not in stored}
         dtype = DType(self.source.config.dtype).torch
-        solver = GroupSolver(self.schemes, dtype, SINGLE, column_kernels(_CPU), self.shared)
+        solver = GroupSolver(self.schemes, dtype, SINGLE, self.kernels_of(_CPU), self.shared)
         streams = _Streams(self, solver, written, stored)
         spill = Spill(written.folder / SCRATCH, self.memory_bytes)
         try:

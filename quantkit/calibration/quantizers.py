@@ -34,6 +34,7 @@ from quantkit.model.column_kernels import column_kernels
 from quantkit.model.load import floats_of
 from quantkit.model.shared_scales import SharedScales
 from quantkit.progress import Progress, in_phase, silent
+from quantkit.solver.columns import ColumnKernels
 from quantkit.solver.rounding import Importance, round_to_nearest
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, checked_cast
@@ -84,6 +85,7 @@ class RtnQuantizer:
         cache_sample: returns the tokens [B, T] for the scales of a KV cache, if the output has any; called at most
             once.
         shared: the outer scales of NVFP4; None if no linear is to have some.
+        kernels_of: returns the kernels of a device.
     """
 
     source: Checkpoint
@@ -93,6 +95,7 @@ class RtnQuantizer:
     cache_sample: Callable[[], Tensor] | None = None
     shared: SharedScales | None = None
     progress: Progress = silent
+    kernels_of: Callable[[torch.device], ColumnKernels] = column_kernels
     _done: frozenset[str] = field(default=frozenset(), init=False)
     _importance: Importance = field(default_factory=dict, init=False)
     _scales: dict[str, Tensor] = field(default_factory=dict, init=False)
@@ -157,7 +160,7 @@ class RtnQuantizer:
         hint = f"it cannot be quantized; repair the source, or {keep}"
         checked_cast(weight, weight.dtype, spec.name, path, allow_nonfinite=False, hint=hint)
         importance, outer = self._importance.get(module), None if self.shared is None else self.shared.of(module)
-        quantized, solver = round_to_nearest(weight, spec.scheme, spec.dtype.torch, column_kernels, importance, outer)
+        quantized, solver = round_to_nearest(weight, spec.scheme, spec.dtype.torch, self.kernels_of, importance, outer)
         result = Result.of(quantized, weight, {"solver": solver})
         self._uses[spec] -= 1
         if self._uses[spec] > 0:
@@ -230,7 +233,7 @@ class GptqQuantizer(RtnQuantizer):
         try:
             with exact_float32():
                 if self._stop:
-                    kernels = column_kernels(self.device)
+                    kernels = self.kernels_of(self.device)
                     dtype = DType(config.dtype).torch
                     self._solver = GroupSolver(self.schemes, dtype, self.group, kernels, self.shared)
                     own = tokens[self.group.share(len(tokens))]

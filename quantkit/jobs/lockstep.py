@@ -60,7 +60,7 @@ def lockstep_quantizer(
         source, drawn, prepared.scheme_map.schemes, passage_of(source), prepared.survey,
         memory_bytes=settings.memory_bytes, effort=settings.effort_on(source.config, drawn.tokens.shape),
         allow_nonfinite=prepared.options.allow_nonfinite, progress=progress,
-        shared=SharedScales(source, prepared.scheme_map.schemes),
+        shared=SharedScales(source, prepared.scheme_map.schemes), kernels_of=prepared.kernels_of,
     )  # fmt: skip
 
 

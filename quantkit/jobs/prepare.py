@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -49,7 +49,9 @@ from quantkit.jobs.target import (
     shard_bytes,
 )
 from quantkit.jobs.weights_only import kept_parts, kept_recurrent
+from quantkit.model.column_kernels import column_kernels
 from quantkit.progress import Progress
+from quantkit.solver.columns import ColumnKernels, with_positive_scales
 from quantkit.tensors.activations import InputRounding
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.recipe import Recipe
@@ -62,11 +64,13 @@ from quantkit.via_transformers.own_code import named_code
 from quantkit.via_transformers.stacks import unstack
 
 if TYPE_CHECKING:
+    import torch
+
     from quantkit.via_transformers.passage import Survey
 
 BIT_ALLOCATION = "bit_allocation"
 """The key of the schemes chosen for a size in the manifest, and in the journal of an interrupted run."""
-_FP4_BITS = 4
+_FP4_BITS = _INT4_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,15 @@ class Prepared:
             return {}
         found = {module: method.inputs(scheme) for module, scheme in self.scheme_map.linears.items()}
         return {module: one for module, one in found.items() if one is not None}
+
+    @property
+    def kernels_of(self) -> Callable[[torch.device], ColumnKernels]:
+        """The solver's kernels of a device. Scales stay positive where readers round the inputs of int4: vLLM's kernels
+        for that were seen to take no others (vllm-project/vllm#48905)."""
+        schemes = [self.scheme_map.schemes[module] for module in self.inputs]
+        if not any(scheme.bits == _INT4_BITS and not scheme.of_small_floats for scheme in schemes):
+            return column_kernels
+        return lambda device: with_positive_scales(column_kernels(device))
 
     @property
     def activations(self) -> dict[str, str]:

@@ -271,9 +271,11 @@ def _with_loading(prepared: Prepared, result: Checkpoint) -> Prepared:
 
 def _quantizer(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup, progress: Progress) -> RtnQuantizer:
     source, settings, allow_nonfinite = prepared.source, prepared.settings, prepared.options.allow_nonfinite
-    shared = SharedScales(source, prepared.scheme_map.schemes)
+    shared, kernels_of = SharedScales(source, prepared.scheme_map.schemes), prepared.kernels_of
     if settings is None or drawn is None:
-        quantizer = RtnQuantizer(source, allow_nonfinite=allow_nonfinite, shared=shared, progress=progress)
+        quantizer = RtnQuantizer(
+            source, allow_nonfinite=allow_nonfinite, shared=shared, kernels_of=kernels_of, progress=progress
+        )
         if prepared.is_weighted and group.is_rank0:
             observed, linears = in_phase(progress, IMPORTANCE), prepared.scheme_map.linears
             importance = partial(input_importance, source, prepared.tokenizer, linears=linears, progress=observed)
@@ -290,7 +292,7 @@ def _quantizer(prepared: Prepared, drawn: Calibration | None, group: ProcessGrou
     return GptqQuantizer(
         source, drawn, prepared.scheme_map.schemes, device=settings.device, memory_bytes=settings.memory_bytes,
         effort=settings.effort_on(source.config, drawn.tokens.shape), allow_nonfinite=allow_nonfinite, group=group,
-        progress=progress, shared=shared,
+        progress=progress, shared=shared, kernels_of=kernels_of,
     )  # fmt: skip
 
 

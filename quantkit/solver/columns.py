@@ -7,7 +7,7 @@ the effect of earlier columns on later ones comes from matrix products, and no v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -91,6 +91,11 @@ def _round_(steps: Tensor, zero: Tensor | None, levels: int) -> None:
 
 TORCH = ColumnKernels(search_scales, _round_in_turn, _improve_in_turn, 64)
 """A few calls of torch for each column, on any device."""
+
+
+def with_positive_scales(kernels: ColumnKernels) -> ColumnKernels:
+    """Kernels that find no negative scales; their search is torch's."""
+    return replace(kernels, search_scales=partial(search_scales, signed=False))
 
 
 def small_float_kernels(kind: Codes) -> ColumnKernels:

@@ -88,7 +88,7 @@ class Grid:
 
 
 def search_scales(
-    weight: Tensor, importance: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
+    weight: Tensor, importance: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, *, signed: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of each group that minimize ``sum(importance * error ** 2)``.
 
@@ -101,6 +101,7 @@ def search_scales(
         importance: [I] float32, not negative: the diagonal of the layer's Hessian.
         scheme: the group size must divide I.
         scale_dtype: dtype the scales are stored in; errors are those of stored scales.
+        signed: whether symmetric scales may be negative.
 
     Returns:
         Scale [G, O] in `scale_dtype`, and zero point [G, O] uint8 if the scheme has one.
@@ -115,7 +116,8 @@ def search_scales(
 
     def search(tile: tuple[slice, slice]) -> None:
         with torch.inference_mode(inference), torch.no_grad():
-            found = _Search(grouped[tile[0], :, tile[1]].contiguous(), weights[tile[0]], scheme, scale_dtype)
+            part = grouped[tile[0], :, tile[1]].contiguous()
+            found = _Search(part, weights[tile[0]], scheme, scale_dtype, signed=signed)
             scale[tile] = found.scale
             if zero is not None:
                 zero[tile] = found.offset.to(torch.uint8)
@@ -149,7 +151,9 @@ def signed_steps(scheme: QuantScheme) -> list[float]:
 class _Search:
     """The search over one tile [G, size, O], small enough to stay in a core's cache."""
 
-    def __init__(self, grouped: Tensor, weights: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> None:
+    def __init__(
+        self, grouped: Tensor, weights: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, *, signed: bool
+    ) -> None:
         self._grouped, self._weights, self._scheme = grouped, weights, scheme
         self._top = scheme.levels - 1
         self._low, high = grouped.amin(1).clamp(max=0), grouped.amax(1).clamp(min=0)
@@ -160,7 +164,7 @@ class _Search:
         self.scale = torch.ones_like(span, dtype=scale_dtype)
         self.offset = torch.full_like(span, scheme.levels // 2)
         self._best = torch.ones_like(span)
-        for factor in signed_steps(scheme):
+        for factor in signed_steps(scheme) if signed else _COARSE:
             self._try(torch.full_like(span, factor))
         coarse = self._best.clone()
         for step in FINE:

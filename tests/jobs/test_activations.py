@@ -15,6 +15,7 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
 import quantkit
 from quantkit.errors import QualityError, RequestError, UnsupportedError
+from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.model.layerwise import Batch, head_logits, layerwise_hidden
 from quantkit.model.rounded_inputs import RoundedInputs
@@ -63,6 +64,18 @@ def test_the_config_states_what_readers_round(
     assert quantkit.verify(made.path).ok
     theirs = oracle.load(made.path, torch.bfloat16)
     assert torch.isfinite(oracle.logits(theirs, oracle.random_tokens(9))).all()
+
+
+def test_scales_of_int4_stay_positive_where_readers_round_its_inputs(demo_model: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"samples": 4, "length": 64, "accept_quality_loss": True, "source_check": False}
+    for method in ("rtn", "gptq"):
+        own = options if method == "gptq" else {"accept_quality_loss": True}
+        for activations in ("int8", "none"):
+            folder = tmp_path / f"{method}-{activations}"
+            made = quantkit.quantize(demo_model, folder, "int4-g32", method=method, activations=activations, **own)
+            checkpoint = open_checkpoint(made.path)
+            values = [checkpoint.load(f"{module}.weight") for module in schemes(checkpoint)]
+            assert any((one.scale < 0).any() for one in values) == (activations == "none")  # type: ignore[union-attr]
 
 
 def test_what_no_runtime_multiplies_is_refused(model: Path, tmp_path: Path) -> None:

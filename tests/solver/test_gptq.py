@@ -221,9 +221,9 @@ def test_threads_that_search_scales_have_none_of_their_own(monkeypatch: pytest.M
     threads = []
 
     class Noted(grid_module._Search):
-        def __init__(self, *given: Any) -> None:
+        def __init__(self, *given: Any, **options: Any) -> None:
             threads.append(torch.get_num_threads())
-            super().__init__(*given)
+            super().__init__(*given, **options)
 
     monkeypatch.setattr(grid_module, "_Search", Noted)
     monkeypatch.setattr(grid_module, "searched_weights", lambda device: 32 * 32)
