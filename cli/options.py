@@ -29,7 +29,7 @@ from quantkit.runtime.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
 from quantkit.tensors.mix import MIXES, mix_named
-from quantkit.tensors.scheme import SCHEMES, QuantScheme
+from quantkit.tensors.scheme import FLOAT_SCHEMES, SCHEMES, QuantScheme
 from quantkit.via_transformers import VIAS
 
 COMPLETION = "_QUANTKIT_COMPLETE"
@@ -167,7 +167,7 @@ class Scheme(click.types.StringParamType):
         return str(QuantScheme.parse(value)) if mix is None else mix.name
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(name) for name in (*SCHEMES, *MIXES) if name.startswith(incomplete)]
+        return [CompletionItem(name) for name in (*SCHEMES, *FLOAT_SCHEMES, *MIXES) if name.startswith(incomplete)]
 
 
 class Formats(click.Choice[str]):

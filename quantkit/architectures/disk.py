@@ -163,6 +163,10 @@ def found_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], pa
     return _as_oriented(_tensors(config, forms, renamed), shapes)
 
 
+_UNREAD_EXPERTS = ("nvfp4", "fp8-block")
+"""The schemes of experts with which transformers gives other logits, or fails."""
+
+
 def unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | None:
     """What transformers loads wrongly from a folder with quantized modules, in words; None if nothing.
 
@@ -176,6 +180,8 @@ def unread_experts(config: ModelConfig, schemes: Mapping[str, object]) -> str | 
         return None if found == {None} else f"quantized experts of {config.architecture}"
     if len(found) > 1:
         return "experts of several schemes"
+    if (scheme := str(next(iter(found)))) in _UNREAD_EXPERTS:
+        return f"experts in {scheme}"
     return "float experts along with quantized layers" if None in found else None
 
 

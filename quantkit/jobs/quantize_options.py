@@ -21,7 +21,7 @@ from quantkit.jobs.option_fields import ADAPTERS, ADAPTERS_HELP, OTHER, IfExists
 from quantkit.jobs.target import NATIVE, quantized_targets
 from quantkit.json_values import shown
 from quantkit.tensors.activations import Activations, ActivationsName
-from quantkit.tensors.scheme import SPELLINGS, QuantScheme
+from quantkit.tensors.scheme import FLOAT_SCHEMES, SPELLINGS, QuantScheme
 from quantkit.via_transformers import VIAS, Via, require_no_code
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class QuantizeOptions:
     Attributes:
         src: a model of floats; one in FP8 or MXFP4 counts as such; a quantized one with `dequantize`.
         dst: the folder to make, or a file ``*.gguf``; it must not exist.
-        scheme: its name, such as ``int8`` or ``int4-g128``; for GGUF also one of llama.cpp's mixes, such as
+        scheme: its name, such as ``int8``, ``int4-g128`` or ``fp8``; for GGUF also one of llama.cpp's mixes, such as
             ``q4_k_m``; a `QuantScheme`; or a `Recipe` with overrides.
         target_bits: instead of a scheme: the average number of bits of each weight of the decoder linears, such as
             4.5. Codes, scales and zero points count, and the head if it has a scheme. Each linear gets int4 in groups
@@ -118,7 +118,10 @@ class QuantizeOptions:
     src: str | Path
     dst: str | Path
     scheme: str | QuantScheme | Recipe | None = option(
-        SCHEMES, f"{SPELLINGS}; add -asym to int4 for zero points; for GGUF also q4_k_m, q6_k and others.", "scheme"
+        SCHEMES,
+        f"{SPELLINGS}; add -asym to int4 for zero points. Or {', '.join(FLOAT_SCHEMES)}; for GGUF also q4_k_m, q6_k"
+        " and others.",
+        "scheme",
     )
     _: KW_ONLY
     head: str | QuantScheme | None = option(
@@ -150,7 +153,7 @@ class QuantizeOptions:
         SCHEMES, "Fail if a linear's shape does not fit the scheme.", bool, default=False, changes_result=False
     )
     method: Method | None = option(
-        METHOD, "Round to nearest, or GPTQ. Default: GPTQ for int4, rounding for int8.", choices=METHODS
+        METHOD, "Round to nearest, or GPTQ. Default: GPTQ for 4 bits, rounding for 8.", choices=METHODS
     )
     imatrix: str | Path | None = option(
         METHOD, "Importance matrix of llama.cpp that weights errors of rounding. Default: measured on a small text.",

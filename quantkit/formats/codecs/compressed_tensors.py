@@ -169,6 +169,8 @@ class CompressedTensors(QuantMethod):
                 "no other reader of compressed-tensors loads a quantized embedding that is the head too (seen in"
                 " transformers 5.23, vLLM 0.32); quantkit does, and so do llama.cpp and mlx-lm theirs (`to`)"
             )
+        if self.form(_INT8) == _INT:
+            return _VLLM_EMBEDDING
         return (
             "transformers does not load a packed embedding (seen in 5.23), nor does vLLM 0.32 on CPUs; quantkit"
             f' does, and transformers that of `to="{_INT}"`'
@@ -193,9 +195,6 @@ class Int8Activations(CompressedTensors):
         if scheme == _INT8:
             return IntQuantized(scheme)
         return Reason("its readers multiply int8 per row alone", found=scheme, expected=_INT8)
-
-    def unread_embedding(self, *, tied: bool, here_alone: bool = False) -> str:
-        return super().unread_embedding(tied=tied) if tied else _VLLM_EMBEDDING
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
         return "transformers with compressed-tensors" + ("" if has_embedding(schemes) else ", vLLM")

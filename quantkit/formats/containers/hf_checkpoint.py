@@ -222,12 +222,13 @@ class HFCheckpoint:
         if not self.config.runnable:
             also = "" if self._method is None or not self._codecs else f" and {self._method.name}"
             return f"what runs this architecture{also}"
-        if self._method is None or not self._codecs:
+        coded = self.with_codes()
+        if self._method is None or not coded._codecs:
             return "quantkit, transformers, vLLM"
-        if unread_experts(self.config, schemes(self)):
+        if unread_experts(self.config, schemes(coded)):
             return "quantkit"
-        linears = (tensor for tensor, _ in self._places.values() if tensor.quantizable or tensor.name in self._codecs)
-        found = {one.module: self._disk_specs[one.name].scheme for one in linears}
+        linears = (tensor for tensor, _ in self._places.values() if tensor.quantizable or tensor.name in coded._codecs)
+        found = {one.module: coded._disk_specs[one.name].scheme for one in linears}
         if read_here_alone(self._method, found, tied=self.config.tied_embeddings):
             return "quantkit"
         return f"quantkit, {self._method.readers(found)}"

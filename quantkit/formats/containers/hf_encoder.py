@@ -20,6 +20,7 @@ from quantkit.formats.containers.hf_parts import decode, read_floats
 from quantkit.formats.containers.layout import ShardedEncoder, Unit, file_numbers, units_of
 from quantkit.formats.kv_scales import is_scale
 from quantkit.tensors.late import torch
+from quantkit.tensors.scheme import TILE, QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 
 
@@ -121,6 +122,13 @@ class SafetensorsEncoder(ShardedEncoder[_Written]):
             yield tensor_bytes(tensor.view(stored.shape), stored)
 
 
+def _cut_tile(tensor: DiskTensor, scheme: QuantScheme) -> Place | None:
+    """The first part of a tensor whose rows share a scale with those of the next part; None if none do."""
+    if scheme.scales is not Scales.TILES:
+        return None
+    return next((place for place in tensor.places[:-1] if place.shape[0] % TILE), None)
+
+
 def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMethod) -> list[_Written]:
     names = {spec.name for spec in planned}
     quantized = {spec.name.removesuffix(".weight") for spec in planned if spec.scheme is not None}
@@ -134,6 +142,9 @@ def _written(planned: Sequence[TensorSpec], config: ModelConfig, method: QuantMe
         codec = None if spec.scheme is None else method.codec(spec.scheme, embedding=embedding)
         if isinstance(codec, Reason):
             raise codec.error(spec.name, method.name)
+        if spec.scheme is not None and (part := _cut_tile(tensor, spec.scheme)) is not None:
+            reason = Reason(f"its rows lie within a larger tensor, and {TILE} does not divide them", part.shape[0])
+            raise reason.error(part.name, method.name)
         stored = [StoredTensor(spec.name, spec.dtype, spec.shape)] if codec is None else codec.stored(spec)
         by_expert = tensor.stacked is not None and codec is None
         at_once = len(tensor.parts) // tensor.shape[0] if by_expert else len(tensor.parts)

@@ -117,6 +117,34 @@ def test_two_schemes_of_a_recipe_have_their_own_formats(model: Path, tmp_path: P
     assert quantkit.verify(made.path).ok
 
 
+@pytest.mark.parametrize("name", FLOAT_SCHEMES)
+def test_experts_are_read_by_transformers_or_a_note_says_so(name: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 8}
+    made = oracle.make("mixtral", num_local_experts=2, num_hidden_layers=1, num_attention_heads=8, **sizes)
+    floats = oracle.save(made.bfloat16(), tmp_path / "floats")
+    options: dict[str, Any] = {"method": "rtn", "accept_quality_loss": True, "source_check": False}
+    result = quantkit.quantize(floats, tmp_path / "made", name, **options)
+    noted = any("transformers does not load experts in" in note for note in result.notes)
+    assert noted == (name in ("nvfp4", "fp8-block"))
+    assert (quantkit.inspect(result.path).readers == ["quantkit"]) == noted
+    same = quantkit.convert(result.path, tmp_path / "same", dequantize=True).path
+    expected = oracle.logits(oracle.load(same, torch.bfloat16), oracle.random_tokens(8))
+    try:
+        found = oracle.logits(oracle.load(result.path, torch.bfloat16), oracle.random_tokens(8))
+    except RuntimeError:
+        assert noted
+        return
+    near = (found - expected).abs().mean() < 0.2 * expected.std()  # inputs of FP8 are rounded too
+    assert bool(near) != noted
+
+
+def test_a_tensor_on_disk_that_cuts_tiles_is_refused_at_once(tmp_path: Path) -> None:
+    made = oracle.make("phi3", hidden_size=128, intermediate_size=128, num_hidden_layers=1)
+    floats = oracle.save(made.bfloat16(), tmp_path / "floats")
+    with pytest.raises(UnsupportedError, match=r"self_attn\.k_proj\.weight.*larger tensor, and 128 does not divide"):
+        quantkit.quantize(floats, tmp_path / "made", "fp8-block", on_estimate=lambda _: pytest.fail("it went on"))
+
+
 def test_other_formats_refuse_them_by_name(model: Path, tmp_path: Path) -> None:
     for target in ("int-quantized", "gptq", "awq", "mlx", "gguf"):
         with pytest.raises(UnsupportedError, match=rf"{target} does not hold mxfp4: its codes are small floats"):
