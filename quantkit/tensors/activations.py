@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Literal
 
 from quantkit.tensors.late import torch
-from quantkit.tensors.scheme import FP8, FP8_BLOCK, MXFP4, NVFP4, TILE, QuantScheme
+from quantkit.tensors.scheme import FP8, FP8_BLOCK, MXFP4, TILE, QuantScheme
 
 ActivationsName = Literal["none", "int8", "fp8"]
 """The values of `Activations`, spelled out for editors and type checkers."""
@@ -29,7 +29,7 @@ class Activations(StrEnum):
         """Those with which runtimes multiply a scheme, its default first."""
         none, int8, fp8 = Activations
         if scheme.of_small_floats:
-            return {FP8: (fp8, none), FP8_BLOCK: (fp8, none), MXFP4: (none, fp8), NVFP4: (none,)}[scheme]
+            return {FP8: (fp8, none), FP8_BLOCK: (fp8, none), MXFP4: (none, fp8)}.get(scheme, (none,))
         if scheme == QuantScheme(8, None):
             return none, int8
         if scheme.bits == 8 or scheme.group_size is None or not scheme.symmetric:

@@ -38,6 +38,11 @@ class Codes(StrEnum):
     E4M3 = "e4m3"  # torch's float8_e4m3fn: 0 to 448
 
 
+_FLOAT_BITS = {Codes.E2M1: 4, Codes.E4M3: 8}
+_FLOAT_NAMES = {
+    Scales.FLOATS: "fp8", Scales.TILES: "fp8-block", Scales.POWERS: "mxfp4", Scales.NESTED: "nvfp4",
+}  # fmt: skip
+_OF_SMALL_FLOATS = (Scales.TILES, Scales.POWERS, Scales.NESTED)
 TILE = 128
 """The rows, and the columns, that share a scale; see `Scales.TILES`."""
 
@@ -75,6 +80,12 @@ class QuantScheme:
         if self.bits not in expected:
             one_of = " or ".join(map(str, expected))
             raise RequestError("bits per weight are not supported", found=self.bits, expected=one_of)
+        bits = _FLOAT_BITS.get(self.codes)
+        if bits != (self.bits if self.of_small_floats else None) or (bits is None and self.scales in _OF_SMALL_FLOATS):
+            raise RequestError(
+                "codes and scales do not go together", found=f"{self.bits} bits, {self.codes}, {self.scales}",
+                expected=", ".join(_FLOAT_NAMES.values()),
+            )  # fmt: skip
         if self.group_size is not None and (self.group_size <= 0 or self.group_size % 8):
             raise RequestError(
                 "group size is not supported", found=self.group_size, expected="a positive multiple of 8"
@@ -205,9 +216,6 @@ FP8 = QuantScheme(8, None, codes=Codes.E4M3)
 FP8_BLOCK = QuantScheme(8, TILE, True, Scales.TILES, Codes.E4M3)
 MXFP4 = QuantScheme(4, 32, True, Scales.POWERS, Codes.E2M1)
 NVFP4 = QuantScheme(4, 16, True, Scales.NESTED, Codes.E2M1)
-_FLOAT_NAMES = {
-    Scales.FLOATS: "fp8", Scales.TILES: "fp8-block", Scales.POWERS: "mxfp4", Scales.NESTED: "nvfp4",
-}  # fmt: skip
 FLOAT_SCHEMES = {_FLOAT_NAMES[one.scales]: one for one in (FP8, FP8_BLOCK, MXFP4, NVFP4)}
 """Those in small floats that a user may request for compressed-tensors, by name; there are no kernels for them here."""
 _K_FALLBACKS = {3: Q4_0, 4: Q5_0, 5: Q5_1, 6: Q8_0}

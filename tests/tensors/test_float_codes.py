@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import generate_gparam, maybe_pad_tensor_for_block_quant
 from torch import Tensor
 
+from quantkit.errors import RequestError
+from quantkit.formats.codecs.codec import Reason
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.kernels.dispatch import BACKENDS
 from quantkit.tensors import float_codes
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
-from quantkit.tensors.scheme import FLOAT_SCHEMES, MXFP4, NVFP4, TILE, Codes, QuantScheme
+from quantkit.tensors.scheme import FLOAT_SCHEMES, MXFP4, NVFP4, TILE, Codes, QuantScheme, Scales
 
 FP4 = {"num_bits": 4, "type": "float"}
 ARGS = {
@@ -110,6 +114,20 @@ def test_no_kernel_multiplies_them(name: str) -> None:
 )  # fmt: skip
 def test_rows_that_groups_do_not_divide_have_another_scheme(name: str, columns: int, fitted: str) -> None:
     assert str(QuantScheme.parse(name).fitted(columns)) == fitted
+
+
+@pytest.mark.parametrize(
+    "fields", [(4, 32, True, Scales.POWERS), (8, None, True, Scales.FLOATS, Codes.E2M1), (4, None, True, Scales.NESTED)]
+)
+def test_scales_of_small_floats_go_with_such_codes(fields: tuple[Any, ...]) -> None:
+    with pytest.raises(RequestError, match="do not go together"):
+        QuantScheme(*fields)
+
+
+def test_other_groups_of_small_floats_are_not_written() -> None:
+    found = CompressedTensors().codec(QuantScheme(4, 64, True, Scales.POWERS, Codes.E2M1))
+    assert isinstance(found, Reason)
+    assert found.expected == "fp8, fp8-block, mxfp4, nvfp4"
 
 
 def test_an_outer_scale_goes_with_its_scheme_alone() -> None:

@@ -128,6 +128,8 @@ class CompressedTensors(QuantMethod):
         return _INT if scheme == _INT8 and self.activations is Activations.INT8 else _PACK
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
+        if scheme.of_small_floats and scheme not in FLOAT_SCHEMES.values():
+            return Reason("no reader has such groups of small floats", scheme.group_size, ", ".join(FLOAT_SCHEMES))
         if self.activations is not None and not embedding and self.activations not in Activations.of(scheme):
             return _not_multiplied(scheme, self.activations)
         if scheme.of_small_floats:
