@@ -17,6 +17,7 @@ from partial import contents, interrupted, partial
 import quantkit
 from quantkit.errors import DestinationError, InterruptedRunError, RequestError
 from quantkit.jobs import quantize as quantize_job
+from quantkit.jobs import quantize_work
 
 GPTQ: dict[str, Any] = {"samples": 4, "length": 64}
 
@@ -74,7 +75,7 @@ def test_an_unknown_value_is_refused(value: Any, source: Path, tmp_path: Path) -
 
 def test_gptq_is_not_repeated(source: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = contents(quantized)
-    monkeypatch.setattr(quantize_job, "_quantizer", None)
+    monkeypatch.setattr(quantize_job, "quantizer_of", None)
     made = quantkit.quantize(source, quantized, "int4-g64", **GPTQ, effort="default", if_exists="skip")
     assert made.effort == "default"
     assert (made.skipped, made.manifest) == (True, json.loads(before["quantkit.json"]))
@@ -143,7 +144,7 @@ def test_what_differs_in_a_quantization_is_named(
 
 def test_another_machine_differs(source: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "1.0")
-    monkeypatch.setattr(quantize_job, "kernels_name", lambda _: "other")
+    monkeypatch.setattr(quantize_work, "kernels_name", lambda _: "other")
     with pytest.raises(DestinationError, match=r"found changed computed_by \(column kernels, torch\)"):
         quantkit.quantize(source, quantized, "int4-g64", **GPTQ, if_exists="skip")
 

@@ -19,6 +19,7 @@ from vocabularies import train
 import quantkit
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import schemes
+from quantkit.formats.containers.gguf import Gguf
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.jobs.gguf_mix import MixRules
 from quantkit.quality.verify import Verdict, verify
@@ -185,3 +186,8 @@ def test_an_interrupted_run_ends_with_the_same_bytes(solved: Path, wide: Path, t
     interrupted(functools.partial(quantkit.quantize, scheme="q4_k_m", **options), wide, dst)
     quantkit.quantize(wide, dst, "q4_k_m", resume=True, **GPTQ)
     assert dst.read_bytes() == solved.read_bytes()
+
+
+def test_notes_of_the_container_are_kept(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gguf, "notes", lambda *_: ["a note on the file"])
+    assert "a note on the file" in quantkit.quantize(wide, tmp_path / "made.gguf", "q4_k_m", **RTN).notes

@@ -81,7 +81,7 @@ def test_each_process_of_a_group_gets_the_result_of_the_first(demo_model: Path, 
 def test_where_the_first_process_fails_the_others_exit_as_it_does(demo_model: Path, tmp_path: Path) -> None:
     """Here after the gate, while the others wait for its result."""
     code = (
-        "import quantkit.jobs.quantize as job\n"
+        "import quantkit.jobs.quantize_proof as job\n"
         "from quantkit.cli.main import main\n"
         "from quantkit.errors import QualityError\n"
         "def fail(*_):\n"

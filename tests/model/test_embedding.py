@@ -59,7 +59,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     linears, and floats in the embedding (and a tied head)."""
     home = tmp_path_factory.mktemp("embedding")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantkit.jobs.quantize.input_importance", lambda *_, **__: {})  # it depends on the embedding
+        # Importance depends on the embedding.
+        patch.setattr("quantkit.jobs.quantize_work.input_importance", lambda *_, **__: {})
         for kind in KINDS:
             small = {"num_hidden_layers": 1, "eos_token_id": None}
             oracle.save(oracle.make("llama", tie_word_embeddings=kind == "tied", **small).half(), home / kind)
