@@ -16,11 +16,12 @@ from quantkit.errors import RequestError
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.kv_scales import KV_CACHES, KvCacheName
 from quantkit.formats.lora.adapter import Requested, adapter_words
-from quantkit.formats.registry import TargetName
+from quantkit.formats.registry import GGUF, TargetName
 from quantkit.jobs.option_fields import ADAPTERS, ADAPTERS_HELP, OTHER, IfExists, declared, option, require_valid
 from quantkit.jobs.target import NATIVE, quantized_targets
 from quantkit.json_values import shown
 from quantkit.tensors.activations import Activations, ActivationsName
+from quantkit.tensors.mix import mix_named
 from quantkit.tensors.scheme import FLOAT_SCHEMES, SPELLINGS, QuantScheme
 from quantkit.via_transformers import VIAS, Via, require_no_code
 
@@ -153,7 +154,7 @@ class QuantizeOptions:
         SCHEMES, "Fail if a linear's shape does not fit the scheme.", bool, default=False, changes_result=False
     )
     method: Method | None = option(
-        METHOD, "Round to nearest, or GPTQ. Default: GPTQ for 4 bits, rounding for 8.", choices=METHODS
+        METHOD, "Round to nearest, or GPTQ. Default: GPTQ below 8 bits, rounding for 8.", choices=METHODS
     )
     imatrix: str | Path | None = option(
         METHOD, "Importance matrix of llama.cpp that weights errors of rounding. Default: measured on a small text.",
@@ -240,6 +241,12 @@ class QuantizeOptions:
             raise RequestError("unknown value of `kv_cache`", found=self.kv_cache, expected=" or ".join(KV_CACHES))
         if len(self.targets) > 1:
             self._check_several()
+        mix, formats = mix_named(self.scheme), [one.name for one in self.targets]
+        if mix is not None and GGUF.name not in formats:
+            raise RequestError(
+                f"{mix.name} is a mix of GGUF's types", found=f"the format {formats[0]}",
+                hint='`to="gguf"`, or a destination whose name ends in .gguf',
+            )  # fmt: skip
         _ = self.target, self.size
         self._check_method()
 

@@ -16,7 +16,7 @@ from quantkit.arguments import as_strings
 from quantkit.bit_allocation.allocation import CANDIDATES
 from quantkit.errors import QualityError, RequestError
 from quantkit.formats.codecs.codec import Reason, codec_of
-from quantkit.formats.registry import GGUF, Target
+from quantkit.formats.registry import Target
 from quantkit.jobs.gguf_mix import MixRules
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.json_values import shown
@@ -59,11 +59,6 @@ def mixed_recipe(options: QuantizeOptions, recipe: Recipe, config: ModelConfig) 
     mix = mix_named(options.scheme)
     if mix is None:
         return recipe
-    if options.target.name != GGUF.name:
-        raise RequestError(
-            f"{mix.name} is a mix of GGUF's types", found=f"the format {options.target.name}",
-            hint='`to="gguf"`, or a destination whose name ends in .gguf',
-        )  # fmt: skip
     own = MixRules(mix, config).recipe()
     return Recipe(own.default, (*own.overrides, *recipe.overrides))
 

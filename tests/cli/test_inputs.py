@@ -790,7 +790,7 @@ def test_a_config_that_requests_other_arithmetic_is_refused(
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
           "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float",
                                                                             "strategy": "tensor_group"}}}},
-         "nvfp4-pack-quantized"),
+         "[4, 'float', None]"),
     ],
 )  # fmt: skip
 def test_a_config_of_another_quantizer_names_the_scheme(

@@ -100,8 +100,8 @@ def test_a_request_that_makes_no_sense_is_reported_without_torch() -> None:
 def test_a_plain_mistake_is_reported_without_torch(folders: Path) -> None:
     source, out = str(folders / "source"), "/tmp/out"
     wrong = (
-        ("quantize", source, out, "--scheme", "q4_0"), ("quantize", source, out, "--scheme", "int8", "--head", "q8"),
-        ("plan", "quantize", source, out, "--scheme", "q4_0"), ("bench", "--synthetic", "llama-160m", "--scheme", "q4"),
+        ("quantize", source, out, "--scheme", "q4_9"), ("quantize", source, out, "--scheme", "int8", "--head", "q8"),
+        ("plan", "quantize", source, out, "--scheme", "q4_9"), ("bench", "--synthetic", "llama-160m", "--scheme", "q4"),
         ("generate", source, "hi", "--temperature", "-1"), ("generate", source, "hi", "--top-p", "2"),
         ("generate", source, "hi", "--max-new-tokens", "0"), ("generate", source, "hi", "--backend", "foo"),
         ("bench", source, "--backend", "foo"), ("generate", "A prompt", source), ("generate", source, "-dash"),

@@ -169,7 +169,8 @@ def test_only_gguf_holds_them(wide: Path, tmp_path: Path) -> None:
 
 
 def test_a_size_is_filled_with_k_quants(wide: Path, tmp_path: Path) -> None:
-    made = quantkit.quantize(wide, tmp_path / "made.gguf", target_bits=4.6, **GPTQ)
+    source = quantkit.convert(wide, tmp_path / "bf16", dtype="bf16", source_check=False).path
+    made = quantkit.quantize(source, tmp_path / "made.gguf", target_bits=4.6, **GPTQ)
     assert made.allocation is not None
     assert made.allocation.bits <= 4.6
     offered = {scheme for unit in made.allocation.units for scheme in unit.estimated_kl}
