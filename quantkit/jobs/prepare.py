@@ -304,7 +304,8 @@ def _assigned(
     source: StoredCheckpoint, recipe: Recipe, dst: Path, target: Target, *, strict: bool = False
 ) -> tuple[SchemeMap, list[str]]:
     """A recipe applied to a source, and notes on it. Raises `RequestError` or `UnsupportedError` as `quantize` does."""
-    scheme_map = SchemeMap.of(recipe, source.config)
+    assert target.codes is not None
+    scheme_map = SchemeMap.of(recipe, source.config, target.codes.embeddings)
     misfits = scheme_map.misfit_lines()
     if misfits and strict:
         raise RequestError(

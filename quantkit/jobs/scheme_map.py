@@ -22,7 +22,7 @@ from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.json_values import shown
 from quantkit.tensors.mix import mix_named
 from quantkit.tensors.recipe import Override, Recipe
-from quantkit.tensors.scheme import EMBEDDING_SCHEME, GGUF_SCHEMES, SPELLINGS, QuantScheme
+from quantkit.tensors.scheme import EMBEDDING_SCHEME, SPELLINGS, QuantScheme
 
 _HEAD = CANONICAL["head"]
 _RECURRENT = "carries a state from token to token: keeps its floats unless a recipe names it alone"
@@ -118,13 +118,15 @@ class SchemeMap:
         return {module: self.schemes.get(module) for module in self.modules}
 
     @classmethod
-    def of(cls, recipe: Recipe, config: ModelConfig) -> SchemeMap:
+    def of(
+        cls, recipe: Recipe, config: ModelConfig, embeddings: Collection[QuantScheme] = (EMBEDDING_SCHEME,)
+    ) -> SchemeMap:
         """Apply a recipe. Raises `RequestError` if nothing would be quantized, a pattern matches nothing, an override
         wants what cannot be, or linears that are one module on disk would have several schemes."""
         columns, kept, recurrent = linear_columns(config), kept_unless_named(config), recurrent_linears(config)
         if not columns:
             raise RequestError("nothing would be quantized: no tensor is known for the weight of a linear layer")
-        embedding = _embedding_scheme(recipe, config)
+        embedding = _embedding_scheme(recipe, config, embeddings)
         if embedding is not None:
             columns, kept = {EMBEDDING: config.hidden_size, **columns}, kept | {EMBEDDING}
         on_disk = _names_on_disk(config, columns)
@@ -239,7 +241,7 @@ def of_embedding(recipe: Recipe) -> Override | None:
     return next((one for one in reversed(recipe.overrides) if one.matches(EMBEDDING)), None)
 
 
-def _embedding_scheme(recipe: Recipe, config: ModelConfig) -> QuantScheme | None:
+def _embedding_scheme(recipe: Recipe, config: ModelConfig, embeddings: Collection[QuantScheme]) -> QuantScheme | None:
     """The scheme of the embedding; None if it keeps its floats. Raises `RequestError` if it does not support the
     requested one, or a head that is tied to it has another."""
     named = of_embedding(recipe)
@@ -249,7 +251,7 @@ def _embedding_scheme(recipe: Recipe, config: ModelConfig) -> QuantScheme | None
         raise RequestError(
             "the embedding of a model without a decoder here keeps its floats", found=shown(named.pattern)
         )
-    if named is not None and found is not None and found not in (EMBEDDING_SCHEME, *GGUF_SCHEMES.values()):
+    if named is not None and found is not None and found not in embeddings:
         raise RequestError(
             "the embedding cannot be quantized so", found=f"{found} for {shown(named.pattern)}",
             expected=f"{EMBEDDING_SCHEME}, one scale for each token",

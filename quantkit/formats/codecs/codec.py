@@ -13,7 +13,7 @@ from quantkit.formats.codecs.layout import Claims, Layout
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
-from quantkit.tensors.scheme import Codes, QuantScheme, Scales
+from quantkit.tensors.scheme import EMBEDDING_SCHEME, Codes, QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -257,6 +257,7 @@ class CodeFormat:
         schemes: to which weights can be rounded that it cannot store exactly; none if it is only read.
         scale_dtype: the type of all scales; None if they may have the model's.
         scales: how scales may be held.
+        embeddings: what an embedding may be quantized to, if it may be.
         codes: what codes may be.
     """
 
@@ -264,6 +265,7 @@ class CodeFormat:
     schemes: tuple[QuantScheme, ...] = ()
     scale_dtype: DType | None = None
     scales: frozenset[Scales] = frozenset({Scales.FLOATS})
+    embeddings: tuple[QuantScheme, ...] = (EMBEDDING_SCHEME,)
     codes: frozenset[Codes] = frozenset({Codes.INTEGERS})
 
     def other_scales(self, scheme: QuantScheme) -> Reason | None:

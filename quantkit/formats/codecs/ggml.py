@@ -17,7 +17,7 @@ from quantkit.formats.codecs.codec import CodeFormat, Reason, Weight, exact_scal
 from quantkit.formats.codecs.ggml_blocks import LAYOUTS, BlockLayout
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import qtensor, torch
-from quantkit.tensors.scheme import QuantScheme, Scales
+from quantkit.tensors.scheme import EMBEDDING_SCHEME, GGUF_SCHEMES, QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -140,7 +140,8 @@ class GgmlBlocks(CodeFormat):
     name = "gguf"
     schemes = (Q4_0.scheme, Q8_0.scheme)
     scale_dtype = DType.FLOAT16
-    scales = frozenset(Scales)
+    embeddings = (EMBEDDING_SCHEME, *GGUF_SCHEMES.values())
+    scales = frozenset({Scales.FLOATS, Scales.BLOCKS, Scales.SUPER_BLOCKS})
 
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> BlockType | Reason:
         kind = block_type(scheme)
