@@ -208,14 +208,14 @@ def test_a_certificate_is_in_the_manifest_and_the_model_card(demo_model: Path, t
 def test_a_certificate_stops_what_is_broken_far_on(
     demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seal: Callable[[Writer], StoredCheckpoint] = Writer.seal
+    read_back: Callable[[Writer, str], StoredCheckpoint] = Writer.read_back
 
-    def broken(self: Writer) -> StoredCheckpoint:
-        result = seal(self)
+    def broken(self: Writer, folder: str) -> StoredCheckpoint:
+        result = read_back(self, folder)
         result.config = _with_window(result.config)  # as long as the gate's
         return result
 
-    monkeypatch.setattr(Writer, "seal", broken)
+    monkeypatch.setattr(Writer, "read_back", broken)
     dst = tmp_path / "int8"
     text = _short(tmp_path / "speech.txt", 4500)
     requested = ["quantize", demo_model, dst, "--scheme", "int8", "--certify-positions", "600", "--certify-text", text]

@@ -130,6 +130,9 @@ class Loud:
     def indexed(self, path: Path, kind: str) -> bool:
         return False
 
+    def with_codes(self, checkpoint: LoudCheckpoint) -> LoudCheckpoint:
+        return checkpoint
+
     def open(
         self, path: Path, kind: str, *, tensors_only: bool = False, floats_as: DType | None = None
     ) -> LoudCheckpoint:  # fmt: skip
