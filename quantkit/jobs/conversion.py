@@ -18,7 +18,7 @@ from quantkit.errors import NotRepresentableError, RequestError, UnsupportedErro
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes, stored_name
 from quantkit.formats.container import Output, StoredCheckpoint
 from quantkit.formats.dequantized_checkpoint import of_blocks
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
 from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.output.staging import require_name, require_new_names
@@ -73,6 +73,8 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     src = as_path("src", options.src)
     source = precise = _open(src, options, cast)
     target = requested or target_of(source, dequantize=dequantize)
+    if target.container is GGUF and not dequantize:
+        source = precise = with_codes(source)  # all types of its blocks
     container = target.container
     if options.mp != 1 and not container.model_parallel:
         able = " or ".join(name for name, one in CONTAINERS.items() if one.model_parallel)

@@ -19,6 +19,8 @@ from quantkit.tensors.scheme import Q3_K, Q4_K, Q5_K, Q6_K, Q8_0, QuantScheme
 
 _FEW_KV_HEADS = {"llama", "qwen2", "deci"}  # whose models of 80 layers have a small attn_v
 _LARGE_LAYERS = 80
+_VALUES = ("attn_v", "attn_qkv")
+_BLOCK = 32  # weights; rows of others keep their floats
 _HEAD = "output.weight"  # which keeps its floats unless it is named
 _EXPERTS = 8  # of Mixtral, for which llama.cpp has rules
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -33,22 +35,25 @@ class MixRules:
 
     def recipe(self) -> Recipe:
         """The schemes of a model's tensors. Raises `UnsupportedError` for an architecture that GGUF does not have."""
-        overrides = {EMBEDDING: self.mix.default}
-        for tensor, scheme in self._schemes():
+        overrides: dict[str, QuantScheme | None] = {EMBEDDING: self.mix.default}
+        for tensor, chosen in self._schemes():
+            scheme = None if tensor.shape[-1] % _BLOCK else chosen
             if scheme != self.mix.default or tensor.name == _HEAD:
                 overrides |= {_EXPERT.sub(".experts.*.", module): scheme for module in _modules(tensor)}
+        if overrides[EMBEDDING] is None:  # as it does if no recipe names it
+            del overrides[EMBEDDING]
         return Recipe(self.mix.default, tuple(Override(pattern, scheme) for pattern, scheme in overrides.items()))
 
     def _schemes(self) -> Iterator[tuple[DiskTensor, QuantScheme]]:
         """The scheme of each tensor that gets one, in the order of the file."""
         tensors = [tensor for tensor in gguf_tensors(self.config) if _modules(tensor)]
-        values = [tensor for tensor in tensors if _role(tensor) in ("attn_v", "attn_qkv")]
+        values = [tensor for tensor in tensors if _role(tensor) in _VALUES]
         architecture = gguf_architecture(self.config).name
         for tensor in tensors:
             role, layer = _role(tensor), _layer(tensor)
             if role == "output" or (role == "token_embd" and self.config.tied_embeddings):
                 yield tensor, self.mix.default if self.mix.default == Q8_0 else Q6_K
-            elif role == "attn_v":
+            elif role in _VALUES:
                 yield tensor, self._of_values(values.index(tensor), len(values), architecture)
             elif role == "attn_k" and self._experts == _EXPERTS:
                 yield tensor, Q8_0
@@ -56,9 +61,6 @@ class MixRules:
                 yield tensor, self._of_down(layer, self.config.num_layers)
             elif role == "attn_output":
                 yield tensor, self._of_attention_output()
-            elif role == "attn_qkv":
-                joint = {"q3_k_m": Q4_K, "q3_k_l": Q4_K, "q4_k_m": Q5_K, "q5_k_m": Q6_K}
-                yield tensor, joint.get(self.mix.name, self.mix.default)
             else:
                 yield tensor, self.mix.default
 

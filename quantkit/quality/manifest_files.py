@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError
+from quantkit.files.gguf_types import GGUF, split_stem
 from quantkit.files.located import gguf_file
 from quantkit.files.source import SourceFile
 from quantkit.formats import manifest
@@ -38,6 +39,21 @@ def _sha256(path: Path) -> str:
     return SourceFile(path).sha256()
 
 
+def _require_own(path: Path, listed: Iterable[str]) -> None:
+    """Raise a `CheckpointError` if the manifest next to a file, or to the parts of a model, lists files with other
+    names: those of the model before it was renamed, which may still be there."""
+    own = path.name.removesuffix(f".{manifest.NAME}")
+    if own == path.name:
+        return  # of a folder
+    stem = own.removesuffix(GGUF)
+    other = next((name for name in listed if name != own and split_stem(name) != stem), None)
+    if other is not None:
+        raise CheckpointError(
+            "the manifest is that of another file", path=path, found=other, expected=own,
+            hint="give the model its name back, or `quantkit convert` it to the new name",
+        )  # fmt: skip
+
+
 def require_as_written(
     model: Path, *, progress: Progress = silent, sha256: Callable[[Path], str] = _sha256
 ) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
@@ -46,6 +62,7 @@ def require_as_written(
     missing or changed, or a file of weights, of the config or of the tokenizer was added."""
     made = manifest.read(model)
     listed: Mapping[str, str] = made["files"]
+    _require_own(manifest_path(model), listed)
     for path in sorted({*model.iterdir(), *template_paths(model)} if model.is_dir() else ()):
         nested = path.parent != model
         if nested or (path.name not in listed and is_loaded(path.name)):

@@ -20,7 +20,7 @@ from quantkit.progress import Progress, silent
 from quantkit.quality.bounds import BOUNDS, Bound, coarser, same_bits, same_but_rounded, weight_bound
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, cast_scales, float_rows, frobenius, row_chunks
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.tensor_slice import TensorSlice
 
 _BUG = "a bug in quantkit, or a disk that fails; nothing is kept"
@@ -118,7 +118,7 @@ def equal_as_numbers(a: QuantTensor, b: QuantTensor) -> bool:
     if a.shape != b.shape:
         return False
     rows, columns = a.shape
-    if a.scheme.of_small_floats or b.scheme.of_small_floats:
+    if any(one.scheme.of_small_floats or one.scheme.scales is not Scales.FLOATS for one in (a, b)):
         return all(_equal(a.rows(*part).dequantize(), b.rows(*part).dequantize()) for part in row_chunks(rows, columns))
     size = math.gcd(columns // a.scale.shape[1], columns // b.scale.shape[1])
     return all(_equal_rows(a.rows(*part), b.rows(*part), size) for part in row_chunks(rows, columns))

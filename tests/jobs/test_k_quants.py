@@ -22,6 +22,7 @@ from quantkit.formats.checkpoint import schemes
 from quantkit.formats.containers.gguf import Gguf
 from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.jobs.gguf_mix import MixRules
+from quantkit.quality.transcoded import equal_as_numbers
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.mix import MIXES
@@ -192,3 +193,37 @@ def test_an_interrupted_run_ends_with_the_same_bytes(solved: Path, wide: Path, t
 def test_notes_of_the_container_are_kept(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gguf, "notes", lambda *_: ["a note on the file"])
     assert "a note on the file" in quantkit.quantize(wide, tmp_path / "made.gguf", "q4_k_m", **RTN).notes
+
+
+def test_a_fused_projection_is_one_of_values(tmp_path: Path) -> None:
+    """As in llama.cpp, whose rules for attn_v are those for attn_qkv."""
+    config = open_checkpoint(oracle.save(oracle.make("phi3", **SIZES), tmp_path / "phi3")).config
+    config = dataclasses.replace(config, layers=config.layers[:1] * 8)
+    overrides = {one.pattern: str(one.scheme) for one in MixRules(MIXES["q4_k_m"], config).recipe().overrides}
+    for part in "qkv":
+        found = {n for n in range(8) if f"model.layers.{n}.self_attn.{part}_proj" in overrides}
+        assert found == set(MORE_BITS[8])
+    assert {overrides[f"model.layers.{n}.self_attn.q_proj"] for n in MORE_BITS[8]} == {"q6_k"}
+
+
+def test_rows_that_32_does_not_divide_keep_their_floats(tmp_path: Path) -> None:
+    source = make(tmp_path / "odd", hidden_size=264, intermediate_size=256)
+    found = types(quantkit.quantize(source, tmp_path / "made.gguf", "q4_k_m", **RTN).path)
+    assert found["blk.0.ffn_down.weight"] == "Q4_K"
+    assert {found[name] for name in ("token_embd.weight", "output.weight", "blk.0.attn_q.weight")} == {"F32"}
+
+
+def test_a_file_is_split_with_its_codes(wide: Path, tmp_path: Path) -> None:
+    """Converted to GGUF, K-quants stay what they are; `verify` compares their scales of scales too."""
+    file, parts = tmp_path / "made.gguf", tmp_path / "parts.gguf"
+    quantkit.quantize(wide, file, "q4_k_m", **RTN)
+    made = quantkit.convert(file, parts, split_max_size=300_000, source_check=False)
+    assert made.exact is not None
+    first = {tensor.name: tensor.data.tobytes() for tensor in gguf.GGUFReader(file).tensors}
+    later = [tensor for part in tmp_path.glob("parts-*.gguf") for tensor in gguf.GGUFReader(part).tensors]
+    assert {tensor.name: tensor.data.tobytes() for tensor in later} == first
+    assert verify(file, parts).verdict is Verdict.SAME
+    value = with_codes(open_checkpoint(file)).load("model.layers.0.mlp.up_proj.weight")
+    assert isinstance(value, QuantTensor)
+    assert value.outer is not None
+    assert not equal_as_numbers(value, dataclasses.replace(value, outer=value.outer * 2))

@@ -55,6 +55,7 @@ _PHI3 = "(phi)-?3"
 _PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _QUANTIZATION_VERSION = 2
+_EXACT = "read as float32, which is exact"
 _MAX_FACTORS = 2**16
 _DEFAULT = DType.BFLOAT16  # of a model without float matrices
 
@@ -185,12 +186,13 @@ class GgufCheckpoint:
         for name in (_EMBEDDING, _HEAD):
             tensor = self._disk.get(name)
             if tensor is not None and self._exact_floats(tensor):
-                self.notes.append(f"{self.path}: {name} is {self._stored[name].type}, read as float32, which is exact")
+                self.notes.append(f"{self.path}: {name} is {self._stored[name].type}, {_EXACT}")
 
     def with_codes(self) -> GgufCheckpoint:
         """The same with all codes read as such; see `Container.with_codes`."""
         found = copy.copy(self)
         found._codes = CODED_TYPES
+        found.notes = [note for note in self.notes if not note.endswith(_EXACT)]
         return found
 
     @property

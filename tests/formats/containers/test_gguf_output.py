@@ -77,6 +77,20 @@ def test_a_missing_manifest_is_an_error(made: Path, tmp_path: Path) -> None:
     assert verify(tmp_path).same, "a folder that holds a file and its manifest"
 
 
+def test_a_manifest_does_not_speak_for_another_file(made: Path, tmp_path: Path) -> None:
+    """A renamed copy, with the original next to it, or without."""
+    original = Path(shutil.copy(made, tmp_path / "demo.gguf"))
+    copy = tmp_path / "other.gguf"
+    data = bytearray(made.read_bytes())
+    data[-1000] ^= 0xFF
+    copy.write_bytes(data)
+    shutil.copy(made.parent / "demo.gguf.quantkit.json", tmp_path / "other.gguf.quantkit.json")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"the manifest is that of another file .*found demo\.gguf"):
+            verify(copy)
+        original.unlink(missing_ok=True)
+
+
 def test_parts_of_a_largest_size(made: Path, demo_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "demo.gguf"
     quantkit.convert(demo_model, file, split_max_size=600_000, source_check=False)
