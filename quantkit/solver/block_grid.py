@@ -19,7 +19,9 @@ from quantkit.tensors.scheme import QuantScheme
 SearchScales = Callable[[Tensor, Tensor, QuantScheme, torch.dtype], tuple[Tensor, Tensor | None]]
 """As `grid.search_scales`."""
 
-_ROUNDS = 4  # in which codes and the line through them improve each other
+_STARTS = (-1.0, -0.5, 0.0, 0.5, 1.0)
+"""Steps that are tried first, by how many more of them span a group than it has codes."""
+_ROUNDS = 2  # in which codes and the line through them improve each other
 
 
 def search_blocks(weight: Tensor, importance: Tensor, scheme: QuantScheme, search: SearchScales) -> BlockScales:
@@ -29,22 +31,18 @@ def search_blocks(weight: Tensor, importance: Tensor, scheme: QuantScheme, searc
         weight: [I, O] float32: inputs first.
         importance: [I] float32, not negative.
         scheme: in blocks of GGUF.
-        search: finds scales, and integer zero points, held as floats.
+        search: finds the scales of symmetric schemes, held as floats.
     """
     size = scheme.group_size
     assert size is not None
-    found, zero = search(weight, importance, scheme.of_floats, torch.float32)
     grouped = weight.view(-1, size, weight.shape[1])
-    steps = torch.where(grouped.abs().amax(1) == 0, 0, found)
-    offsets = None
-    if zero is not None:
-        parts = [
-            _fitted_lines(grouped[:, :, part], importance.view(-1, size, 1), steps[:, part], zero[:, part], scheme)
-            for part in _row_slices(weight)
-        ]
-        steps, offsets = (torch.cat(part, 1) for part in zip(*parts, strict=True))
-        offsets = offsets.t()
-    return BlockScales.nearest(steps.t(), offsets, scheme)
+    if scheme.symmetric:
+        found, _ = search(weight, importance, scheme.of_floats, torch.float32)
+        return BlockScales.nearest(torch.where(grouped.abs().amax(1) == 0, 0, found).t(), None, scheme)
+    weights = importance.view(-1, size, 1)
+    parts = [_fitted_lines(grouped[:, :, part], weights, scheme) for part in _row_slices(weight)]
+    steps, offsets = (torch.cat(part, 1).t() for part in zip(*parts, strict=True))
+    return BlockScales.nearest(steps, offsets, scheme)
 
 
 def _row_slices(weight: Tensor) -> list[slice]:
@@ -53,35 +51,34 @@ def _row_slices(weight: Tensor) -> list[slice]:
     return [slice(start, start + count) for start in range(0, outputs, count)]
 
 
-def _fitted_lines(
-    grouped: Tensor, importance: Tensor, steps: Tensor, zero: Tensor, scheme: QuantScheme
-) -> tuple[Tensor, Tensor]:
-    """Steps and offsets [G, O] float32 of the lines through codes that fit groups [G, S, O] best, from scales and zero
-    points that were searched; never with a larger error than theirs."""
-    offsets = zero.float() * steps
-    best_steps, best_offsets = steps, offsets
-    best = torch.full_like(steps, torch.inf)
-    weights = importance.expand(-1, -1, 1)
+def _fitted_lines(grouped: Tensor, weights: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
+    """Steps and offsets [G, O] float32 of the lines through codes that fit groups [G, S, O] best, of several that begin
+    with steps which span a group, or about so; `weights` [G, S, 1] are those of squared errors."""
+    high, low = grouped.amax(1).clamp(min=0), grouped.amin(1).clamp(max=0)
+    best_steps, best_offsets = (high - low) / (scheme.levels - 1), -low
+    best = torch.full_like(high, torch.inf)
     total, mean = weights.sum(1), (weights * grouped).sum(1)
-    for _ in range(_ROUNDS + 1):
-        codes = (grouped + offsets.unsqueeze(1)) / torch.where(steps == 0, 1, steps).unsqueeze(1)
-        codes = codes.round_().clamp_(0, scheme.levels - 1)
-        error = codes * steps.unsqueeze(1) - offsets.unsqueeze(1) - grouped
-        loss = (weights * error.square()).sum(1)
-        better = loss < best
-        best = torch.where(better, loss, best)
-        best_steps, best_offsets = torch.where(better, steps, best_steps), torch.where(better, offsets, best_offsets)
-        weighted = weights * codes
-        first, second = weighted.sum(1), (weighted * codes).sum(1)
-        product = (weighted * grouped).sum(1)
-        determinant = total * second - first.square()
-        steps = (total * product - first * mean) / determinant
-        offsets = (first * product - second * mean) / determinant
-        through_zero = product / second  # where the smallest value would be above zero
-        negative = offsets < 0
-        steps, offsets = torch.where(negative, through_zero, steps), offsets.clamp(min=0)
-        usable = (determinant > 0) & (steps > 0) & steps.isfinite() & offsets.isfinite()
-        steps, offsets = torch.where(usable, steps, best_steps), torch.where(usable, offsets, best_offsets)
+    for more in _STARTS:
+        steps, offsets = (high - low) / (scheme.levels - 1 + more), -low
+        for _ in range(_ROUNDS + 1):
+            codes = (grouped + offsets.unsqueeze(1)) / torch.where(steps == 0, 1, steps).unsqueeze(1)
+            codes = codes.round_().clamp_(0, scheme.levels - 1)
+            error = codes * steps.unsqueeze(1) - offsets.unsqueeze(1) - grouped
+            loss = (weights * error.square_()).sum(1)
+            better = loss < best
+            best = torch.where(better, loss, best)
+            best_steps = torch.where(better, steps, best_steps)
+            best_offsets = torch.where(better, offsets, best_offsets)
+            weighted = weights * codes
+            first, second = weighted.sum(1), (weighted * codes).sum(1)
+            product = (weighted * grouped).sum(1)
+            determinant = total * second - first.square()
+            slope = (total * product - first * mean) / determinant
+            offsets = (first * product - second * mean) / determinant
+            steps = torch.where(offsets < 0, product / second, slope)  # through zero, where all would be above it
+            offsets = offsets.clamp(min=0)
+            usable = (determinant > 0) & (steps > 0) & steps.isfinite() & offsets.isfinite()
+            steps, offsets = torch.where(usable, steps, best_steps), torch.where(usable, offsets, best_offsets)
     return best_steps, best_offsets
 
 

@@ -88,7 +88,8 @@ def test_limits_are_shown(
     monkeypatch.setattr(environment, "cpu_quota", lambda: quota)
     monkeypatch.setattr(environment, "quota_threads", lambda: None if quota is None else 1)
     monkeypatch.setattr(memory, "memory_limits", lambda: limits)
-    monkeypatch.delenv("OMP_NUM_THREADS")
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # --threads sets both
+        monkeypatch.delenv(name, raising=False)
     rows = _rows(run(capfd, "--version", "--verbose")[1])
     for name, end in zip(("processors", "memory", "threads"), expected, strict=True):
         assert rows[name].endswith(end)
