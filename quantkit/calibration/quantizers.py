@@ -44,7 +44,7 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
 MMAP_THRESHOLD = 8 << 20
-_EXACT_BITS = 8  # of an embedding whose error is not worth a pass of its own
+_EXACT_BITS = 8  # of an embedding whose error is too small to be followed
 
 Solved = tuple[str, Tensor | QuantTensor, Mapping[str, object] | None]
 """A tensor's name, its value, and for the manifest how it was found."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,19 +12,17 @@ from torch import Tensor
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor
 from quantkit.architectures.gguf import gguf_tensors
-from quantkit.arguments import as_integer, as_path, as_seed
-from quantkit.calibration import effort
-from quantkit.calibration.conversations import model_chat
-from quantkit.calibration.data import load_calibration
+from quantkit.arguments import as_path
 from quantkit.calibration.documents import TextSource
 from quantkit.calibration.importance import importance_of, squared_inputs
-from quantkit.calibration.packaged import PackagedText
-from quantkit.errors import CheckpointError, DestinationError, RequestError
+from quantkit.errors import CheckpointError, DestinationError, NonFiniteError, RequestError
 from quantkit.files.gguf_types import GGUF
 from quantkit.files.imatrix_io import Entry, ImportanceMatrix, read_imatrix
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
+from quantkit.jobs.quantize_options import QuantizeOptions
+from quantkit.jobs.settings import gptq_settings
 from quantkit.progress import Progress, silent
 
 _DAT = ".dat"
@@ -53,56 +49,49 @@ class ImatrixResult:
 
 def imatrix(
     src: str | Path, dst: str | Path, *, calibration: TextSource | None = None, text_column: str | None = None,
-    samples: int = effort.SAMPLES, length: int | None = None, seed: int = effort.SEED, progress: Progress = silent,
+    samples: int | None = None, length: int | None = None, seed: int | None = None, progress: Progress = silent,
 ) -> ImatrixResult:  # fmt: skip
     """Measure the mean squared inputs of each linear, and write them in llama.cpp's form.
 
     Args:
         src: a model whose architecture GGUF has.
         dst: the new file: GGUF if its name ends so, or the older form, ``.dat``.
-        calibration, text_column, samples, length, seed: as in `quantize`.
+        calibration, text_column, samples, length, seed: as in `quantize`, whose samples for GPTQ these are.
         progress: as in `convert`.
 
     Raises:
         RequestError: for another name of the file, or a text that cannot be used.
         CheckpointError, UnsupportedError: if `src` is damaged, or GGUF does not have its architecture.
         DestinationError: if `dst` exists or cannot be written.
+        NonFiniteError: if the inputs of a linear are NaN or Inf.
     """
     path = as_path("dst", dst)
-    if path.suffix.lower() not in (_DAT, f".{GGUF.lstrip('.')}"):
-        raise RequestError("the name tells the form of an importance matrix", found=path.name, expected=".gguf or .dat")
+    if path.suffix.lower() not in (_DAT, GGUF):
+        raise RequestError("unknown form of an importance matrix", found=path.name, expected="a name in .gguf or .dat")
     if path.exists():
         raise DestinationError("exists already; nothing is overwritten", path=path)
+    given = {"calibration": calibration, "text_column": text_column, "samples": samples, "length": length, "seed": seed}
+    options = QuantizeOptions(src, dst, "int4-g32", method="gptq", **given)  # type: ignore[arg-type]
     source = open_checkpoint(as_path("src", src))
     require_runnable(source)
     tensors = list(_with_inputs(source.config))
-    tokenizer, _ = checked_tokenizer(source)
-    if tokenizer is None:
-        raise RequestError(
-            "an importance matrix is measured on text, and the source has no tokenizer", path=source.path
-        )
-    count = as_integer("samples", samples)
-    size = effort.EFFORTS["default"].length(source.config) if length is None else as_integer("length", length)
-    chat = partial(model_chat, source.path, tokenizer)
-    if calibration is None:
-        packaged = PackagedText.of(tokenizer, chat()[0], seed=as_seed("seed", seed), wanted=count * size)
-        drawn = packaged.draw(samples=count, length=size, seed=seed, near_uniform=lambda pieces: [False] * len(pieces))
-        text = "included text"
-    else:
-        drawn = load_calibration(
-            calibration, tokenizer, samples=count, length=size, seed=as_seed("seed", seed), column=text_column,
-            chat=chat,
-        )  # fmt: skip
-        text = Path(calibration).name if isinstance(calibration, (str, Path)) else "text"
+    settings = gptq_settings(options, (), source, checked_tokenizer(source)[0])
+    assert settings is not None  # for GPTQ
+    drawn = settings.draw(source, progress=progress)
+    text = Path(calibration).name if isinstance(calibration, (str, Path)) else "text"
+    text = "included text" if calibration is None else text
     sums, counts = squared_inputs(source, drawn.tokens, progress=progress)
+    if (wrong := next((name for name, total in sums.items() if not total.isfinite().all()), None)) is not None:
+        raise NonFiniteError(f"the inputs of linear '{wrong}' are NaN or Inf", path=source.path)
     entries = {tensor.name: entry for tensor in tensors if (entry := _entry(tensor, sums, counts)) is not None}
     found = ImportanceMatrix(entries, text, *drawn.tokens.shape)
     content = found.to_dat() if path.suffix.lower() == _DAT else found.to_gguf()
-    partial_file = path.with_name(f"{path.name}.partial")
+    unfinished = path.with_name(f"{path.name}.partial")
     try:
-        partial_file.write_bytes(content)
-        partial_file.rename(path)
+        unfinished.write_bytes(content)
+        unfinished.rename(path)
     except OSError as error:
+        unfinished.unlink(missing_ok=True)
         raise DestinationError(f"cannot be written: {error.strerror or error}", path=path) from error
     return ImatrixResult(path, len(entries), drawn.tokens.numel(), text)
 
@@ -157,4 +146,4 @@ def _entry(tensor: DiskTensor, sums: Mapping[str, Tensor], counts: Mapping[str, 
     counted = torch.tensor([float(counts.get(name, 0)) for name in names])
     zeros = torch.zeros(tensor.shape[-1])
     means = torch.stack([sums.get(name, zeros) / max(1, counts.get(name, 0)) for name in names])
-    return Entry(means, counted) if math.isfinite(means.sum().item()) else None
+    return Entry(means, counted)

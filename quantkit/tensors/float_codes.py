@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantkit.tensors.float8 import E4M3_MAX, rounded_to_e4m3
 from quantkit.tensors.scheme import TILE, Codes, QuantScheme, Scales
 
-LARGEST = {Codes.E2M1: 6.0, Codes.E4M3: 448.0}
+LARGEST = {Codes.E2M1: 6.0, Codes.E4M3: E4M3_MAX}
 """The largest value of a code."""
 MIN_EXPONENT, MAX_EXPONENT = -127, 125
 """Of MXFP4's powers of two: e8m0's smallest, and the largest with which 6 is a float32."""
@@ -34,7 +35,7 @@ def values(codes: Tensor, kind: Codes) -> Tensor:
 def rounded(numbers: Tensor, kind: Codes) -> Tensor:
     """The nearest values of codes, float32; larger numbers become the largest value."""
     if kind is Codes.E4M3:
-        return numbers.clamp(-LARGEST[kind], LARGEST[kind]).to(torch.float8_e4m3fn).float()
+        return rounded_to_e4m3(numbers)
     size = numbers.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     found: Tensor = (numbers / step).round_().mul_(step).clamp_(-LARGEST[kind], LARGEST[kind])

@@ -26,7 +26,6 @@ _ALL = [Mix(f"{name}_{size}", one) for name, (one, sizes) in _K.items() for size
 _ALL += [Mix(name, one) for name, one in _ONE_TYPE.items()]
 MIXES = {mix.name: mix for mix in _ALL}
 """By the names that a user may request instead of a scheme."""
-SPELLINGS = ", ".join(MIXES)
 _SHORT = {name: MIXES[f"{name}_m"] for name in _K}
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from command import Capture, run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.errors import CheckpointError, DestinationError, RequestError
+from quantkit.errors import CheckpointError, DestinationError, NonFiniteError, RequestError
 from quantkit.files.imatrix_io import read_imatrix
 
 TEXT: dict[str, Any] = {
@@ -139,5 +139,17 @@ def test_the_command(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
     with pytest.raises(DestinationError, match="exists already"):
         quantkit.imatrix(demo_model, dst)
-    with pytest.raises(RequestError, match=r"\.gguf or \.dat|form of an importance matrix"):
+    with pytest.raises(RequestError, match="form of an importance matrix"):
         quantkit.imatrix(demo_model, tmp_path / "m.bin")
+
+
+def test_a_model_with_nan_has_no_matrix(demo_model: Path, tmp_path: Path) -> None:
+    """Nothing is written; linears before the damage have finite inputs."""
+    source = quantkit.convert(demo_model, tmp_path / "hf", to="hf", source_check=False).path
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    for kind in ("gguf", "dat"):
+        with pytest.raises(NonFiniteError, match=r"'model\.layers\.1\.mlp\.down_proj' are NaN"):
+            quantkit.imatrix(source, tmp_path / f"m.{kind}", **TEXT)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

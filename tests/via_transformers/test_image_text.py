@@ -63,7 +63,7 @@ def _log_probs(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _require_text_only(source: Path, folder: Path, packed: int = 14) -> None:
-    """Assert that a result has at least so many packed weights, all in the text part, and the others of its source."""
+    """Assert that a result has a number of packed weights or more, all in the text part, others as in its source."""
     before, after = (load_file(one / "model.safetensors") for one in (source, folder))
     found = [name for name in after if name.endswith("weight_packed")]
     assert len(found) >= packed
