@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.disk import unread_experts
 from quantkit.architectures.names import EMBEDDING
-from quantkit.architectures.topology import Parameter, linear_columns, parameters
+from quantkit.architectures.topology import Parameter, linear_columns
 from quantkit.arguments import as_path, as_strings
 from quantkit.bit_allocation.allocation import Allocation, units
 from quantkit.bit_allocation.fit import Fit
@@ -24,7 +23,6 @@ from quantkit.calibration.quantizers import TensorBlock
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, require_calibratable, schemes
-from quantkit.formats.codecs.codec import Reason, codec_of
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.container import Encoder, Output, StoredCheckpoint, stored_format
 from quantkit.formats.dequantized_checkpoint import DequantizedCheckpoint
@@ -35,6 +33,7 @@ from quantkit.formats.output.staging import interrupted_fingerprint, require_nam
 from quantkit.formats.registry import Target, TargetName
 from quantkit.jobs.adapters import recorded_adapters, with_adapters
 from quantkit.jobs.certificate import CertifiedText, certified_text
+from quantkit.jobs.held_schemes import assigned_schemes, require_scales
 from quantkit.jobs.labels import model_name
 from quantkit.jobs.option_fields import command_words, declared
 from quantkit.jobs.output import option_key
@@ -55,7 +54,7 @@ from quantkit.solver.columns import ColumnKernels, with_positive_scales
 from quantkit.tensors.activations import InputRounding
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.recipe import Recipe
-from quantkit.tensors.scheme import TILE, QuantScheme, Scales
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
 from quantkit.via_transformers.forward import open_to_run, passage_of
@@ -70,7 +69,7 @@ if TYPE_CHECKING:
 
 BIT_ALLOCATION = "bit_allocation"
 """The key of the schemes chosen for a size in the manifest, and in the journal of an interrupted run."""
-_FP4_BITS = _INT4_BITS = 4
+_INT4_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -176,9 +175,9 @@ class Prepared:
         support a scheme."""
         options = replace(self.options, to=cast(TargetName, target.name), dst=self.dst / target.name)
         recipe = self.scheme_map.recipe
-        _, notes_before = _assigned(self.source, recipe, self.dst, self.target)
-        scheme_map, more = _assigned(self.source, recipe, Path(options.dst), target)
-        _require_scales(self.source, self.settings, target, scheme_map.schemes.values())
+        _, notes_before = assigned_schemes(self.source, recipe, self.dst, self.target)
+        scheme_map, more = assigned_schemes(self.source, recipe, Path(options.dst), target)
+        require_scales(self.source, self.settings, target, scheme_map.schemes.values())
         if options.kv_cache is not None:
             require_holds_kv_cache(target, Path(options.dst))
         notes = [*(note for note in self.notes if note not in notes_before), *more]
@@ -195,8 +194,8 @@ class Prepared:
     def with_allocation(self, allocation: Allocation) -> Prepared:
         """With schemes that were chosen for a size. Raises `QuantkitError` as `quantize` does."""
         source, before = self.source, self.scheme_map.recipe
-        _, notes_before = _assigned(source, before, self.dst, self.target)
-        scheme_map, more = _assigned(source, allocation.recipe(before.overrides), self.dst, self.target)
+        _, notes_before = assigned_schemes(source, before, self.dst, self.target)
+        scheme_map, more = assigned_schemes(source, allocation.recipe(before.overrides), self.dst, self.target)
         notes = [*(note for note in self.notes if note not in notes_before), *more]
         return replace(self, scheme_map=scheme_map, notes=notes, allocation=allocation)
 
@@ -236,7 +235,7 @@ def prepare(options: QuantizeOptions) -> Prepared:
 
         source.config = with_embedding(source.config, passage_of(source).lazy, source.path)
     recipe = mixed_recipe(options, with_head_on_disk(recipe, source.config), source.config)
-    scheme_map, more = _assigned(source, recipe, dst, target, strict=options.strict)
+    scheme_map, more = assigned_schemes(source, recipe, dst, target, strict=options.strict)
     if source.config.run_by is not None:
         notes.append(f"{source.path}: run by {source.config.run_by}")
     if options.trust_remote_code and source.config.code is None:
@@ -250,12 +249,18 @@ def prepare(options: QuantizeOptions) -> Prepared:
     notes += [*more, *dropped_kv_cache(source, dst, again=options.kv_cache is not None)]
     source.kv_cache = None  # its weights are measured, and calibrated, with floats in the cache
     settings = gptq_settings(options, scheme_map.schemes.values(), source, tokenizer)
-    _require_scales(source, settings, target, scheme_map.schemes.values())
+    require_scales(source, settings, target, scheme_map.schemes.values())
     certified = certified_text(options.certify_positions, options.certify_text, source, tokenizer)
     notes += [] if certified is None else certified.notes
-    return Prepared(
+    prepared = Prepared(
         options, source, scheme_map, tokenizer, linears_by, settings, certified, notes, adapters=adapters
     )  # fmt: skip
+    if options.imatrix is not None and not prepared.is_weighted:
+        raise RequestError(
+            "`imatrix` would not be used: it weights errors of fewer than 8 bits, in models that can be run",
+            path=source.path,
+        )  # fmt: skip
+    return prepared
 
 
 def _opened(options: QuantizeOptions) -> StoredCheckpoint:
@@ -298,89 +303,6 @@ def _as_floats(source: StoredCheckpoint, options: QuantizeOptions) -> tuple[Stor
         )  # fmt: skip
     read = f"its weights are read as {source.config.dtype}, and rounded again"
     return DequantizedCheckpoint(source), [f"{source.path}: the source is quantized already ({found}); {read}"]
-
-
-def _assigned(
-    source: StoredCheckpoint, recipe: Recipe, dst: Path, target: Target, *, strict: bool = False
-) -> tuple[SchemeMap, list[str]]:
-    """A recipe applied to a source, and notes on it. Raises `RequestError` or `UnsupportedError` as `quantize` does."""
-    assert target.codes is not None
-    scheme_map = SchemeMap.of(recipe, source.config, target.codes.embeddings)
-    misfits = scheme_map.misfit_lines()
-    if misfits and strict:
-        raise RequestError(
-            f"schemes do not fit: {'; '.join(misfits)}, and `strict=True` was requested", path=source.path,
-            hint="choose a smaller group size, or leave `strict=True` out",
-        )  # fmt: skip
-    notes = [f"{source.path}: {line}" for line in misfits]
-    _require_held(scheme_map.schemes, target, source)
-    native = target.name == NATIVE
-    if native and not all(scheme.symmetric for scheme in scheme_map.schemes.values()):
-        notes.append(f"{dst}: transformers does not load zero points in this format (seen in 5.23); quantkit does")
-    if native and (unread := unread_experts(source.config, scheme_map.schemes)):
-        notes.append(f"{dst}: transformers does not load {unread} right (seen in 5.23); quantkit does")
-    packed = (one for one in scheme_map.schemes.values() if one.of_small_floats and one.bits == _FP4_BITS)
-    small = sorted({str(one) for one in packed})
-    if small and source.config.dtype != DType.BFLOAT16:
-        loading = "transformers decodes it to bfloat16 alone (seen in 5.23); load it with `dtype=torch.bfloat16`"
-        notes.append(f"{dst}: {' and '.join(small)}: {loading}")
-    if tiled := [one.module for one in parameters(source.config) if _is_cut_tile(one, scheme_map.schemes)]:
-        notes.append(f"{dst}: vLLM does not fuse linears whose rows {TILE} does not divide (seen in 0.32): {tiled[0]}")
-    if scheme_map.embedding is not None and isinstance(target.method, CompressedTensors):
-        tied, here_alone = source.config.tied_embeddings, source.config.run_by is not None
-        notes.append(f"{dst}: {target.method.unread_embedding(tied=tied, here_alone=here_alone)}")
-    return scheme_map, notes
-
-
-def _is_cut_tile(parameter: Parameter, schemes: Mapping[str, QuantScheme]) -> bool:
-    """Whether a weight that runtimes fuse with others ends in a part of a tile."""
-    scheme = schemes.get(parameter.module) if parameter.leaf == "weight" else None
-    tiled = scheme is not None and scheme.scales is Scales.TILES
-    fused = parameter.linear is not None and parameter.linear.fused is not None
-    return tiled and fused and bool(parameter.shape[0] % TILE)
-
-
-def _require_held(schemes: Mapping[str, QuantScheme], target: Target, source: Checkpoint) -> None:
-    """Raise an `UnsupportedError` if a format does not support one of the schemes, given by module, or the shape of a
-    module."""
-    assert target.codes is not None
-    path = source.path
-    for module, scheme in schemes.items():
-        embedding = module == EMBEDDING
-        reason = codec_of(target.codes, scheme, embedding=embedding)
-        if not isinstance(reason, Reason) and (misfit := reason.misfit(source.info(f"{module}.weight").shape)):
-            raise UnsupportedError(
-                f"{target.name} does not hold '{module}' in {scheme}: {misfit.problem}", path=path, found=misfit.found,
-                expected=misfit.expected, hint="choose another scheme, or `keep` the linear as floats",
-            )  # fmt: skip
-        if isinstance(reason, Reason) and embedding:
-            raise UnsupportedError(
-                f"{target.name} has no place for an {scheme} embedding: {reason.problem}", path=path,
-                found=f"{scheme} for '{module}'", expected=reason.expected, hint="leave `embedding` out",
-            )  # fmt: skip
-        if isinstance(reason, Reason):
-            raise UnsupportedError(
-                f"{target.name} does not hold {scheme}: {reason.problem}", path=path, found=f"{scheme} for '{module}'",
-                expected=reason.expected or ", ".join(map(str, target.codes.schemes)),
-                hint="choose another scheme, or `keep` the linear as floats",
-            )  # fmt: skip
-
-
-def _require_scales(
-    source: Checkpoint, settings: GptqSettings | None, target: Target, schemes: Iterable[QuantScheme]
-) -> None:  # fmt: skip
-    """Raise an `UnsupportedError` if GPTQ's scales, which have the model's type where a scheme has none of its own, do
-    not fit a format's."""
-    assert target.codes is not None
-    held = target.codes.scale_dtype
-    if all(scheme.scales is not Scales.FLOATS for scheme in schemes):
-        return
-    if settings is not None and held is not None and held.itemsize < DType(source.config.dtype).itemsize:
-        raise UnsupportedError(
-            f"{target.name} holds scales in {held}, and GPTQ finds them in the model's type", path=source.path,
-            found=source.config.dtype, expected=f"{DType.BFLOAT16} or {DType.FLOAT16}",
-            hint='convert the source to one of these first, or round with `method="rtn"`',
-        )  # fmt: skip
 
 
 def tensor_blocks(

@@ -129,6 +129,8 @@ def test_a_damaged_or_foreign_file_is_an_error(
 def test_it_goes_with_rounding(matrices: dict[str, Path], demo_model: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="goes with"):
         quantkit.quantize(demo_model, tmp_path / "made", "int4-g32", imatrix=matrices["gguf"])
+    with pytest.raises(RequestError, match="would not be used"):
+        quantkit.quantize(demo_model, tmp_path / "made", "int8", imatrix=matrices["gguf"], **RTN)
 
 
 def test_the_command(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
