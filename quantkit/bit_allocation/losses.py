@@ -20,38 +20,34 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups, layer_kinds
 from quantkit.bit_allocation.allocation import Unit
-from quantkit.calibration.effort import batch_samples, every_group, groups_of
+from quantkit.calibration.effort import every_group, groups_of
 from quantkit.calibration.estimate import forward_flops, largest_block
-from quantkit.calibration.streams import embedded, step_of_samples
+from quantkit.calibration.fisher import FisherPasses
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
-from quantkit.formats.checkpoint import Checkpoint, stored_name
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import malloc_trim
-from quantkit.model.decoder import Block, final_logits, rms_norm
-from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, floats_of, meta_init
+from quantkit.model.decoder import Block
+from quantkit.model.load import BLOCK_PREFIX
 from quantkit.progress import Progress, silent
 from quantkit.solver.block_grid import search_blocks
 from quantkit.solver.gptq import Damped, SingularError
 from quantkit.solver.grid import search_scales
 from quantkit.tensors.finite import all_finite
-from quantkit.tensors.products import add_square_, fill_lower_
+from quantkit.tensors.products import fill_lower_
 from quantkit.tensors.qtensor import QuantTensor, nearest_codes, row_chunks
 from quantkit.tensors.scheme import QuantScheme, Scales
 
 _WEIGHTS_TRIED = 1 << 18  # of a unit, about
 _MIN_ROWS = 4  # tried of a linear
-_TOKENS_THROUGH_THE_HEAD = 64
-_HEAD_WEIGHTS = 1 << 24  # of the head that are float32 at a time
 _GRADIENT_TOKENS = 8192
 _TOKENS_PER_INPUT = 2  # for the Hessian of the widest linear
 _STATE_BYTES = 2  # of an element of a block's inputs, kept as bfloat16
@@ -103,7 +99,7 @@ def estimate_losses(
     config = source.config
     counts = sample_counts(config, samples.shape, memory_bytes)
     own = [samples[:count][group.share(count)] for count in counts]
-    passes = _Passes(source, own[0], len(own[1]), device)
+    passes = FisherPasses(source, own[0], len(own[1]), device)
     errors: dict[str, RowErrors] = {}
     layers = config.num_layers
     for layer in range(layers):
@@ -118,7 +114,7 @@ def estimate_losses(
     passes.turn(group.share(counts[1]).start)
     for layer in reversed(range(layers)):
         progress("choose schemes", 2 * layers - layer - 1, 2 * layers, "layers")
-        for module, squares in passes.backward(layer).items():
+        for module, squares in passes.squares(layer).items():
             group.sum_(squares)
             gradients[module] = squares.cpu() / (counts[1] * samples.shape[1])
         malloc_trim()
@@ -127,93 +123,6 @@ def estimate_losses(
         {scheme: sum(errors[m].loss(gradients[m], scheme) for m in unit.modules) for scheme in schemes[unit]}
         for unit in units
     ]
-
-
-class _Passes:
-    """The forward and the backward pass of the samples, in batches."""
-
-    def __init__(
-        self, source: Checkpoint, samples: Tensor, kept: int, device: torch.device,
-        states: torch.dtype = torch.bfloat16,
-    ) -> None:  # fmt: skip
-        """The samples are tokens [N, T], of which there may be none, and the first `kept` have a backward pass; the
-        blocks' inputs are kept in the dtype `states`."""
-        length = samples.shape[1]
-        self._source, self._device, self._dtype = source, device, states
-        step = batch_samples(source.config, length)
-        parts = (samples[:kept], samples[kept:])
-        batches = [batch for part in parts if len(part) for batch in torch.split(part, step)]
-        self._states = list(embedded(source, batches))
-        self._inputs: list[list[Tensor]] = [[] for _ in range(-(-kept // step))]
-        self._step = step_of_samples(source.config, length, device)
-
-    @torch.no_grad()
-    def forward(self, layer: int) -> tuple[dict[str, tuple[Tensor, int]], Block]:
-        """Run a block: the sum of ``X.T @ X`` over the inputs X of its linears, and their number, by site."""
-        block = self._block(layer)
-        sums: dict[str, tuple[Tensor, int]] = {}  # the experts of a layer share a site
-
-        def add(site: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            x = inputs[0].flatten(0, -2)
-            total, count = sums.get(site) or (torch.zeros(x.shape[1], x.shape[1], device=x.device), 0)
-            add_square_(total, x.t().contiguous())
-            sums[site] = total, count + len(x)
-
-        with ExitStack() as hooks:
-            for group in input_groups(self._source.config, layer):
-                linear = block.get_submodule(group.modules[0])
-                hooks.enter_context(linear.register_forward_pre_hook(partial(add, group.site)))
-            for index, states in enumerate(self._states):
-                if index < len(self._inputs):
-                    self._inputs[index].append(states.to(self._dtype))
-                self._states[index] = block(states.to(self._device), self._step).cpu()
-        return sums, block
-
-    def turn(self, first: int) -> None:
-        """Begin the backward pass: gradients of the log probabilities of drawn tokens by the last block's outputs.
-        `first` is the index of this process's first sample among all samples."""
-        del self._states[len(self._inputs) :]
-        norm = rms_norm(self._source.config)
-        norm.weight = float_parameter(self._source, "model.norm.weight", torch.device("cpu"), torch.float32)
-        head = floats_of(self._source.load(stored_name(self._source, "lm_head.weight")))
-        for index, states in enumerate(self._states):
-            states.requires_grad_()
-            normed = norm(states)
-            normed.backward(_head_gradients(normed.detach(), head, self._source.config, first))
-            first += len(states)
-            assert states.grad is not None
-            self._states[index] = states.grad
-
-    def backward(self, layer: int) -> dict[str, Tensor]:
-        """Run the gradients back through a block; the sum of their squares by module, [O] for each."""
-        block = self._block(layer)
-        squares: dict[str, Tensor] = {}
-
-        def add(name: str, gradient: Tensor) -> None:
-            squares[name].add_(gradient.flatten(0, -2).square().sum(0))
-
-        def listen(name: str, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
-            out.register_hook(partial(add, name))  # type: ignore[no-untyped-call]
-
-        with ExitStack() as hooks:
-            for name, module in block.named_modules():
-                if isinstance(module, nn.Linear):
-                    squares[name] = torch.zeros(module.out_features, device=self._device)
-                    hooks.enter_context(module.register_forward_hook(partial(listen, name)))
-            for index, gradient in enumerate(self._states):
-                inputs = self._inputs[index].pop().to(self._device, torch.float32).requires_grad_()
-                with torch.enable_grad():
-                    block(inputs, self._step).backward(gradient.to(self._device))
-                assert inputs.grad is not None
-                self._states[index] = inputs.grad.cpu()
-        prefix = BLOCK_PREFIX.format(layer)
-        return {prefix + name: found for name, found in squares.items()}
-
-    def _block(self, layer: int) -> Block:
-        with meta_init():
-            block = Block(self._source.config, layer)
-        fill(block, self._source, BLOCK_PREFIX.format(layer), self._device, torch.float32, ())
-        return block.eval()
 
 
 def _block_errors(
@@ -256,36 +165,6 @@ def _block_errors(
         except NonFiniteError as error:
             raise NonFiniteError(f"linear '{next(iter(weights))}': {error.problem}", path=source.path) from error
     return found
-
-
-def _head_gradients(hidden: Tensor, head: Tensor, config: ModelConfig, first: int) -> Tensor:
-    """Gradients by hidden states [B, T, D] of minus the log probability of a token drawn at each of them.
-
-    The head is [V, D]; `first` is the seed of the first sample, so that tokens do not depend on the processes' number.
-    """
-    found = torch.empty_like(hidden)
-    for index, states in enumerate(hidden):
-        generator = torch.Generator().manual_seed(first + index)
-        for start in range(0, len(states), _TOKENS_THROUGH_THE_HEAD):
-            rows = states[start : start + _TOKENS_THROUGH_THE_HEAD]
-            products = torch.cat([rows @ part.float().t() for part in _parts(head)], dim=-1)
-            logits = final_logits(products, config)
-            gradients = logits.softmax(-1)
-            drawn = torch.multinomial(gradients, 1, generator=generator)
-            gradients.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=gradients.dtype))
-            if config.logit_softcap is not None:
-                gradients *= 1 - (logits / config.logit_softcap).square()
-            if config.logit_multiplier != 1:
-                gradients *= config.logit_multiplier
-            out, place = found[index, start : start + _TOKENS_THROUGH_THE_HEAD].zero_(), 0
-            for part in _parts(head):
-                out.addmm_(gradients[:, place : place + len(part)], part.float())
-                place += len(part)
-    return found
-
-
-def _parts(head: Tensor) -> Sequence[Tensor]:
-    return torch.split(head, max(1, _HEAD_WEIGHTS // head.shape[1]))
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from test_topology import CASES, ENDS
 import quantkit
 from quantkit.architectures.families import families
 from quantkit.architectures.topology import fused_modules
-from quantkit.bit_allocation import losses
 from quantkit.bit_allocation.allocation import CANDIDATES, picture, units
 from quantkit.bit_allocation.knapsack import Option, choose
-from quantkit.bit_allocation.losses import _Passes, estimate_losses, row_errors
+from quantkit.bit_allocation.losses import estimate_losses, row_errors
+from quantkit.calibration.fisher import FisherPasses
 from quantkit.data.files import EXCERPT
 from quantkit.distributed.group import SINGLE
 from quantkit.errors import RequestError, UnsupportedError
@@ -76,13 +76,13 @@ def test_gradients_are_those_of_the_whole_model(case: str, tmp_path: Path, monke
     config, tokens = source.config, oracle.random_tokens(24, batch=2)
     drawn = torch.randint(config.vocab_size, (48,))
     monkeypatch.setattr(torch, "multinomial", lambda p, n, generator: drawn[generator.initial_seed() * 24 :][:24, None])
-    passes = _Passes(source, tokens, len(tokens), torch.device("cpu"), states=torch.float32)
+    passes = FisherPasses(source, tokens, len(tokens), torch.device("cpu"), states=torch.float32)
     for layer in range(config.num_layers):
         passes.forward(layer)
     passes.turn(0)
     found: dict[str, torch.Tensor] = {}
     for layer in reversed(range(config.num_layers)):
-        found |= passes.backward(layer)
+        found |= passes.squares(layer)
     model = oracle.ours(source)
     given: dict[str, list[torch.Tensor]] = {}
     for name, module in model.named_modules():
@@ -223,7 +223,7 @@ def test_what_cannot_be_is_refused_before_any_work(
     options: dict[str, Any], kind: type[quantkit.errors.QuantkitError], found: str | None, expected: str | None,
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(losses._Passes, "forward", lambda *_: pytest.fail("has begun"))
+    monkeypatch.setattr(FisherPasses, "forward", lambda *_: pytest.fail("has begun"))
     for function in (quantkit.quantize, quantkit.plan.quantize):
         with pytest.raises(kind) as error:
             function(demo_model, tmp_path / "out", **{**GPTQ, **options})
