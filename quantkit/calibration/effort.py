@@ -26,6 +26,12 @@ BATCH_TOKENS = 2048
 _BATCH_VALUES = 1 << 22  # elements of the feed-forward's inner states
 _MIN_FOLLOWED = 4  # batches
 _MIN_TOKENS_PER_INPUT = 2  # of the widest linear; its drift is not known from fewer
+FACTOR_ROWS = 2048
+"""Outputs of linears whose gradients are multiplied with each other, at most."""
+GRADIENTS = "gradients"
+"""The name of the backward pass in reports of progress."""
+STATE_BYTES = 2
+"""Bytes of an element of a block's inputs, kept as bfloat16 for the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +43,13 @@ class Effort:
             share of all tokens that it gets; infinite for samples of `MAX_LENGTH`.
         stride: the float stream, which shows the drift of the quantized model, has every `stride`-th batch, but at
             least four.
+        gradient_tokens: calibration tokens, at most, that go through a backward pass, which shows how errors of
+            outputs add up; 0 for none.
     """
 
     tokens_per_input: float
     stride: int
+    gradient_tokens: int = 0
 
     def length(self, config: ModelConfig) -> int:
         """The tokens of a sample by default: a power of two, or the model's context if that is shorter."""
@@ -54,6 +63,14 @@ class Effort:
         few = math.prod(shape) < self.stride * _MIN_TOKENS_PER_INPUT * inner_width(config)
         return replace(self, stride=2 * self.stride) if few and self.stride > 1 else self
 
+    def gradient_samples(self, config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> int:
+        """How many of the samples, of a shape [N, T], go through the backward pass, whose states are in memory."""
+        samples, length = shape
+        if not self.gradient_tokens or config.tensors is not None or config.run_by is not None:
+            return 0
+        kept = memory_bytes // (config.num_layers * length * config.hidden_size * STATE_BYTES)
+        return min(samples, max(1, min(kept, -(-self.gradient_tokens // length))))
+
     def follows(self, index: int, batches: int) -> bool:
         """Whether the float stream has a batch."""
         return index % self._stride(batches) == 0
@@ -66,7 +83,9 @@ class Effort:
         return max(1, min(self.stride, batches // _MIN_FOLLOWED))
 
 
-EFFORTS: dict[EffortName, Effort] = {"quick": Effort(8, 4), "default": Effort(32, 4), "thorough": Effort(math.inf, 1)}
+EFFORTS: dict[EffortName, Effort] = {
+    "quick": Effort(8, 4), "default": Effort(32, 4), "thorough": Effort(math.inf, 1, 32768),
+}  # fmt: skip
 
 
 def batch_samples(config: ModelConfig, length: int) -> int:
@@ -124,6 +143,22 @@ def every_group(config: ModelConfig) -> list[tuple[Group, int]]:
     return [(group, count) for layer, count in layer_kinds(config).items() for group in groups_of(config, layer)]
 
 
+def has_factor(config: ModelConfig, layer: int, branch: str) -> bool:
+    """Whether the gradients by the outputs of a branch's linears are used: not those of a mixture of experts."""
+    return branch != "mlp" or not config.layers[layer].experts
+
+
+def factor_bytes(config: ModelConfig) -> int:
+    """Bytes of the products of gradients for all blocks."""
+    total = 0
+    for layer, count in layer_kinds(config).items():
+        for group in groups_of(config, layer):
+            if has_factor(config, layer, group.branch):
+                parts = -(-group.rows // FACTOR_ROWS)
+                total += count * 4 * group.rows**2 // parts
+    return total
+
+
 def inner_width(config: ModelConfig) -> int:
     """The largest width of a feed-forward's inner states at a time: in a mixture, of one expert."""
     columns = (group.columns for group, _ in every_group(config) if group.branch == "mlp" and group.writes)
@@ -142,7 +177,7 @@ def activation_bytes(
 ) -> tuple[int, int, int]:
     """Bytes in memory, on disk, and on a GPU, which is used first, for samples of a shape [N, T]: of the streams, and
     of activations kept between two passes, which are the inputs of a branch's last linear, or the outputs of experts in
-    each stream so far.
+    each stream so far; and of the products of gradients, if there are some.
 
     The figures are for one process with all samples. Several processes share the samples, each with this memory, so
     they write less to disk, unless their shares are so few batches that the float stream has more of them.
@@ -158,6 +193,8 @@ def activation_bytes(
             between = max(between, streams * config.hidden_size)
         between = max(between, *(group.columns for group in groups))
     total = int(4 * math.prod(shape) * (streams * config.hidden_size + between))
+    if effort.gradient_samples(config, shape, memory_bytes):
+        total += factor_bytes(config)
     on_gpu = min(total, gpu_bytes)
     held = min(total - on_gpu, memory_bytes)
     return held, total - on_gpu - held, on_gpu

@@ -9,7 +9,16 @@ import torch
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import layer_kinds
-from quantkit.calibration.effort import Effort, batch_samples, every_group, followed_share, groups_of, inner_width
+from quantkit.calibration.effort import (
+    FACTOR_ROWS,
+    STATE_BYTES,
+    Effort,
+    batch_samples,
+    every_group,
+    followed_share,
+    groups_of,
+    inner_width,
+)
 from quantkit.calibration.hessian import ROWS_AT_ONCE
 from quantkit.solver.grid import refit_bytes, weights_at_once
 
@@ -21,13 +30,17 @@ _FINEST = 32  # columns of a group
 _GPU_SHARE = 0.85  # of a GPU's free memory; the rest is lost to fragmentation
 _OF_ONE_SQUARE = 0.5625  # the share of the products of a symmetric sum that is computed
 _SOLVER_PRODUCTS = 3.6  # of a weight with a matrix of the size of its Hessian, where there is drift
+_TWO_SIDED_PRODUCTS = 1.5  # of a weight with the products of gradients of its outputs
+_BACKWARD_PASSES = 4  # forward passes that cost as much as the one forward and the one backward, with the head twice
+_OF_BACKWARD = 12  # of the size of its widest states, at a time
 _SECONDS_OF_BATCH = 0.001  # through the linears that share an input
 _SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
 _SECONDS_OF_GPU_COLUMN = 1e-5  # a guess, not measured
 
 
-def gptq_bytes(config: ModelConfig, tokens: int, device: torch.device) -> int:
-    """Peak bytes of weights, sums and temporaries over the branches of a block, for batches of `tokens` tokens."""
+def gptq_bytes(config: ModelConfig, tokens: int, device: torch.device, *, two_sided: bool = False) -> int:
+    """Peak bytes of weights, sums and temporaries over the branches of a block, for batches of `tokens` tokens;
+    `two_sided` is with the gradients of outputs, for which more rows are solved together."""
     groups = [group for group, _ in every_group(config)]
     batch = tokens * 6 * max(group.columns for group in groups if group.writes)
     passes, held = [], 0
@@ -38,6 +51,9 @@ def gptq_bytes(config: ModelConfig, tokens: int, device: torch.device) -> int:
             held = 0
     solves = [2 * group.weights + 3 * group.columns**2 for group in groups]
     solver = _SOLVER_MATRICES * min(weights_at_once(device), max(group.weights for group in groups))
+    if two_sided:
+        together = [(min(group.rows, FACTOR_ROWS), group.columns) for group in groups]
+        solver = max(solver, *(_SOLVER_MATRICES * rows * columns + 4 * rows**2 for rows, columns in together))
     if device.type == "cuda":  # where scales are fitted for as many rows as memory holds
         finest = max(4 * group.weights * (group.columns // _FINEST**2 + 3) for group in groups)
         solver += _REFIT_COPIES * min(refit_bytes(device), finest) // 4
@@ -95,6 +111,22 @@ def calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort)
     return int(total)
 
 
+def gradient_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int) -> int:
+    """Peak bytes of the backward pass in addition to the products of gradients: a block's weights and states, and the
+    inputs of all blocks."""
+    samples, length = effort.gradient_samples(config, shape, memory_bytes), shape[1]
+    kept = (4 + STATE_BYTES * config.num_layers) * samples * length * config.hidden_size
+    batch = _OF_BACKWARD * batch_samples(config, length) * length * inner_width(config)
+    return kept + 4 * (largest_block(config) + batch) if samples else 0
+
+
+def gradient_flops(config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int) -> int:
+    """Operations of the pass that measures how errors of outputs add up, always in float32."""
+    tokens = effort.gradient_samples(config, shape, memory_bytes) * shape[1]
+    squares = sum(count * group.rows * min(group.rows, FACTOR_ROWS) for group, count in every_group(config))
+    return _BACKWARD_PASSES * forward_flops(config, tokens) + int(2 * tokens * _OF_ONE_SQUARE * squares)
+
+
 def solving_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
     """Operations of the sums over samples of a shape [N, T] and of the solver, always in float32."""
     tokens, followed = math.prod(shape), followed_share(config, shape, effort)
@@ -104,5 +136,7 @@ def solving_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> 
         summed = own if own >= group.columns else tokens
         squares = 2 * summed * (_OF_ONE_SQUARE + followed) * group.columns**2
         solving = _SOLVER_PRODUCTS * 2 * group.weights * group.columns + 4 * group.columns**3
+        if effort.gradient_tokens:
+            solving += _TWO_SIDED_PRODUCTS * 2 * group.weights * min(group.rows, FACTOR_ROWS)
         total += count * (squares + solving)
     return int(total)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibration.hessian import HessianAccumulator
+from quantkit.calibration.output_factors import OutputFactors
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.model.shared_scales import SharedScales
@@ -20,6 +21,7 @@ from quantkit.solver.columns import TORCH, ColumnKernels
 from quantkit.solver.gptq import DAMPING, Damped, GptqReport, SingularError, solve
 from quantkit.solver.grid import max_divided_elements
 from quantkit.solver.rounding import round_to_nearest
+from quantkit.solver.two_sided import OutputFactor
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor, concatenated, relative_error, row_chunks
@@ -46,14 +48,15 @@ class Result:
 @dataclass(frozen=True)
 class GroupSolver:
     """Quantizes linears to schemes by name, given sums over their shared inputs. Each process of a group solves its
-    share of the rows, and all receive all rows; the kernels are for the device of the linears, and `shared` are the
-    outer scales of NVFP4."""
+    share of the rows, and all receive all rows; the kernels are for the device of the linears, `shared` are the outer
+    scales of NVFP4, and `factors` show how the errors of outputs add up, where that is known."""
 
     schemes: Mapping[str, QuantScheme]
     scale_dtype: torch.dtype
     group: ProcessGroup
     kernels: ColumnKernels = TORCH
     shared: SharedScales | None = None
+    factors: OutputFactors | None = None
 
     def solve(
         self, linears: Mapping[str, nn.Linear], statistics: HessianAccumulator, *, outputs: bool
@@ -132,17 +135,35 @@ class GroupSolver:
         hessian = paired if hessian is None else hessian
         del paired
         damped = Damped.of_(hessian)
+        factors = self._output_factors(linears)
         found = {}
         for scheme, (part, total) in parts.items():
             target = targets.pop(scheme, None)
             nearest = self._start(scheme, linears, damped.diagonal) if scheme.of_small_floats else None
+            factor = factors.pop(scheme, None)
+            if factor is not None:
+                share = self.group.share(total)
+                factor = factor.rows(share.start, share.stop).to(part.device)
             rows, report = solve(
-                part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels, start=nearest
-            )
+                part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels, start=nearest,
+                outputs=factor,
+            )  # fmt: skip
             error, energy = (self.group.join(one, total).cpu() for one in (report.error, report.energy))
             joined = rows.map(partial(self._joined, total))
             found[scheme] = joined.to("cpu"), GptqReport(report.damping, report.dead_columns, error, energy)
         return found
+
+    def _output_factors(self, linears: Mapping[str, nn.Linear]) -> dict[QuantScheme, OutputFactor]:
+        """The factor of the outputs of each scheme's linears together, in their order, as far as there is one."""
+        taken = {} if self.factors is None else self.factors.take(list(linears))
+        if not taken:
+            return {}
+        by_scheme: dict[QuantScheme, list[OutputFactor]] = defaultdict(list)
+        for name in linears:
+            by_scheme[self.schemes[name]].append(taken[name])
+        if "" in taken and len(by_scheme) == 1:
+            return {next(iter(by_scheme)): taken[""]}
+        return {scheme: OutputFactor.joined(parts) for scheme, parts in by_scheme.items()}
 
     def _start(self, scheme: QuantScheme, linears: Mapping[str, nn.Linear], importance: Tensor) -> QuantTensor:
         """This process's share of the rows of a scheme, rounded to nearest."""

@@ -19,7 +19,9 @@ from quantkit.calibration.cache_scales import CACHE_SCALES, scales_of, scales_on
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.effort import Effort
 from quantkit.calibration.estimate import gpu_activation_bytes
+from quantkit.calibration.factor_pass import measure_factors
 from quantkit.calibration.group_solver import GroupSolver, Result
+from quantkit.calibration.output_factors import OutputFactors
 from quantkit.calibration.streams import Streams
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
@@ -40,7 +42,7 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.products import exact_float32
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 
 MMAP_THRESHOLD = 8 << 20
@@ -235,7 +237,8 @@ class GptqQuantizer(RtnQuantizer):
                 if self._stop:
                     kernels = self.kernels_of(self.device)
                     dtype = DType(config.dtype).torch
-                    self._solver = GroupSolver(self.schemes, dtype, self.group, kernels, self.shared)
+                    factors = self._factors(store)
+                    self._solver = GroupSolver(self.schemes, dtype, self.group, kernels, self.shared, factors)
                     own = tokens[self.group.share(len(tokens))]
                     self._streams = Streams(self.source, own, store, self.device, self.effort, self._embedding())
                 yield
@@ -244,6 +247,18 @@ class GptqQuantizer(RtnQuantizer):
             self._streams = None
             malloc_trim()
         self.group.wait()  # until no process has anything left on disk
+
+    def _factors(self, store: ActivationStore) -> OutputFactors | None:
+        """How the errors of outputs add up in the blocks that are not solved yet, if that is measured."""
+        tokens = self.calibration.tokens
+        count = self.effort.gradient_samples(self.source.config, tokens.shape, self.memory_bytes)
+        wanted = {name for name, scheme in self.schemes.items() if scheme.scales is Scales.FLOATS}
+        if not count or not wanted:
+            return None
+        return measure_factors(
+            self.source, tokens[:count], wanted, store, device=self.device, group=self.group,
+            first_layer=self._first_unsolved, progress=self.progress,
+        )  # fmt: skip
 
     def _embedding(self) -> QuantTensor | None:
         """The embedding as it is rounded, if it has so few bits that the linears should make up for its error."""

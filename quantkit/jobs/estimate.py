@@ -179,12 +179,17 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
         device = settings.device
         held, scratch, on_device = settings.activation_bytes(config, shape)
         batch = batch_samples(config, shape[1]) * shape[1]
-        work_bytes, codes = costs.gptq_bytes(config, batch, device), costs.largest_block(config)
+        effort = settings.effort_on(config, shape)
+        backward = costs.gradient_bytes(config, shape, effort, settings.memory_bytes)
+        work_bytes = costs.gptq_bytes(config, batch, device, two_sided=backward > 0)
+        codes = costs.largest_block(config)
         if config.run_by is not None:
             work_bytes = costs.lockstep_bytes(config, batch)
         if device.type == "cuda":
             on_device, work_bytes = on_device + work_bytes, 0
         phases["calibration"] = resident_bytes() + _LIBRARIES + _PRODUCTS + held + codes + work_bytes
+        if backward:
+            phases["the gradients"] = resident_bytes() + _LIBRARIES + _PRODUCTS + held + backward
         if fit is not None:
             needed = choice_bytes(config, shape, settings.memory_bytes)
             phases["the choice of schemes"] = resident_bytes() + _LIBRARIES + needed

@@ -84,7 +84,8 @@ class QuantizeOptions:
             ``messages`` or ``conversations``, or else the only column of strings.
         effort: how much calibration: ``quick``, ``default`` or ``thorough``. The first two draw as many tokens as the
             width of the model needs; ``thorough`` draws samples of the model's context, at most 2048 tokens, and
-            follows the float model on all samples instead of some of them.
+            follows the float model on all samples instead of some of them. It also measures which errors of outputs
+            cancel out later in the model.
         thorough: the same as ``effort="thorough"``.
         samples, length, seed: the number of calibration samples, 128 by default; the tokens in each, which the effort
             determines by default; and the seed of their positions in the text, 0 by default.

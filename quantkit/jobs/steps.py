@@ -10,7 +10,7 @@ from quantkit.bit_allocation.fit import Fit
 from quantkit.bit_allocation.losses import choice_flops
 from quantkit.calibration import estimate as costs
 from quantkit.calibration.cache_scales import CACHE_SCALES, scale_tokens
-from quantkit.calibration.effort import EFFORTS
+from quantkit.calibration.effort import EFFORTS, GRADIENTS
 from quantkit.calibration.importance import IMPORTANCE, importance_tokens
 from quantkit.calibration.packaged import PREFIX, ROUNDS
 from quantkit.jobs.formats import Formats
@@ -65,6 +65,10 @@ def _steps(
         steps["rounding errors"] = speed.rounding(weights, searched=True)
     if settings is not None:
         steps |= _before(settings, fit, speed)
+        shape = settings.samples, settings.length
+        effort = settings.effort_on(config, shape)
+        if flops := costs.gradient_flops(config, shape, effort, settings.memory_bytes):
+            steps[GRADIENTS] = _OVERHEAD * speed.products(flops)
     if checked:
         steps[SOURCE_CHECK] = speed.forward(checked)
     if prepared.is_weighted:

@@ -1,9 +1,10 @@
 """GPTQ: codes that minimize a layer's output error, given the Hessian of its inputs.
 
 Sources: GPTQ (2210.17323) with activation order over static groups; the asymmetric calibration target of GPTAQ
-(2504.02692), which compensates the error of earlier layers; coordinate descent as in QuantEase (2309.01885). The result
-needs no column order on disk. Rounding uses the Cholesky factor of the Hessian itself, with its inputs in reverse
-order, instead of that of its inverse: the codes are the same (2507.18553).
+(2504.02692), which compensates the error of earlier layers; coordinate descent as in QuantEase (2309.01885); feedback
+between outputs, where it is known how they add up, as in YAQA (2505.22988). The result needs no column order on disk.
+Rounding uses the Cholesky factor of the Hessian itself, with its inputs in reverse order, instead of that of its
+inverse: the codes are the same (2507.18553).
 
 Internally, matrices are transposed, [I, O]: columns are processed one by one, for all rows together. Factors are upper
 triangular, so that most operations multiply parts of their rows, which are contiguous.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from quantkit.solver.block_grid import refit_blocks, search_blocks
 from quantkit.solver.columns import TORCH, ColumnKernels, descend, small_float_kernels, solve_codes
 from quantkit.solver.grid import ENDLESS, Grid, weights_at_once
 from quantkit.solver.refit import refit_scales
+from quantkit.solver.two_sided import OUTPUT_DAMPING, OutputFactor, solve_two_sided
 from quantkit.tensors import float_codes
 from quantkit.tensors.products import times
 from quantkit.tensors.qtensor import QuantTensor, concatenated
@@ -119,7 +122,7 @@ class Damped:
 
 def solve(
     weight: Tensor, hessian: Damped, scheme: QuantScheme, scale_dtype: torch.dtype, *, target: Tensor | None = None,
-    kernels: ColumnKernels = TORCH, start: QuantTensor | None = None,
+    kernels: ColumnKernels = TORCH, start: QuantTensor | None = None, outputs: OutputFactor | None = None,
 ) -> tuple[QuantTensor, GptqReport]:  # fmt: skip
     """Quantize a layer so that its outputs on the calibration inputs change least.
 
@@ -131,6 +134,8 @@ def solve(
         target: the weights [O, I] to approximate, if not `weight`; see `Damped.divide`.
         kernels: for the device.
         start: the weight rounded to nearest, for schemes in small floats: its scales are kept.
+        outputs: how errors of different outputs add up, for schemes whose scales are floats; see `two_sided`. If
+            that is not known, all outputs count alike. Not changed.
 
     Raises:
         NonFiniteError: if the weight holds NaN or Inf.
@@ -139,11 +144,18 @@ def solve(
         raise NonFiniteError("the weight holds NaN or Inf")
     rows, columns = weight.shape
     step = max(1, weights_at_once(weight.device) // columns)
+    bounds = [*range(0, max(rows, 1), step), rows]
+    if start is not None or scheme.scales is not Scales.FLOATS:
+        outputs = None
+    if outputs is not None:
+        bounds = outputs.bounds
     parts = []
-    for first in range(0, max(rows, 1), step):
-        wanted = (weight if target is None else target)[first : first + step].float().t().contiguous()
-        if start is not None:
-            parts.append(_solve_small_floats(wanted, hessian, start.rows(first, first + step)))
+    for number, (first, last) in enumerate(pairwise(bounds)):
+        wanted = (weight if target is None else target)[first:last].float().t().contiguous()
+        if outputs is not None:
+            parts.append(_solve_two_sided(wanted, hessian, outputs.blocks[number], scheme, scale_dtype, kernels))
+        elif start is not None:
+            parts.append(_solve_small_floats(wanted, hessian, start.rows(first, last)))
         elif scheme.scales is Scales.FLOATS:
             parts.append(_solve_rows(wanted, hessian, scheme, scale_dtype, kernels))
         else:
@@ -170,13 +182,31 @@ def _solve_rows(
     grid = Grid.of(scale, zero, scheme, len(wanted))
     codes, gain = descend(wanted, codes, hessian.matrix, grid, hessian.order, kernels)
     loss -= gain
-    offset = scheme.levels // 2 if zero is None else zero.float().repeat_interleave(grid.size, dim=0)
-    unsigned = (codes + offset).to(torch.uint8).t().contiguous()
     added = hessian.matrix.diagonal() - hessian.diagonal  # by damping, not by inputs
     error = loss.sub_(added @ grid.values(codes).sub_(wanted).square_()).clamp_(min=0)
     energy.sub_(added @ wanted.square()).clamp_(min=0)
-    found = QuantTensor(unsigned, scale.t().contiguous(), None if zero is None else zero.t().contiguous(), scheme)
-    return found, error, energy
+    return _stored(codes, scale, zero, scheme, grid.size), error, energy
+
+
+def _solve_two_sided(
+    wanted: Tensor, hessian: Damped, outputs: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype,
+    kernels: ColumnKernels,
+) -> tuple[QuantTensor, Tensor, Tensor]:  # fmt: skip
+    """`_solve_rows` for rows that know how their outputs add up, by the factor [O, O] of these."""
+    found, zero = kernels.search_scales(wanted, hessian.diagonal, scheme, scale_dtype)
+    damped = Damped.of_(outputs.clone(), OUTPUT_DAMPING)
+    codes, scale = solve_two_sided(wanted, hessian, damped, found, zero, scheme, kernels)
+    del damped
+    grid = Grid.of(scale, zero, scheme, len(wanted))
+    error, energy = _errors(grid.values(codes).sub_(wanted), wanted, hessian)
+    return _stored(codes, scale, zero, scheme, grid.size), error, energy
+
+
+def _stored(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: QuantScheme, size: int) -> QuantTensor:
+    """The weight [O, I] of codes [I, O] less their zero points, with scales and zero points [G, O]."""
+    offset = scheme.levels // 2 if zero is None else zero.float().repeat_interleave(size, dim=0)
+    unsigned = (codes + offset).to(torch.uint8).t().contiguous()
+    return QuantTensor(unsigned, scale.t().contiguous(), None if zero is None else zero.t().contiguous(), scheme)
 
 
 def _solve_small_floats(wanted: Tensor, hessian: Damped, start: QuantTensor) -> tuple[QuantTensor, Tensor, Tensor]:

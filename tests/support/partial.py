@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from quantkit.calibration.effort import GRADIENTS
 from quantkit.calibration.importance import IMPORTANCE
 from quantkit.formats.output.destination import OwnFolder
 from quantkit.formats.output.journal import NAME, Journal
@@ -47,7 +48,7 @@ def interrupted(job: Callable[..., Any], src: Path, dst: Path, share: float = 0.
     """Run a job until a share of its output is written, and stop it as Ctrl-C does; the partial folder."""
 
     def progress(phase: str, done: int, total: int, unit: str) -> None:
-        if phase != IMPORTANCE and share * total <= done < total:
+        if phase not in (IMPORTANCE, GRADIENTS) and share * total <= done < total:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,122 @@
+"""Measure how errors of the outputs of linears add up, for `quantkit.solver.two_sided`, by one backward pass.
+
+Gradients are those of the float model, by the outputs of linears that share their inputs, all together. The factors of
+all blocks wait in the activation store for the solver, which needs them in the opposite order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.architectures.topology import InputGroup, input_groups
+from quantkit.calibration.activation_store import ActivationStore
+from quantkit.calibration.effort import FACTOR_ROWS, GRADIENTS, has_factor
+from quantkit.calibration.fisher import FisherPasses
+from quantkit.calibration.output_factors import OutputFactors
+from quantkit.distributed.group import ProcessGroup
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.memory import malloc_trim
+from quantkit.model.load import BLOCK_PREFIX
+from quantkit.progress import Progress, silent
+from quantkit.tensors.finite import all_finite
+from quantkit.tensors.products import add_square_, fill_lower_
+
+
+def measure_factors(
+    source: Checkpoint, samples: Tensor, wanted: Collection[str], store: ActivationStore, *, device: torch.device,
+    group: ProcessGroup, first_layer: int = 0, progress: Progress = silent,
+) -> OutputFactors:  # fmt: skip
+    """The factors of the linears `wanted`, by full name, from one forward and one backward pass.
+
+    There are none of experts, whose tokens the router weights, and none at all if the model's outputs are not finite.
+
+    Args:
+        samples: tokens [N, T]; each of several processes runs its share of these.
+        first_layer: where the backward pass ends.
+    """
+    factors, layers = OutputFactors(store), source.config.num_layers
+    share = group.share(len(samples))
+    passes = FisherPasses(source, samples[share], len(samples[share]), device)
+    for layer in range(layers):
+        progress(GRADIENTS, layer, 2 * layers - first_layer, "layers")
+        passes.forward(layer, with_sums=False)
+        malloc_trim()
+    failed = torch.tensor([float(not passes.is_finite())], device=device)
+    group.sum_(failed)
+    if failed.any():
+        return factors
+    passes.turn(share.start)
+    for layer in reversed(range(first_layer, layers)):
+        progress(GRADIENTS, 2 * layers - layer - 1, 2 * layers - first_layer, "layers")
+        sums = _Sums(source, layer, wanted, device)
+        passes.backward(layer, sums.add)
+        sums.release(group, factors)
+        malloc_trim()
+    progress(GRADIENTS, 2 * layers - first_layer, 2 * layers - first_layer, "layers")
+    return factors
+
+
+class _Sums:
+    """The factors of a block, while gradients come in linear by linear."""
+
+    def __init__(self, source: Checkpoint, layer: int, wanted: Collection[str], device: torch.device) -> None:
+        prefix = BLOCK_PREFIX.format(layer)
+        self._groups: list[tuple[InputGroup, list[str]]] = []
+        for group in input_groups(source.config, layer):
+            names = [prefix + module for module in group.modules]
+            if has_factor(source.config, layer, group.branch) and not set(names).isdisjoint(wanted):
+                self._groups.append((group, names))
+        self._of = {name: names for _, names in self._groups for name in names}
+        self._rows: dict[str, int] = {}
+        self._blocks: dict[str, list[Tensor]] = {}
+        self._waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        self._device = device
+
+    def add(self, name: str, linear: nn.Linear, gradient: Tensor) -> None:
+        """Add the gradients [N, O] by the outputs of a linear; see `FisherPasses.backward`."""
+        if name not in self._of:
+            return
+        self._rows[name] = linear.out_features
+        if not len(gradient):
+            return
+        names = self._of[name]
+        waiting = self._waiting[names[0]]
+        waiting[name] = gradient
+        if len(waiting) == len(names):
+            columns = torch.cat([waiting[one] for one in names], 1).t().contiguous()
+            waiting.clear()
+            for block, (start, stop) in zip(self._sums(names), pairwise(_bounds(len(columns))), strict=True):
+                add_square_(block, columns[start:stop])
+
+    def _sums(self, names: list[str]) -> list[Tensor]:
+        """The blocks that are summed for a group."""
+        if names[0] not in self._blocks:
+            bounds = _bounds(sum(self._rows[name] for name in names))
+            sizes = [stop - start for start, stop in pairwise(bounds)]
+            self._blocks[names[0]] = [torch.zeros(size, size, device=self._device) for size in sizes]
+        return self._blocks[names[0]]
+
+    def release(self, group: ProcessGroup, factors: OutputFactors) -> None:
+        """Keep the sums over all processes, which this no longer holds."""
+        for _, names in self._groups:
+            blocks, start, rows = self._sums(names), 0, {}
+            for name in names:
+                rows[name] = slice(start, start + self._rows[name])
+                start += self._rows[name]
+            for block in blocks:
+                group.sum_(block)
+                fill_lower_(block)
+            if all(map(all_finite, blocks)):
+                factors.keep(rows, blocks)
+        self._blocks.clear()
+
+
+def _bounds(count: int) -> list[int]:
+    """Where blocks of outputs begin, of about one size, and the number of outputs."""
+    parts = -(-count // FACTOR_ROWS)
+    return [count * number // parts for number in range(parts + 1)]

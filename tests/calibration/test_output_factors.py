@@ -1,0 +1,164 @@
+"""How errors of outputs add up: the sums of the backward pass, which groups have some, and what is made of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from partial import contents, interrupted
+from safetensors.torch import load_file, save_file
+from test_topology import CASES, ENDS
+from torch import Tensor
+
+import quantkit
+from quantkit.architectures.topology import input_groups
+from quantkit.calibration import factor_pass
+from quantkit.calibration.activation_store import ActivationStore
+from quantkit.calibration.effort import EFFORTS, GRADIENTS, activation_bytes, factor_bytes, has_factor
+from quantkit.calibration.factor_pass import measure_factors
+from quantkit.calibration.output_factors import OutputFactors
+from quantkit.data.files import EXCERPT
+from quantkit.distributed.group import SINGLE
+from quantkit.errors import NonFiniteError
+from quantkit.formats.detect import open_checkpoint
+from quantkit.model.load import BLOCK_PREFIX
+from quantkit.solver.two_sided import OutputFactor
+
+CPU = torch.device("cpu")
+GPTQ: dict[str, Any] = {
+    "method": "gptq", "calibration": EXCERPT, "samples": 8, "length": 64, "source_check": False, "effort": "thorough",
+}  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ActivationStore]:
+    found = ActivationStore(tmp_path / "store", 10**9)
+    yield found
+    found.close()
+
+
+def _source(case: str, folder: Path) -> quantkit.StoredCheckpoint:
+    kind, changes = CASES[case]
+    return open_checkpoint(oracle.save(oracle.make(kind, **{**ENDS, **changes}), folder))
+
+
+def _names(source: quantkit.StoredCheckpoint) -> list[list[str]]:
+    """The linears that share their inputs, by full name, of all groups that have factors."""
+    config = source.config
+    return [
+        [BLOCK_PREFIX.format(layer) + module for module in group.modules]
+        for layer in range(config.num_layers)
+        for group in input_groups(config, layer)
+        if has_factor(config, layer, group.branch)
+    ]
+
+
+def _dense(factor: OutputFactor) -> Tensor:
+    return torch.block_diag(*factor.blocks)
+
+
+@pytest.mark.parametrize("most", [2048, 24])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen2-moe"])
+def test_factors_are_products_of_the_whole_models_gradients(
+    case: str, most: int, store: ActivationStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _source(case, tmp_path / "model")
+    tokens = oracle.random_tokens(24, batch=2)
+    drawn = torch.randint(source.config.vocab_size, (48,))
+    monkeypatch.setattr(torch, "multinomial", lambda p, n, generator: drawn[generator.initial_seed() * 24 :][:24, None])
+    monkeypatch.setattr(factor_pass, "FACTOR_ROWS", most)
+    groups = _names(source)
+    wanted = [name for names in groups for name in names]
+    factors = measure_factors(source, tokens, wanted, store, device=CPU, group=SINGLE)
+    model = oracle.ours(source)
+    outs: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        if name in wanted:
+            module.register_forward_hook(lambda _, x, out, name=name: outs.__setitem__(name, out))
+    model.model.embed_tokens.weight.requires_grad_()
+    head = (model.lm_head or model.model.embed_tokens).weight
+    products = model.hidden(tokens, torch.arange(24)) @ head.t()
+    loss = torch.nn.functional.cross_entropy(products.flatten(0, 1), drawn, reduction="sum")
+    assert groups
+    for names in groups:
+        found = torch.autograd.grad(loss, [outs[name] for name in names], retain_graph=True)
+        gradients = torch.cat([one.flatten(0, -2) for one in found], 1)
+        whole = factors.take(names)[""]
+        assert max(map(len, whole.blocks)) <= most
+        mask = torch.block_diag(*map(torch.ones_like, whole.blocks))
+        expected = gradients.t() @ gradients * mask
+        torch.testing.assert_close(_dense(whole), expected, rtol=0, atol=2e-2 * expected.abs().max().item())
+
+
+def test_linears_are_found_together_or_apart_and_once(store: ActivationStore) -> None:
+    whole = torch.arange(36.0).view(6, 6)
+    factors = OutputFactors(store)
+    for first in ("a", "d"):
+        names = [first, first + "2"]
+        factors.keep({names[0]: slice(0, 2), names[1]: slice(2, 6)}, [whole])
+    together = factors.take(["a", "a2"])
+    assert torch.equal(_dense(together[""]), whole)
+    assert torch.equal(_dense(together["a2"]), whole[2:, 2:])
+    (apart,) = factors.take(["d2"]).items()
+    assert apart[0] == "d2"
+    assert torch.equal(_dense(apart[1]), whole[2:, 2:])
+    assert factors.take(["a", "a2"]) == factors.take(["d"]) == factors.take(["unknown"]) == {}
+
+
+def test_the_solver_uses_them_if_scales_are_floats(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(name: str, scheme: str, **options: Any) -> str:
+        out = quantkit.quantize(demo_model, tmp_path / name, scheme, **{**GPTQ, **options}, accept_quality_loss=True)
+        files: dict[str, str] = out.manifest["files"]
+        return files["model.safetensors"]
+
+    with_factors, default = made("with", "int4-g64"), made("default", "int4-g64", effort="default")
+    monkeypatch.setattr(OutputFactors, "take", lambda *_: {})
+    assert made("without", "int4-g64") != with_factors
+    monkeypatch.setattr("quantkit.calibration.quantizers.measure_factors", lambda *_, **__: pytest.fail("measured"))
+    assert made("default2", "int4-g64", effort="default") == default
+    made("floats", "mxfp4")
+
+
+def test_a_run_that_resumes_writes_the_same(demo_model: Path, tmp_path: Path) -> None:
+    whole = quantkit.quantize(demo_model, tmp_path / "whole", "int4-g64", **GPTQ).path
+    options = {name: value for name, value in GPTQ.items() if name != "source_check"}
+    interrupted(functools.partial(quantkit.quantize, scheme="int4-g64", **options), demo_model, tmp_path / "out")
+    resumed = quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **GPTQ, resume=True).path
+    assert contents(resumed) == contents(whole)
+
+
+@pytest.mark.parametrize("module", ["model.layers.1.mlp.down_proj", "model.norm", "lm_head"])
+def test_values_that_are_not_finite_are_named(module: str, demo_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "source")
+    weights = load_file(tmp_path / "source" / "model.safetensors")
+    if f"{module}.weight" not in weights:
+        pytest.skip("tied")
+    weights[f"{module}.weight"].view(-1)[0] = torch.nan
+    save_file(weights, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NonFiniteError, match=f"tensor '{module}.weight' holds 1 values that are NaN"):
+        quantkit.quantize(tmp_path / "source", tmp_path / "out", "int4-g64", **GPTQ)
+
+
+def test_plans_count_the_backward_pass(demo_model: Path, tmp_path: Path) -> None:
+    config = open_checkpoint(demo_model).config
+    plans = {
+        effort: quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **{**GPTQ, "effort": effort})
+        for effort in ("default", "thorough")
+    }
+    assert GRADIENTS in plans["thorough"].steps
+    assert GRADIENTS not in plans["default"].steps
+    thorough = EFFORTS["thorough"]
+    assert thorough.gradient_samples(config, (128, 2048), 10**9) == 16
+    kept = config.num_layers * 2048 * config.hidden_size * 2
+    assert thorough.gradient_samples(config, (128, 2048), 5 * kept) == 5
+    assert thorough.gradient_samples(config, (128, 2048), 0) == 1
+    (held, disk, _), plain = activation_bytes(config, (8, 64), thorough, 10**9), EFFORTS["default"]
+    assert plain.gradient_samples(config, (128, 2048), 10**9) == 0
+    assert held > factor_bytes(config) > 0 == disk
