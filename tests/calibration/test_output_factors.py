@@ -23,7 +23,7 @@ from quantkit.calibration.effort import EFFORTS, GRADIENTS, activation_bytes, fa
 from quantkit.calibration.factor_pass import measure_factors
 from quantkit.calibration.output_factors import OutputFactors
 from quantkit.data.files import EXCERPT
-from quantkit.distributed.group import SINGLE
+from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.load import BLOCK_PREFIX
@@ -93,6 +93,31 @@ def test_factors_are_products_of_the_whole_models_gradients(
         mask = torch.block_diag(*map(torch.ones_like, whole.blocks))
         expected = gradients.t() @ gradients * mask
         torch.testing.assert_close(_dense(whole), expected, rtol=0, atol=2e-2 * expected.abs().max().item())
+
+
+class _Part(ProcessGroup):
+    """One of two processes, which sees what is to be summed, and sums nothing."""
+
+    def sum_(self, value: Tensor) -> None:
+        vars(self).setdefault("summed", []).append(value)
+
+
+def test_processes_add_up_what_one_measures(demo_model: Path, tmp_path: Path) -> None:
+    source, tokens = open_checkpoint(demo_model), oracle.random_tokens(24, batch=3, vocabulary=2048)
+    groups = _names(source)
+    wanted = [name for names in groups for name in names]
+
+    def measured(group: ProcessGroup) -> OutputFactors:
+        store = ActivationStore(tmp_path / "store", 10**9)
+        return measure_factors(source, tokens, wanted, store, device=CPU, group=group)
+
+    halves = [_Part(rank, 2) for rank in range(2)]
+    parts, whole = [measured(half) for half in halves], measured(SINGLE)
+    for names in groups:
+        first, second = (part.take(names)[""].blocks[0] for part in parts)
+        expected = whole.take(names)[""].blocks[0]
+        torch.testing.assert_close(first + second, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+        assert any(first is one for one in vars(halves[0])["summed"])
 
 
 def test_linears_are_found_together_or_apart_and_once(store: ActivationStore) -> None:
