@@ -15,6 +15,7 @@ from quantkit.cli.options import BROKEN, Command, exit_codes, section
 from quantkit.cli.output import as_options, columns, mention, note
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
+from quantkit.cli.refine import refine
 from quantkit.doctor.findings import RUNTIMES
 from quantkit.errors import RequestError
 from quantkit.jobs.convert_options import ConvertOptions
@@ -351,7 +352,16 @@ def _plan_quantize(data: str | None, **given: Any) -> None:
     _report(outputs, job(**arguments))
 
 
-for _command, _planned in ((convert, _plan_convert), (quantize, _plan_quantize)):
+def _plan_refine(data: str | None, quantized: Path, dst: Path | None, **given: Any) -> None:
+    require_models(quantized, given["against"], makes=dst)
+
+    from quantkit.jobs.plan import refine as job
+
+    outputs = Outputs(data, reads=[given["calibration"]], makes=dst if dst is not None else given["delta"])
+    _report(outputs, job(quantized, dst, **given))
+
+
+for _command, _planned in ((convert, _plan_convert), (quantize, _plan_quantize), (refine, _plan_refine)):
     _about = f"Estimate `quantkit {_command.name}` with the same arguments.\n\nNothing is written."
     plan.add_command(options.BareJson(_command.name, params=_command.params, callback=_planned, help=_about))
 

@@ -19,6 +19,7 @@ from quantkit.cli.measure import bench, evaluate
 from quantkit.cli.options import COMPLETION, Context, add_threads, completion, exit_codes
 from quantkit.cli.output import as_options, drop_output, mention, say
 from quantkit.cli.processes import INTERNAL_ERROR
+from quantkit.cli.refine import apply_delta, refine
 from quantkit.errors import DestinationError, QuantkitError
 from quantkit.version import __version__
 
@@ -69,9 +70,9 @@ def quantkit() -> None:
     """Convert, quantize, verify and run Llama-family language models."""
 
 
-_JOBS = (demo, inspect, doctor, convert, quantize, imatrix, verify, evaluate, generate, chat, bench)
+_JOBS = (demo, inspect, doctor, convert, quantize, refine, imatrix, verify, evaluate, generate, chat, bench)
 add_threads(*_JOBS, plan.commands["generate"])
-for command in (*_JOBS, plan, push, completion):
+for command in (*_JOBS, apply_delta, plan, push, completion):
     quantkit.add_command(command)
 
 

@@ -8,8 +8,11 @@ Make and check models:
     inspect          say what lies in a folder, from headers alone
     convert          write a model in another format, sharding or float type
     quantize         write a model with linear layers in int8 or int4
+    refine           train a quantized model's scales against its float model
+    apply_delta      write a quantized model with what `refine` changed
     plan.convert     say what `convert` would take: memory, disk and time
     plan.quantize    say what `quantize` would take
+    plan.refine      say what `refine` would take
     plan.generate    say what generation takes of each chip of a TPU slice
     verify           say whether two models are the same, or how far apart
     diagnose         say what is wrong with anybody's folder, and what a runtime would mind
@@ -63,6 +66,7 @@ if TYPE_CHECKING:
     from quantkit.evals.results import Evaluation as Evaluation
     from quantkit.formats.detect import open_checkpoint as open_checkpoint
     from quantkit.jobs import plan as plan
+    from quantkit.jobs.apply_delta import apply_delta as apply_delta
     from quantkit.jobs.convert import convert as convert
     from quantkit.jobs.estimate import Estimate as Estimate
     from quantkit.jobs.generate_file import GeneratedFile as GeneratedFile
@@ -76,6 +80,8 @@ if TYPE_CHECKING:
     from quantkit.jobs.push import push as push
     from quantkit.jobs.push_result import PushResult as PushResult
     from quantkit.jobs.quantize import quantize as quantize
+    from quantkit.jobs.refine import refine as refine
+    from quantkit.jobs.refine_result import RefineResult as RefineResult
     from quantkit.jobs.result import ConvertResult as ConvertResult
     from quantkit.jobs.result import QuantizeResult as QuantizeResult
     from quantkit.progress import Progress as Progress
@@ -100,13 +106,15 @@ if TYPE_CHECKING:
 
 _JOBS = {
     "ChatSession": "quantkit.runtime.chat_session", "Llama": "quantkit.jobs.llama", "Progress": "quantkit.progress",
-    "Tokenizer": "quantkit.text.tokenizer", "bench": "quantkit.evals.bench", "chat_format": "quantkit.text.chat",
+    "Tokenizer": "quantkit.text.tokenizer", "apply_delta": "quantkit.jobs.apply_delta",
+    "bench": "quantkit.evals.bench", "chat_format": "quantkit.text.chat",
     "convert": "quantkit.jobs.convert",
     "diagnose": "quantkit.doctor.diagnose", "evaluate": "quantkit.evals.evaluate",
     "generate": "quantkit.runtime.generate", "generate_batch": "quantkit.runtime.generate_batch",
     "generate_file": "quantkit.jobs.generate_file", "imatrix": "quantkit.jobs.imatrix",
     "inspect": "quantkit.jobs.inspect", "load": "quantkit.jobs.load",
     "open_checkpoint": "quantkit.formats.detect", "push": "quantkit.jobs.push", "quantize": "quantkit.jobs.quantize",
+    "refine": "quantkit.jobs.refine",
     "sampling_defaults": "quantkit.runtime.generation_config", "stream": "quantkit.runtime.generate",
     "verify": "quantkit.quality.verify",
 }  # fmt: skip
@@ -121,7 +129,8 @@ _TYPES = {
     "Logprobs": "quantkit.runtime.request", "Override": "quantkit.tensors.recipe",
     "PushResult": "quantkit.jobs.push_result",
     "QuantScheme": "quantkit.tensors.scheme", "QuantizeResult": "quantkit.jobs.result",
-    "Recipe": "quantkit.tensors.recipe", "SamplingParams": "quantkit.runtime.sampling_params",
+    "Recipe": "quantkit.tensors.recipe", "RefineResult": "quantkit.jobs.refine_result",
+    "SamplingParams": "quantkit.runtime.sampling_params",
     "Verdict": "quantkit.quality.verify", "VerifyReport": "quantkit.quality.verify",
 }  # fmt: skip
 _MODULES = {"errors": "quantkit.errors", "plan": "quantkit.jobs.plan"}

@@ -27,7 +27,7 @@ ROOMS = (
     ("model",),
     ("via_transformers",),
     ("quality", "runtime", "calibration"),
-    ("bit_allocation",),
+    ("bit_allocation", "training"),
     ("xla",),
     ("jobs", "doctor"),
     ("evals",),

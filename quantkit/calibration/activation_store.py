@@ -50,14 +50,27 @@ class ActivationStore:
 
     def take(self, key: Hashable) -> Tensor:
         """Remove a tensor and return it, on the device where it was kept."""
-        if key in self._held:
-            value = self._held.pop(key)
+        value = self.get(key)
+        if self._held.pop(key, None) is not None:
             self._free[_on_host(value)] += value.nbytes
-            return value
-        path, shape = self._files.pop(key)
-        value = torch.from_numpy(np.fromfile(path, dtype=np.float32)).view(shape)
-        path.unlink()
+        else:
+            self._files.pop(key)[0].unlink()
         return value
+
+    def get(self, key: Hashable) -> Tensor:
+        """A tensor, which stays in the store; what is changed in it may stay unchanged there until `update`."""
+        if (value := self._held.get(key)) is not None:
+            return value
+        path, shape = self._files[key]
+        return torch.from_numpy(np.fromfile(path, dtype=np.float32)).view(shape)
+
+    def update(self, key: Hashable, value: Tensor) -> None:
+        """Replace a tensor by another of its shape, on the same device."""
+        if key in self._held:
+            self._held[key] = value
+        else:
+            with scratch_errors(self._folder):
+                _write(self._files[key][0], value)
 
     def rows(self, key: Hashable, numbers: Tensor) -> Tensor:
         """Some rows [N, D] of a tensor [..., D], which stays in the store."""

@@ -145,14 +145,21 @@ def _head_gradients(hidden: Tensor, head: Tensor, config: ModelConfig, first: in
             gradients = logits.softmax(-1)
             drawn = torch.multinomial(gradients, 1, generator=generator)
             gradients.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=gradients.dtype))
-            if config.logit_softcap is not None:
-                gradients *= 1 - (logits / config.logit_softcap).square()
-            if config.logit_multiplier != 1:
-                gradients *= config.logit_multiplier
-            out, place = found[index, start : start + _TOKENS_THROUGH_THE_HEAD].zero_(), 0
-            for part in _parts(head):
-                out.addmm_(gradients[:, place : place + len(part)], part.float())
-                place += len(part)
+            found[index, start : start + _TOKENS_THROUGH_THE_HEAD] = through_logits(gradients, logits, head, config)
+    return found
+
+
+def through_logits(gradients: Tensor, logits: Tensor, head: Tensor, config: ModelConfig) -> Tensor:
+    """Gradients by hidden states [N, D] float32, given those by their logits [N, V], which are overwritten, for a head
+    [V, D]."""
+    if config.logit_softcap is not None:
+        gradients *= 1 - (logits / config.logit_softcap).square()
+    if config.logit_multiplier != 1:
+        gradients *= config.logit_multiplier
+    found, place = gradients.new_zeros(len(gradients), head.shape[1]), 0
+    for part in _parts(head):
+        found.addmm_(gradients[:, place : place + len(part)], part.to(gradients.device, torch.float32))
+        place += len(part)
     return found
 
 

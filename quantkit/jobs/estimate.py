@@ -137,12 +137,12 @@ def estimate_conversion(planned: Conversion) -> Estimate:
     work, notes = planned.work, planned.notes
     source = work.source
     config, specs = source.config, work.encoder.planned
-    disk = work.encoder.total_bytes() + _side_bytes(work.side_files)
+    disk = work.encoder.total_bytes() + side_bytes(work.side_files)
     phases = {"writing": _streaming(source, work.encoder)}
-    checked = _checked_tokens(source, planned.options.source_check)
+    checked = checked_tokens(source, planned.options.source_check)
     speed, steps = Speed(config), dict[str, float]()
     if checked:
-        phases[SOURCE_CHECK] = _forward(source, checked, models=1)
+        phases[SOURCE_CHECK] = forward_bytes(source, checked, models=1)
         steps[SOURCE_CHECK] = speed.forward(checked)
     steps["convert"] = speed.writing(disk, sum(file.size for file in source.files()))
     if planned.changes.rounded or planned.changes.cast:
@@ -162,17 +162,17 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
     assigned, config = prepared.scheme_map.assigned, source.config
     sizes = [weight_sizes(one, one.encoder.total_bytes() if fit is None else fit.max_bytes) for one in each]
     written = sum(one.output_bytes for one in sizes)
-    disk = written + _side_bytes(formats.side_files) + _MANIFEST * len(assigned) * len(each)
+    disk = written + side_bytes(formats.side_files) + _MANIFEST * len(assigned) * len(each)
     phases = {"writing": max(_streaming(source, one.encoder) for one in each)}
     if len(each) > 1 and settings is None:  # what is rounded for one format is kept for the next ones
         phases["writing"] += costs.largest_block(config)
-    checked = _checked_tokens(source, prepared.options.source_check)
+    checked = checked_tokens(source, prepared.options.source_check)
     scratch, on_device = 0, 0
     if config.measurable:  # the gate holds the hidden states of three models on all texts
-        phases["the gate"] = _forward(source, measured_tokens(source), models=3)
+        phases["the gate"] = forward_bytes(source, measured_tokens(source), models=3)
     if certified is not None:
         one = min(certified.windows.shape[1], TOKENS_THROUGH_A_BLOCK)
-        phases["the certificate"] = _forward(source, one, models=0) + certified.memory_bytes(config)
+        phases["the certificate"] = forward_bytes(source, one, models=0) + certified.memory_bytes(config)
     if settings is not None:
         shape = settings.samples, settings.length
         notes += too_few_tokens(shape, config)
@@ -187,15 +187,15 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
             work_bytes = costs.lockstep_bytes(config, batch)
         if device.type == "cuda":
             on_device, work_bytes = on_device + work_bytes, 0
-        phases["calibration"] = resident_bytes() + _LIBRARIES + _PRODUCTS + held + codes + work_bytes
+        phases["calibration"] = process_bytes() + held + codes + work_bytes
         if backward:
-            phases["the gradients"] = resident_bytes() + _LIBRARIES + _PRODUCTS + held + backward
+            phases["the gradients"] = process_bytes() + held + backward
         if fit is not None:
             needed = choice_bytes(config, shape, settings.memory_bytes)
             phases["the choice of schemes"] = resident_bytes() + _LIBRARIES + needed
         if settings.text is None:
             tried = shape[0] * min(shape[1], PREFIX)
-            phases["the choice of samples"] = _forward(source, tried, models=1)
+            phases["the choice of samples"] = forward_bytes(source, tried, models=1)
     kinds = Counter(str(scheme or "float") for module, scheme in assigned.items() if module != EMBEDDING)
     if fit is not None:
         chosen = {module for unit in fit.units for module in unit.modules}
@@ -217,7 +217,13 @@ def require_buildable(dst: Path, encoder: Encoder, *, resume: bool) -> None:
     require_room_to_build(partial, resume=resume)
 
 
-def _side_bytes(files: Mapping[str, bytes | Path]) -> int:
+def process_bytes() -> int:
+    """What the process has in memory once work begins."""
+    return resident_bytes() + _LIBRARIES + _PRODUCTS
+
+
+def side_bytes(files: Mapping[str, bytes | Path]) -> int:
+    """The size of the files next to the weights."""
     return sum(len(content) if isinstance(content, bytes) else content.stat().st_size for content in files.values())
 
 
@@ -234,13 +240,13 @@ def _streaming(source: Checkpoint, encoder: Encoder) -> int:
     return resident_bytes() + largest + min(IN_FLIGHT_BYTES, encoder.total_bytes())
 
 
-def _checked_tokens(source: Checkpoint, source_check: bool) -> int:
+def checked_tokens(source: Checkpoint, source_check: bool) -> int:
     """Tokens on which the source is tried before anything is written."""
     tokenizer, _ = checked_tokenizer(source)
     return window_length(source) if source_check and tokenizer is not None else 0
 
 
-def _forward(source: Checkpoint, tokens: int, *, models: int) -> int:
+def forward_bytes(source: Checkpoint, tokens: int, *, models: int) -> int:
     """Peak of a pass through models on disk: a head, hidden states, one batch in a layer, one layer's codes."""
     config = source.config
     if config.tensors is not None:

@@ -23,6 +23,9 @@ OTHER = "Other options"
 ADAPTERS = "Adapters"
 """The section of `lora`."""
 ADAPTERS_HELP = "Merge a LoRA adapter in PEFT's format into SRC; repeatable, each with its weight. Default: weight 1."
+TEXT_HELP = "A file, a saved dataset, or a hub dataset owner/name:config:split. Default: the included text."
+COLUMN_HELP = "Column or key of the text. Default: text, messages, conversations, or the only one of strings."
+"""Of the text that samples are drawn from, and of what holds it in a dataset."""
 _KEY = "option"
 
 

@@ -2,8 +2,8 @@
 
     >>> print(*quantkit.plan.quantize("model", "model-int4", "int4-g128").lines(), sep="\\n")
 
-`convert` and `quantize` take the arguments of `quantkit.convert` and `quantkit.quantize`, check what those check, and
-write nothing. `generate` does the same for generation on a TPU slice.
+`convert`, `quantize` and `refine` take the arguments of the jobs of these names, check what those check, and write
+nothing. `generate` does the same for generation on a TPU slice.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from quantkit.jobs.formats import Formats
 from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.prepare import prepare, size_fit
 from quantkit.jobs.quantize_options import QuantizeOptions
+from quantkit.jobs.refine_estimate import estimate_refinement
+from quantkit.jobs.refine_options import RefineOptions
+from quantkit.jobs.refine_plan import plan_refinement
 from quantkit.model.device import float_type
 from quantkit.tensors.dtypes import FloatName
 from quantkit.xla import require_compiler
@@ -33,7 +36,7 @@ from quantkit.xla import require_compiler
 if TYPE_CHECKING:
     from quantkit.xla.estimate import SliceEstimate
 
-__all__ = ["Estimate", "convert", "generate", "quantize"]
+__all__ = ["Estimate", "convert", "generate", "quantize", "refine"]
 
 
 @called_with(ConvertOptions)
@@ -68,6 +71,25 @@ def quantize(options: QuantizeOptions) -> Estimate:
     _require_room(formats.dst, formats.encoder, estimate, options)
     if prepared.settings is not None:
         prepared.settings.require_text(prepared.source)
+    return estimate
+
+
+@called_with(RefineOptions)
+def refine(options: RefineOptions) -> Estimate:
+    """What `quantkit.refine` with the same arguments would take; no samples are drawn.
+
+    Returns:
+        Memory, disk and time.
+
+    Raises:
+        QuantkitError: as `quantkit.refine` does before it trains.
+    """
+    planned = plan_refinement(options)
+    estimate = estimate_refinement(planned)
+    if options.delta is None:
+        require_buildable(planned.plan.dst, planned.plan.work.encoder, resume=options.resume)
+    require_space(options.output, estimate.disk_bytes + estimate.scratch_bytes)
+    planned.settings.require_text(planned.reference)
     return estimate
 
 

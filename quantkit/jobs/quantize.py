@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
-from quantkit.arguments import require_instance
+from quantkit.arguments import is_several, require_instance
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.errors import RequestError
+from quantkit.errors import QualityError, RequestError
 from quantkit.formats.container import Written, weight_size
 from quantkit.formats.folders_encoder import of_folder
 from quantkit.formats.output.staging import mark_kept, partial_folder
@@ -25,6 +26,7 @@ from quantkit.jobs.output import Writer, writing
 from quantkit.jobs.prepare import BIT_ALLOCATION, Prepared, prepare, size_fit
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.quantize_proof import planned, proven, result_of, with_loading
+from quantkit.jobs.quantize_refined import refined, unrefined_path, with_training
 from quantkit.jobs.quantize_work import quantizer_of, settled, work_of
 from quantkit.jobs.result import QuantizeResult, together
 from quantkit.progress import Progress, deduplicated, without_phase
@@ -89,6 +91,8 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
         raise RequestError(
             "models that transformers runs are quantized by one process", found=f"{group.size} processes"
         )
+    if options.refine:
+        return _refined(options, prepared, began, progress)
     there = is_finished(prepared.dst, options.if_exists) if group.is_rank0 else group.receive_from_rank0()
     if group.is_rank0:
         group.send_from_rank0(there)
@@ -126,6 +130,32 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     found.notes.extend([*_starved_experts(records, source.config), *writer.notes])
     group.send_from_rank0(found)
     return found
+
+
+def _refined(options: QuantizeArguments, prepared: Prepared, began: float, progress: Progress) -> QuantizeResult:
+    """Quantize to a folder next to the output, and refine what is there."""
+    if options.group.size > 1:
+        raise RequestError("`refine=True` is for one process", found=f"{options.group.size} processes")
+    require_buildable(prepared.dst, prepared.encoder, resume=options.resume)
+    if options.on_estimate is not None:
+        options.on_estimate(with_training(estimate_quantization(Formats.of(prepared), size_fit(prepared)), prepared))
+    between = unrefined_path(prepared.dst)
+    calibration, is_there = options.calibration, between.exists()
+    if is_several(calibration) and not hasattr(calibration, "__getitem__"):
+        calibration = list(calibration)  # it is read twice
+    plain = replace(
+        options, dst=between, refine=False, train_codes=False, train_norms=False, epochs=None, on_estimate=None,
+        calibration=calibration, accept_quality_loss=True, if_exists="skip" if is_there and options.resume else "fail",
+        resume=options.resume and partial_folder(between).exists(), progress=progress,
+    )  # fmt: skip
+    fields = {name: getattr(plain, name) for name in inspect.signature(QuantizeArguments).parameters}
+    try:
+        first = quantize(**fields)
+        return refined(prepared, first, calibration, began, progress)
+    except BaseException as error:
+        if between.exists() and not isinstance(error, QualityError):
+            mark_kept(error, between)
+        raise
 
 
 def _skipped(prepared: Prepared, group: ProcessGroup, began: float, progress: Progress) -> QuantizeResult:

@@ -17,7 +17,18 @@ from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.kv_scales import KV_CACHES, KvCacheName
 from quantkit.formats.lora.adapter import Requested, adapter_words
 from quantkit.formats.registry import GGUF, TargetName
-from quantkit.jobs.option_fields import ADAPTERS, ADAPTERS_HELP, OTHER, IfExists, declared, option, require_valid
+from quantkit.jobs.option_fields import (
+    ADAPTERS,
+    ADAPTERS_HELP,
+    COLUMN_HELP,
+    OTHER,
+    TEXT_HELP,
+    IfExists,
+    declared,
+    option,
+    require_valid,
+)
+from quantkit.jobs.refine_options import EPOCHS
 from quantkit.jobs.target import NATIVE, quantized_targets
 from quantkit.json_values import shown
 from quantkit.tensors.activations import Activations, ActivationsName
@@ -39,6 +50,7 @@ METHODS = get_args(Method)
 SCHEMES = "Schemes"
 METHOD = "Method"
 CALIBRATION = 'Calibration, with `method="gptq"`'
+REFINEMENT = "Refinement"
 CHECKS = "Checks"
 MODEL_CARD = "Model card"
 OUTPUT = "Output"
@@ -92,6 +104,9 @@ class QuantizeOptions:
         activation_memory: bytes of calibration activations kept in memory, by default 4_000_000_000, or half of what
             is available if that is less; the rest goes to the disk of `dst`.
         device: where GPTQ computes, as torch spells it; None is a GPU if there is one.
+        refine: then train the scales against the logits of `src`, on the same samples; see `quantkit.refine`, also for
+            the next three. A result that this does not bring closer to `src` is not kept.
+        train_codes, train_norms, epochs: as in `quantkit.refine`.
         lora: as in `convert`: adapters are merged before the model is calibrated and quantized.
         source_check: as in `convert`.
         allow_nonfinite: as in `convert`.
@@ -161,14 +176,8 @@ class QuantizeOptions:
         METHOD, "Importance matrix of llama.cpp that weights errors of rounding. Default: measured on a small text.",
         "file", metavar="FILE",
     )  # fmt: skip
-    calibration: str | Path | Iterable[object] | None = option(
-        CALIBRATION, "A file, a saved dataset, or a hub dataset owner/name:config:split. Default: the included text.",
-        "file",
-    )  # fmt: skip
-    text_column: str | None = option(
-        CALIBRATION, "Column or key of the text. Default: text, messages, conversations, or the only one of strings.",
-        metavar="NAME",
-    )  # fmt: skip
+    calibration: str | Path | Iterable[object] | None = option(CALIBRATION, TEXT_HELP, "file")
+    text_column: str | None = option(CALIBRATION, COLUMN_HELP, metavar="NAME")
     effort: EffortName | None = option(
         CALIBRATION, "How much calibration; `plan` has the time of each. Default: default.", choices=tuple(EFFORTS)
     )
@@ -183,6 +192,10 @@ class QuantizeOptions:
         "memory", metavar="AMOUNT", changes_result=False,
     )  # fmt: skip
     device: str | torch.device | None = option(CALIBRATION, changes_result=False)
+    refine: bool = option(REFINEMENT, "Then train the scales against SRC's logits.", bool, default=False)
+    train_codes: bool = option(REFINEMENT, "With `refine=True`, also train the codes.", bool, default=False)
+    train_norms: bool = option(REFINEMENT, "With `refine=True`, also train the weights of norms.", bool, default=False)
+    epochs: int | None = option(REFINEMENT, f"Passes over the samples in training. Default: {EPOCHS}.", int)
     lora: Requested = option(ADAPTERS, ADAPTERS_HELP, "adapters", default=(), metavar="FOLDER[=WEIGHT]")
     source_check: bool = option(CHECKS, default=True, changes_result=False)
     allow_nonfinite: bool = option(CHECKS, default=False)
@@ -250,6 +263,7 @@ class QuantizeOptions:
             )  # fmt: skip
         _ = self.target, self.size
         self._check_method()
+        self._check_refinement()
 
     @cached_property
     def targets(self) -> list[Target]:
@@ -296,6 +310,24 @@ class QuantizeOptions:
                 )  # fmt: skip
         if self.tensors_only:
             raise RequestError(f'`tensors_only=True` goes with `to="{NATIVE}"` alone', found=names)
+
+    def _check_refinement(self) -> None:
+        if self.epochs is not None:
+            as_integer("epochs", self.epochs, 1)
+        if not self.refine:
+            given = [name for name in ("train_codes", "train_norms", "epochs") if getattr(self, name)]
+            if given:
+                raise RequestError(f"`{given[0]}` goes with `refine=True`")
+            return
+        excluded = {
+            "tensors_only": self.tensors_only, 'via="transformers"': self.via == "transformers", "lora": self.lora,
+            "dequantize": self.dequantize, "certify_positions": self.certify_positions, "kv_cache": self.kv_cache,
+            'if_exists="skip"': self.if_exists == "skip", "several formats": len(self.targets) > 1,
+            'method="rtn"': self.method == "rtn",
+        }  # fmt: skip
+        if found := next((name for name, there in excluded.items() if there), None):
+            hint = "run `quantkit refine` on the result"
+            raise RequestError(f"`refine=True` does not go with {found}", hint=hint)
 
     def _check_transformers(self) -> None:
         for name in ("target_bits", "max_size", "certify_positions", "template"):

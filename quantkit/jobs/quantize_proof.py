@@ -41,8 +41,8 @@ def proven(
     size = weight_size(result)
     gate, certificate = _check(prepared, result, records, quantizer, folder, progress)
     card = model_card_files(prepared, drawn, *size, gate, certificate)
-    details = _details(prepared, work, result, records, gate, certificate)
-    manifest = writer.add_manifest(details, card, folder)
+    facts = details(prepared, work, result, records, gate, certificate)
+    manifest = writer.add_manifest(facts, card, folder)
     return result_of(prepared, drawn, size, gate, certificate, began, manifest)
 
 
@@ -110,23 +110,23 @@ def _check(
     return gate, certificate
 
 
-def _details(
+def details(
     prepared: Prepared, work: Work, result: Checkpoint, records: Mapping[str, Mapping[str, Any]],
     gate: Gate | WeightsOnly, certificate: PositionCertificate | None,
 ) -> dict[str, object]:  # fmt: skip
     """The manifest's own part of a quantization."""
     source, accepted = prepared.source, prepared.options.accept_quality_loss
-    details: dict[str, object] = {
+    found: dict[str, object] = {
         **planned(prepared, work),
         "quality": gate.to_json(accepted=accepted), "modules": prepared.scheme_map.describe(records),
     }  # fmt: skip
     if work.computed_by:
-        details["computed_by"] = work.computed_by
+        found["computed_by"] = work.computed_by
     if certificate is not None:
-        details["positions"] = certificate.to_json(accepted=accepted)
+        found["positions"] = certificate.to_json(accepted=accepted)
     if not source.config.runnable:
-        details["carried"] = carried_tensors(source, result)
-    return details
+        found["carried"] = carried_tensors(source, result)
+    return found
 
 
 def planned(prepared: Prepared, work: Work) -> dict[str, object]:

@@ -109,11 +109,11 @@ def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) 
     computed_by: dict[str, object] = {}
     scratch = 0
     if settings is None and (prepared.is_weighted or options.kv_cache is not None):
-        computed_by = _machine(torch.device("cpu"))
+        computed_by = machine(torch.device("cpu"))
     elif settings is not None and drawn is not None:
         recorded |= {"calibration": drawn.to_json(), "effort": settings.effort}
         device = settings.device
-        computed_by = _machine(device) | {
+        computed_by = machine(device) | {
             "number of processes": group.size, "samples multiplied in": str(compute_dtype(device)),
             "kind of device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         }  # fmt: skip
@@ -125,7 +125,7 @@ def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) 
     return Work("quantize", source, prepared.encoder, prepared.side_files, recorded, computed_by, scratch)
 
 
-def _machine(device: torch.device) -> dict[str, object]:
+def machine(device: torch.device) -> dict[str, object]:
     """What sums of floats depend on, and so do solved and weighted codes."""
     return {
         "torch": torch.__version__, "number of threads": torch.get_num_threads(),

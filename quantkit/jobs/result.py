@@ -57,8 +57,8 @@ class ConvertResult:
         if self.exact is not None and not (self.rounded and not self.exact.tensors):
             facts.append(self.exact.line())
         if self.quality is not None:
-            facts += [*([f"{self.rounded} rounded anew"] if self.rounded else []), *_lost(self.quality)]
-        return [f"{_outcome(self)}: {', '.join([*facts, _time(self.seconds)])}"]
+            facts += [*([f"{self.rounded} rounded anew"] if self.rounded else []), *quality_texts(self.quality)]
+        return [f"{_outcome(self)}: {', '.join([*facts, time_text(self.seconds)])}"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class QuantizeResult:
         skipped: as in `ConvertResult`.
         effort: of GPTQ; None for rounding.
         kv_cache: of which its scales are written, such as ``fp8``; None for none.
+        refined: with `refine`, the KL on samples that were held back, as it fell: evaluations with their ``step``.
         formats: the result in each format by name, if several were requested; empty for one. `path` is then the folder
             of all, `notes` and `seconds` are those of all, and the other fields those of the first.
     """
@@ -106,6 +107,7 @@ class QuantizeResult:
     skipped: bool = False
     effort: str | None = None
     kv_cache: str | None = None
+    refined: list[dict[str, Any]] | None = None
     formats: dict[str, QuantizeResult] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -126,15 +128,18 @@ class QuantizeResult:
         if self.formats:
             each = [line for one in self.formats.values() for line in one._lines()]
             size = size_text(sum(one.weights.output_bytes for one in self.formats.values()))
-            return [*each, f"{_outcome(self)}: {len(self.formats)} formats, {size}, {_time(self.seconds)}"]
-        return self._lines(_time(self.seconds))
+            return [*each, f"{_outcome(self)}: {len(self.formats)} formats, {size}, {time_text(self.seconds)}"]
+        return self._lines(time_text(self.seconds))
 
     def _lines(self, *more: str) -> list[str]:
         facts = [
             _schemes(self.schemes), *([f"embedding {self.embedding}"] if self.embedding else []),
             *([f"KV cache {self.kv_cache}"] if self.kv_cache else []),
-            self.weights.text(), _bits(self.bits_per_weight), *_lost(self.quality),
+            self.weights.text(), _bits(self.bits_per_weight), *quality_texts(self.quality),
         ]  # fmt: skip
+        if self.refined is not None:
+            start, best = self.refined[0]["held_back"], min(one["held_back"] for one in self.refined)
+            facts.append(f"refined: KL on text that was held back {best / start - 1:+.1%}")
         chosen = [] if self.allocation is None else [*self.allocation.lines(), self.allocation.line()]
         by_position = [] if self.positions is None else self.positions.lines()
         wrote = f"{_outcome(self)}: {', '.join([*facts, *more])}"
@@ -171,7 +176,7 @@ def _bits(bits_per_weight: float) -> str:
     return f"{bits_per_weight:.2f} bits a weight"
 
 
-def _lost(quality: Gate | WeightsOnly) -> list[str]:
+def quality_texts(quality: Gate | WeightsOnly) -> list[str]:
     """The mean KL, and by how much perplexity has grown, over all tokens of the gate's texts."""
     if isinstance(quality, WeightsOnly):
         return [quality.line()]
@@ -181,7 +186,7 @@ def _lost(quality: Gate | WeightsOnly) -> list[str]:
     return [f"KL {kl}", f"perplexity {growth_text(ratio)}"]
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

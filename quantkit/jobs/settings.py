@@ -145,21 +145,37 @@ def gptq_settings(
             "calibration needs a tokenizer, and the source has none", path=source.path,
             hint='round it with `method="rtn"`',
         )  # fmt: skip
-    device, context = _device(options, source), source.config.max_context
-    samples = effort.SAMPLES if options.samples is None else options.samples
-    length = effort.EFFORTS[options.effort_name].length(source.config) if options.length is None else options.length
+    return sample_settings(
+        tokenizer, source, calibration=options.calibration, text_column=options.text_column, samples=options.samples,
+        length=options.length, seed=options.seed, effort_name=options.effort_name,
+        activation_memory=options.activation_memory, device=_device(options, source),
+    )  # fmt: skip
+
+
+def sample_settings(
+    tokenizer: Tokenizer, source: Checkpoint, *, calibration: TextSource | None, text_column: str | None,
+    samples: int | None, length: int | None, seed: int | None, activation_memory: int | None, device: torch.device,
+    effort_name: EffortName = "default",
+) -> GptqSettings:  # fmt: skip
+    """The settings of calibration samples, with defaults for what is None.
+
+    Raises:
+        RequestError: if the samples are none, or longer than the model's context.
+    """
+    context = source.config.max_context
+    samples = effort.SAMPLES if samples is None else samples
+    length = effort.EFFORTS[effort_name].length(source.config) if length is None else length
     if length > context:
         raise RequestError(
             "samples are longer than the model's context", found=f"{length} tokens", expected=f"at most {context}",
             hint="give a smaller `length`",
         )  # fmt: skip
-    if options.calibration is None and samples > 0:
+    if calibration is None and samples > 0:
         require_plausible(samples, length)
     require_samples(samples, length)
-    if (memory_bytes := options.activation_memory) is None:
-        memory_bytes = min(effort.ACTIVATION_MEMORY, available_bytes() // 2)
-    seed = effort.SEED if options.seed is None else options.seed
+    if activation_memory is None:
+        activation_memory = min(effort.ACTIVATION_MEMORY, available_bytes() // 2)
+    seed = effort.SEED if seed is None else seed
     return GptqSettings(
-        tokenizer, options.calibration, options.text_column, samples, length, seed, options.effort_name,
-        int(memory_bytes), device,
-    )  # fmt: skip
+        tokenizer, calibration, text_column, samples, length, seed, effort_name, int(activation_memory), device
+    )

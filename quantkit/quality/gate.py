@@ -256,8 +256,8 @@ def _distorted(
         solver = record.get("solver")
         if module == EMBEDDING:
             error, bound = worst_row(*_pair(source, result, module))
-        elif solver == Solver.CARRIED:
-            continue  # it has no error
+        elif solver in (Solver.CARRIED, Solver.SCALES_TRAINED, Solver.CODES_TRAINED):
+            continue  # it has no error, or is judged by its logits
         else:
             error = float(record.get("relative_error", math.nan))
             if solver in (Solver.ROUNDING, Solver.SEARCHED, Solver.SCALES_CAST):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, overload
 
 import torch
+from torch import Tensor
 
 from quantkit.architectures.topology import parameters
 from quantkit.arguments import as_path, require_flags, wrong_type
@@ -24,13 +26,14 @@ from quantkit.json_values import shown
 from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds, measured_windows
+from quantkit.quality.changed_tensors import Change, recorded_changes, tensor_hash
 from quantkit.quality.figures import Estimate, manifest_or_empty, module_records
 from quantkit.quality.manifest_check import FolderReport, failed_certificate, neither_true_nor_false, verify_model
 from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.transcoded import TensorDifference, tensor_difference
 from quantkit.quality.weights_only import COMPARED, error_problem, recorded_errors, summary_problems
 from quantkit.runtime.generation_config import end_tokens
-from quantkit.tensors.qtensor import ROUNDED
+from quantkit.tensors.qtensor import ROUNDED, QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.compare import first_difference
@@ -259,11 +262,14 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
         bound = BOUNDS["int8"]  # of the cache, which one of them is run with
     recorded = {} if all(records) else records[0] or records[1]
     compensated = {**_compensated(reference), **_compensated(other)}
+    refined = recorded_changes(reference.path), recorded_changes(other.path)
     on_codes = len(schemes(reference).keys() & schemes(other).keys()) if comparable else 0
     for index, name in enumerate(names):
         progress("tensors", index, len(names), "tensors")
         first, second = (one.load(stored_name(one, name)) for one in (reference, other))
         difference, allowed = tensor_difference(name, first, second, compensated.get(name.removesuffix(".weight")))
+        if difference is not None and _is_refined(name, first, second, refined):
+            difference = replace(difference, bound=max(difference.bound, difference.relative_error))
         if difference is not None:
             differing.append(difference)
             bound = coarser((bound, allowed))
@@ -341,6 +347,17 @@ def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
     rounded = {module for module, record in records.items() if record.get("solver") in ROUNDED}
     worst = coarsest(assigned.values())
     return {module: scheme if module in rounded else worst for module, scheme in assigned.items()}
+
+
+def _is_refined(
+    name: str, first: Tensor | QuantTensor, second: Tensor | QuantTensor, recorded: tuple[Mapping[str, Change], ...]
+) -> bool:
+    """Whether one of two tensors is the other one as refining has changed it, so that the logits judge it: a norm of
+    the model that it was refined against, or a quantized weight. Its values must be those that were written."""
+    for own, other, changed in ((first, second, recorded[0]), (second, first, recorded[1])):
+        if (change := changed.get(name)) is not None and tensor_hash(own) == change.after:
+            return isinstance(own, QuantTensor) or tensor_hash(other) == change.before
+    return False
 
 
 def _probed(reference: Checkpoint, other: Checkpoint, bound: Bound, progress: Progress) -> dict[str, Probe]:

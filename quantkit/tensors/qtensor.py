@@ -23,6 +23,8 @@ class Solver(StrEnum):
     WEIGHTED = "round-to-nearest, searched scales, weighted by inputs"  # the same, where inputs differ in size
     CARRIED = "carried"  # codes are those of the source
     SCALES_CAST = "scales cast"  # codes and zero points are those of the source, scales are rounded to another type
+    SCALES_TRAINED = "scales trained"  # codes and zero points are those of the source, see `quantkit.refine`
+    CODES_TRAINED = "scales and codes trained"
 
 
 ROUNDED = (Solver.ROUNDING, Solver.SEARCHED, Solver.WEIGHTED)

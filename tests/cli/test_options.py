@@ -61,7 +61,9 @@ def test_json_takes_a_path_in_every_command_that_finds_something() -> None:
 
 def test_a_device_is_a_gpu_if_there_is_one_wherever_one_is_chosen() -> None:
     options = _options("device")
-    assert set(options) == {"plan quantize", "quantize", "eval", "generate", "chat", "bench"}
+    assert set(options) == {
+        "plan quantize", "quantize", "plan refine", "refine", "eval", "generate", "chat", "bench",
+    }  # fmt: skip
     assert all("a GPU if there is one" in (option.help or "") for option in options.values())
 
 
@@ -70,7 +72,7 @@ def test_every_command_and_every_option_says_what_it_is(capfd: Capture, monkeypa
     for group in ([], ["plan"]):
         listing = run(capfd, *group, "--help")[1].split("Commands:")[1].split("Exit codes")[0]
         assert "..." not in listing
-        assert all(re.fullmatch(r"  \w+ +[A-Z].*\.", line) for line in listing.splitlines() if line.strip()), listing
+        assert all(re.fullmatch(r"  [\w-]+ +[A-Z].*\.", line) for line in listing.splitlines() if line.strip()), listing
     for name, command in COMMANDS.items():
         silent = [p.name for p in command.params if isinstance(p, click.Option) and not (p.help or p.hidden)]
         assert not silent, name

@@ -15,7 +15,8 @@ from command import Capture, run
 from quantkit.cli.main import quantkit
 
 COMMANDS = {
-    "demo", "inspect", "doctor", "convert", "quantize", "imatrix", "verify", "eval", "generate", "chat", "bench"
+    "demo", "inspect", "doctor", "convert", "quantize", "refine", "imatrix", "verify", "eval", "generate", "chat",
+    "bench",
 }  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def test_commands_on_models_have_it() -> None:
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_a_number_out_of_range_is_refused(name: str, capfd: Capture) -> None:
-    paths = {"demo": [], **{one: ["a", "b"] for one in ("convert", "quantize", "imatrix")}}.get(name, ["a"])
+    paths = {"demo": [], **{one: ["a", "b"] for one in ("convert", "quantize", "refine", "imatrix")}}.get(name, ["a"])
     code, out, err = run(capfd, name, *paths, "--threads", "0")
     assert (code, out) == (2, "")
     assert err.startswith("quantkit: error: --threads is out of range (found 0, expected 1 to ")

@@ -13,7 +13,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 PROGRESS = re.compile(
-    r"^quantkit: (step \d of \d, )?(?P<phase>.+): (?P<done>\d+)/(?P<total>\d+) (?P<unit>[A-Za-z]+)"
+    r"^quantkit: (step \d of \d, )?(?P<phase>.+): (?P<done>\d+)/(?P<total>\d+) (?P<unit>[A-Za-z]+)(, KL [\d.e-]+)?"
     r"(?P<left>, [\d:]+ left)?\n",
     re.M,
 )

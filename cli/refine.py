@@ -1,0 +1,74 @@
+"""The commands that refine a quantized model, and that apply what refining changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantkit.cli import options
+from quantkit.cli.files import Outputs
+from quantkit.cli.options import Command, section
+from quantkit.cli.output import as_options, mention, note
+from quantkit.cli.processes import require_models
+from quantkit.cli.progress import ProgressDisplay
+from quantkit.jobs.refine_options import OUTPUT, RefineOptions
+
+
+@click.command(cls=Command)
+@click.argument("quantized", type=options.PATH)
+@click.argument("dst", type=options.PATH, required=False)
+@click.option("--against", type=options.PATH, required=True, metavar="SRC", help="The float model of QUANTIZED.")
+@options.of_job(RefineOptions)
+@section(OUTPUT, options.data)
+def refine(quantized: Path, dst: Path | None, data: str | None, **given: Any) -> None:
+    """Train a quantized model's scales against its float model.
+
+    The model in QUANTIZED, from any tool, is written to DST in the same format and size, with the same codes. Text that
+    is held back decides which step is kept; if no step is closer to SRC, nothing is written and the exit code is 8.
+    """
+    require_models(quantized, given["against"], makes=dst)
+
+    from quantkit.jobs.refine import refine as job
+
+    output = dst if dst is not None else given["delta"]
+    outputs = Outputs(data, reads=[given["calibration"]], makes=output)
+    with ProgressDisplay() as progress:
+
+        def begin(estimate: Any) -> None:
+            note(estimate.line())
+            progress.expect(estimate.steps)
+
+        made = job(quantized, dst, **given, on_estimate=begin, progress=progress)
+    _report(outputs, made)
+
+
+@click.command("apply-delta", cls=Command)
+@click.argument("model", type=options.PATH)
+@click.argument("delta", type=options.PATH)
+@click.argument("dst", type=options.PATH)
+@section(OUTPUT, click.option("--resume", is_flag=True, help="Continue an interrupted run of the same command."))
+@section(OUTPUT, options.data)
+def apply_delta(model: Path, delta: Path, dst: Path, resume: bool, data: str | None) -> None:
+    """Apply what `quantkit refine --delta` wrote.
+
+    The quantized model in MODEL is written to DST with the changes in the file DELTA. It must be the model that the
+    delta was made for.
+    """
+    require_models(model, makes=dst)
+
+    from quantkit.jobs.apply_delta import apply_delta as job
+
+    outputs = Outputs(data, reads=[delta], makes=dst)
+    with ProgressDisplay() as progress:
+        made = job(model, delta, dst, resume=resume, progress=progress)
+    _report(outputs, made)
+
+
+def _report(outputs: Outputs, made: Any) -> None:
+    for line in made.notes:
+        note(line)
+    for line in made.lines():
+        mention(as_options(line), err=outputs.json_on_stdout)
+    outputs.write(made.to_json())

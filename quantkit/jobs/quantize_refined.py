@@ -1,0 +1,134 @@
+"""Refine what was just quantized, before it gets its name: `quantize` with `refine=True`."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.arguments import as_path
+from quantkit.calibration.documents import TextSource
+from quantkit.distributed.group import SINGLE
+from quantkit.files.gguf_types import GGUF
+from quantkit.formats.container import weight_size
+from quantkit.formats.output.destination import manifest_path
+from quantkit.jobs.card import model_card_files
+from quantkit.jobs.estimate import Estimate
+from quantkit.jobs.output import writing
+from quantkit.jobs.prepare import Prepared
+from quantkit.jobs.quantize_proof import details, result_of
+from quantkit.jobs.quantize_work import work_of
+from quantkit.jobs.refine import records_of, refined_details
+from quantkit.jobs.refine_estimate import TrainingCost
+from quantkit.jobs.refine_options import EPOCHS, RefineOptions
+from quantkit.jobs.refine_plan import plan_refinement
+from quantkit.jobs.refine_training import training_of
+from quantkit.jobs.result import QuantizeResult
+from quantkit.jobs.rewritten import put_all, require_written
+from quantkit.progress import Progress, in_phase
+from quantkit.quality.gate import require_passed, run_gate
+from quantkit.tensors.scheme import Scales
+
+_BETWEEN = ".unrefined"
+_OF_SOLVER = ("output_error",)  # of a record: no longer true of trained values
+
+
+def unrefined_path(dst: Path) -> Path:
+    """Where the quantized model is until it is refined: next to the output."""
+    if dst.suffix == GGUF:
+        return dst.with_name(f"{dst.stem}{_BETWEEN}{GGUF}")
+    return dst.with_name(dst.name + _BETWEEN)
+
+
+def with_training(estimate: Estimate, prepared: Prepared) -> Estimate:
+    """The estimate of a quantization whose result is refined."""
+    options, settings, source = prepared.options, prepared.settings, prepared.source
+    assert settings is not None  # refining goes with GPTQ
+    trained = {
+        module: (source.info(f"{module}.weight").shape, scheme)
+        for module, scheme in prepared.scheme_map.linears.items()
+        if scheme.scales in (Scales.FLOATS, Scales.BLOCKS)
+    }
+    epochs = EPOCHS if options.epochs is None else options.epochs
+    cost = TrainingCost.of(source.config, settings, trained, epochs=epochs, codes=options.train_codes)
+    steps = {**estimate.steps, **cost.steps}
+    phase = "training" if cost.memory_bytes > estimate.memory_bytes else estimate.phase
+    return replace(
+        estimate, memory_bytes=max(estimate.memory_bytes, cost.memory_bytes), steps=steps,
+        seconds=math.fsum(steps.values()), disk_bytes=2 * estimate.disk_bytes,
+        scratch_bytes=max(estimate.scratch_bytes, cost.scratch_bytes), phase=phase,
+    )  # fmt: skip
+
+
+def refined(
+    prepared: Prepared, first: QuantizeResult, calibration: TextSource | None, began: float, progress: Progress
+) -> QuantizeResult:
+    """Write the result that was quantized first, refined, to the requested output, and remove it where it is now.
+
+    Raises:
+        QualityError: if refining does not bring it closer to its source, or the result does not pass the gate.
+    """
+    if first.allocation is not None:
+        prepared = prepared.with_allocation(first.allocation)
+    options, settings = prepared.options, prepared.settings
+    assert settings is not None  # refining goes with GPTQ
+    planned = plan_refinement(
+        RefineOptions(
+            first.path, as_path("dst", options.dst), against=prepared.source.path, calibration=calibration,
+            text_column=options.text_column, samples=settings.samples, length=settings.length, seed=settings.seed,
+            train_codes=options.train_codes, train_norms=options.train_norms, epochs=options.epochs,
+            activation_memory=settings.memory_bytes, device=settings.device, resume=options.resume,
+        )
+    )  # fmt: skip
+    drawn = planned.settings.draw(planned.reference, progress=progress)
+    with training_of(planned, drawn, prepared.dst, resume=options.resume, progress=progress) as (trained, state):
+        work = work_of(prepared, drawn, SINGLE)
+        work = replace(work, options={**work.options, "refine": planned.options.recorded()})
+        found = refined_details(planned, trained, state, drawn)
+        records = _records(first.manifest["modules"], records_of(planned, trained, found))
+        with writing(work, prepared.dst, resume=options.resume, source_check=False, progress=progress) as writer:
+            result = put_all(writer, trained, records)
+            require_written(trained, result, None if planned.names.codes else planned.quantized)
+            schemes, inputs = prepared.scheme_map.schemes, prepared.inputs
+            gate = run_gate(
+                prepared.source, result, records, requested=schemes, inputs=inputs, progress=in_phase(progress, "gate")
+            )
+            if not options.accept_quality_loss:
+                require_passed(gate, prepared.source, result, prepared.dst)
+            size = weight_size(result)
+            card = model_card_files(prepared, drawn, *size, gate, None)
+            made = writer.commit(
+                {
+                    "source_check": first.manifest["source_check"],
+                    **details(prepared, work, result, records, gate, None), **found,
+                },
+                card,
+            )  # fmt: skip
+    _remove(first)
+    final = result_of(prepared, drawn, size, gate, None, began, made)
+    return replace(final, refined=[asdict(one) for one in state.curve])
+
+
+def _remove(made: QuantizeResult) -> None:
+    """Remove a model that was written."""
+    if made.path.is_dir():
+        shutil.rmtree(made.path, ignore_errors=True)
+        return
+    for path in (manifest_path(made.path), *(made.path.with_name(name) for name in made.manifest["files"])):
+        path.unlink(missing_ok=True)
+
+
+def _records(
+    first: Mapping[str, Mapping[str, Any]], trained: Mapping[str, Mapping[str, object]]
+) -> dict[str, dict[str, object]]:
+    """The records of all weights by name: what the solver stated, and what training changed."""
+    found: dict[str, dict[str, object]] = {}
+    for module, record in first.items():
+        own = trained.get(f"{module}.weight", {})
+        kept = {key: value for key, value in record.items() if not own or key not in _OF_SOLVER}
+        found[f"{module}.weight"] = {**kept, **own}
+        found[f"{module}.weight"].pop("scheme", None)
+    return found

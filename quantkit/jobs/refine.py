@@ -1,0 +1,185 @@
+"""Refine a quantized model: train its scales against the logits of the float model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from typing import Any
+
+from quantkit.calibration.data import Calibration
+from quantkit.formats.checkpoint import schemes
+from quantkit.formats.container import StoredCheckpoint, weight_size
+from quantkit.formats.output.staging import Staging
+from quantkit.jobs.estimate import Estimate
+from quantkit.jobs.option_fields import called_with
+from quantkit.jobs.output import source_hashes, writing
+from quantkit.jobs.refine_estimate import estimate_refinement
+from quantkit.jobs.refine_options import RefineOptions
+from quantkit.jobs.refine_plan import Refinement, plan_refinement
+from quantkit.jobs.refine_result import RefineResult
+from quantkit.jobs.refine_training import training_of
+from quantkit.jobs.rewritten import carried_details, open_hashes, put_all, require_written
+from quantkit.progress import Progress, deduplicated, in_phase
+from quantkit.quality.changed_tensors import REFINED, Change, changes
+from quantkit.quality.figures import manifest_or_empty
+from quantkit.quality.gate import Gate, require_passed, run_gate
+from quantkit.quality.manifest_check import measured_inputs
+from quantkit.tensors.qtensor import Solver
+from quantkit.training.delta import delta_bytes
+from quantkit.training.trained import TrainedCheckpoint, trained_error
+from quantkit.training.training import HELD_BACK, State
+
+
+@dataclass(frozen=True)
+class RefineArguments(RefineOptions):
+    """The arguments of `refine`: the options, and where progress is reported.
+
+    Attributes:
+        on_estimate: called with the estimate of memory, disk and time before anything takes long.
+        progress: as in `convert`.
+    """
+
+    _: KW_ONLY
+    on_estimate: Callable[[Estimate], None] | None = None
+    progress: Progress | None = None
+
+
+@called_with(RefineArguments)
+def refine(options: RefineArguments) -> RefineResult:
+    """Train the scales of a quantized model against the logits of the float model it was made from.
+
+    The result has the same format and size, and with `train_codes` unset the same codes. It is kept if its KL from the
+    float model is lower on text that was held back.
+
+    Args:
+
+    Returns:
+        What was written, the KL before and after, and what the gate measured.
+
+    Raises:
+        RequestError: for an option that is invalid, or models that do not belong together.
+        CheckpointError, UnsupportedError: if a model is damaged, or has no scales that can be trained.
+        DestinationError, ResumeError: as in `quantize`.
+        QualityError: if the result is not better, or too far from the float model.
+            After any of them there is no output.
+
+    Example:
+        >>> quantkit.refine("model-int4", "model-int4-refined", against="model").lines()
+    """
+    began = time.monotonic()
+    progress = deduplicated(options.progress)
+    planned = plan_refinement(options)
+    if options.on_estimate is not None:
+        options.on_estimate(estimate_refinement(planned))
+    drawn = planned.settings.draw(planned.reference, progress=progress)
+    with training_of(planned, drawn, options.output, resume=options.resume, progress=progress) as (trained, state):
+        if options.delta is not None:
+            return _write_delta(planned, trained, state, drawn, began)
+        return _write_model(planned, trained, state, drawn, began, progress)
+
+
+def _write_delta(
+    planned: Refinement, trained: TrainedCheckpoint, state: State, drawn: Calibration, began: float
+) -> RefineResult:
+    """Write what was changed to the file of a delta."""
+    source, output = planned.plan.work.source, planned.options.output
+    details = refined_details(planned, trained, state, drawn)
+    changed = changes_in(details)
+    content = delta_bytes(source, trained, changed, open_hashes(source), details)
+    staging = Staging(output, {"job": "refine"}, len(content), resume=False, files=[output.name])
+    try:
+        staging.folder.write(output.name, content)
+        staging.commit([output.name])
+    except BaseException:
+        staging.discard()
+        raise
+    return RefineResult(
+        output, len(content), None, state.curve, len(changed), None, time.monotonic() - began, planned.plan.notes,
+        details, is_delta=True,
+    )  # fmt: skip
+
+
+def _write_model(
+    planned: Refinement, trained: TrainedCheckpoint, state: State, drawn: Calibration, began: float,
+    progress: Progress,
+) -> RefineResult:  # fmt: skip
+    """Write the refined model, and compare it with the float model."""
+    plan, options = planned.plan, planned.options
+    work = replace(plan.work, job="refine", options={**plan.work.options, **options.recorded()})
+    details = refined_details(planned, trained, state, drawn)
+    records = records_of(planned, trained, details)
+    with writing(work, plan.dst, resume=options.resume, source_check=options.source_check, progress=progress) as writer:
+        result = put_all(writer, trained, records)
+        require_written(trained, result, None if planned.names.codes else planned.quantized)
+        gate = checked(planned, result, records, progress)
+        size = weight_size(result)
+        details["quality"] = gate.to_json(accepted=options.accept_quality_loss)
+        details["modules"] = {
+            module: {"scheme": str(scheme), **records.get(f"{module}.weight", {})}
+            for module, scheme in schemes(result).items()
+        }
+        made = writer.commit({**carried_details(planned.quantized.path), **details})
+    return RefineResult(
+        plan.dst,
+        *size,
+        state.curve,
+        len(changes_in(details)),
+        gate,
+        time.monotonic() - began,
+        [*plan.notes, *writer.notes],
+        made,
+    )
+
+
+def checked(
+    planned: Refinement, result: StoredCheckpoint, records: Mapping[str, Mapping[str, Any]],
+    progress: Progress,
+) -> Gate:  # fmt: skip
+    """The gate's figures of a result. Raises `QualityError` if it is too far from the float model."""
+    made = manifest_or_empty(planned.quantized.path)
+    inputs = measured_inputs(made, result, planned.quantized.path)
+    gate = run_gate(planned.reference, result, records, inputs=inputs, progress=in_phase(progress, "gate"))
+    if not planned.options.accept_quality_loss:
+        remedy = "refine with more text or `train_codes=True`, or keep it with `accept_quality_loss=True`"
+        require_passed(gate, planned.reference, result, planned.plan.dst, remedy=remedy)
+    return gate
+
+
+def records_of(
+    planned: Refinement, trained: TrainedCheckpoint, details: Mapping[str, Any]
+) -> dict[str, dict[str, object]]:
+    """The records of weights for the manifest, given the `refined_details`."""
+    changed = changes_in(details)
+    solver = Solver.CODES_TRAINED if planned.names.codes else Solver.SCALES_TRAINED
+    found: dict[str, dict[str, object]] = {}
+    for name in schemes(planned.quantized):
+        weight = f"{name}.weight"
+        if weight not in changed:
+            found[weight] = {"solver": Solver.CARRIED}
+            continue
+        error = trained_error(trained.quantized(weight), planned.reference.load(weight))
+        found[weight] = {"solver": solver} | ({} if error is None else {"relative_error": float(f"{error:.4g}")})
+    return found
+
+
+def refined_details(
+    planned: Refinement, trained: TrainedCheckpoint, state: State, drawn: Calibration
+) -> dict[str, Any]:  # fmt: skip
+    """What the manifest states of a refinement."""
+    reference = planned.reference
+    changed = changes(planned.quantized, trained, sorted(trained.factors))
+    return {
+        REFINED: {
+            **planned.options.recorded(),
+            "against": {"format": reference.format, "sha256": source_hashes(reference).result()},
+            "calibration": drawn.to_json(), "held_back": f"1 of {HELD_BACK} samples",
+            "curve": [asdict(one) for one in state.curve], "kept_step": state.best.step,
+            "tensors": {name: asdict(one) for name, one in changed.items()},
+        }
+    }  # fmt: skip
+
+
+def changes_in(details: Mapping[str, Any]) -> dict[str, Change]:
+    """The changed tensors that a refinement's details list."""
+    return {name: Change(**one) for name, one in details[REFINED]["tensors"].items()}

@@ -1,0 +1,102 @@
+"""What training the scales of a model takes: memory, disk and time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quantkit.architectures.config import ModelConfig
+from quantkit.calibration import estimate as costs
+from quantkit.calibration.effort import batch_samples, inner_width
+from quantkit.formats.checkpoint import schemes
+from quantkit.jobs.estimate import Estimate, checked_tokens, forward_bytes, process_bytes, side_bytes
+from quantkit.jobs.refine_plan import Refinement
+from quantkit.jobs.settings import GptqSettings
+from quantkit.jobs.speed import Speed
+from quantkit.jobs.steps import SOURCE_CHECK
+from quantkit.quality.bounds import measured_tokens
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.training.optimizer import FACTOR_BYTES
+from quantkit.training.passes import TOKENS_THROUGH_THE_HEAD
+from quantkit.training.state import STATES
+from quantkit.training.trained import OFFSET_BYTES
+from quantkit.training.training import BATCH_SAMPLES, HELD_BACK, TARGETS, TRAINING
+
+_PASSES = 4  # forward, forward again, and gradients by inputs and by weights
+_OF_BATCH = 10  # of the size of its widest states, at a time: what a block keeps for its gradients
+_OF_BLOCK = 3  # of the size of a block: its weights, their gradients, and what is computed from these
+_OF_LOGITS = 6  # copies
+_STEP_SECONDS = 0.004  # of a block, to load and set up, twice in a step
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """What training takes: bytes of memory, bytes on disk while it runs, and the seconds of its phases, in order."""
+
+    memory_bytes: int
+    scratch_bytes: int
+    steps: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, settings: GptqSettings, trained: Mapping[str, tuple[tuple[int, ...], QuantScheme]],
+        *, epochs: int, codes: bool,
+    ) -> TrainingCost:  # fmt: skip
+        """Of a model.
+
+        Args:
+            trained: the shape and the scheme of each weight.
+        """
+        factors = sum(rows * scheme.groups(columns) for (rows, columns), scheme in trained.values())
+        weights = sum(rows * columns for (rows, columns), _ in trained.values())
+        tokens, budget = BATCH_SAMPLES * settings.length, settings.memory_bytes
+        together = min(BATCH_SAMPLES, batch_samples(config, settings.length)) * settings.length
+        offsets = OFFSET_BYTES * weights if codes else 0
+        targets = 4 * settings.samples * settings.length * config.hidden_size
+        kept = sum(min(budget // 4, one) for one in (targets, offsets)) + min(budget // 2, weights)
+        states = 4 * (config.num_layers + 2) * tokens * config.hidden_size
+        block = 4 * (_OF_BLOCK * costs.largest_block(config) + _OF_BATCH * together * inner_width(config))
+        head = 4 * config.vocab_size * (_OF_LOGITS * TOKENS_THROUGH_THE_HEAD + 2 * config.hidden_size)
+        memory = process_bytes() + FACTOR_BYTES * factors + kept + states + block + head
+        held_back = max(1, settings.samples // HELD_BACK)
+        training = epochs * (settings.samples - held_back) * settings.length
+        passed = _PASSES * training + (epochs + 1) * held_back * settings.length
+        speed = Speed(config)
+        arithmetic = speed.products(passed * costs.forward_flops(config, 1), device=settings.device)
+        steps = {
+            TARGETS: speed.forward(settings.samples * settings.length),
+            TRAINING: arithmetic + 2 * _STEP_SECONDS * config.num_layers * (training // tokens),
+        }
+        on_disk = max(0, targets - budget // 4) + max(0, offsets - budget // 4)
+        return cls(memory, on_disk + STATES * (FACTOR_BYTES * factors + offsets), steps)
+
+
+def estimate_refinement(planned: Refinement) -> Estimate:
+    """What a refinement takes."""
+    plan, options = planned.plan, planned.options
+    source, quantized = plan.work.source, planned.quantized
+    trained = {
+        name: (info.shape, info.scheme)
+        for name in planned.names.weights
+        if (info := quantized.info(name)).scheme is not None
+    }
+    cost = TrainingCost.of(
+        quantized.config, planned.settings, trained, epochs=options.num_epochs,
+        codes=planned.names.codes,
+    )  # fmt: skip
+    measured = measured_tokens(source)
+    phases = {"training": cost.memory_bytes, "the gate": forward_bytes(planned.reference, measured, models=3)}
+    phase = max(phases, key=lambda name: phases[name])
+    speed, steps = Speed(quantized.config), dict(cost.steps)
+    checked = checked_tokens(source, options.source_check)
+    if checked:
+        steps[SOURCE_CHECK] = speed.forward(checked)
+    disk = plan.work.encoder.total_bytes() + side_bytes(plan.work.side_files)
+    steps["refine"] = speed.writing(disk, sum(file.size for file in source.files()))
+    steps["gate"] = speed.forward(measured, models=3)
+    layers = dict(Counter(str(scheme) for scheme in schemes(quantized).values()))
+    return Estimate(
+        layers, phases[phase], phase, 0, disk, cost.scratch_bytes, math.fsum(steps.values()), checked, plan.notes, steps
+    )

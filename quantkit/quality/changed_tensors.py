@@ -1,0 +1,57 @@
+"""Tensors that refining has changed, as the manifest lists them: with hashes of their values before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CheckpointError
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.output.destination import manifest_path
+from quantkit.quality.figures import manifest_or_empty
+from quantkit.tensors.qtensor import QuantTensor
+
+REFINED = "refined"
+"""The key of the manifest with what was refined."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The hashes of a tensor before and after, see `tensor_hash`."""
+
+    before: str
+    after: str
+
+
+def tensor_hash(value: Tensor | QuantTensor) -> str:
+    """The sha256 of a tensor's values: of codes, scales, and zero points or minima, or of floats in their type."""
+    found = sha256()
+    parts = [value.codes, value.scale, value.zero, value.minimum] if isinstance(value, QuantTensor) else [value]
+    for part in parts:
+        if part is not None:
+            found.update(f"{part.dtype} {list(part.shape)};".encode())
+            found.update(part.contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def changes(before: Checkpoint, after: Checkpoint, names: Iterable[str]) -> dict[str, Change]:
+    """The tensors, of some, that differ between two models."""
+    found = {name: Change(tensor_hash(before.load(name)), tensor_hash(after.load(name))) for name in names}
+    return {name: one for name, one in found.items() if one.before != one.after}
+
+
+def recorded_changes(model: Path) -> dict[str, Change]:
+    """The tensors that a model's manifest lists as changed by refining; none if it was not refined. Raises
+    `CheckpointError` if the list has another form."""
+    refined = manifest_or_empty(model).get(REFINED)
+    if refined is None:
+        return {}
+    try:
+        return {name: Change(str(one["before"]), str(one["after"])) for name, one in refined["tensors"].items()}
+    except (AttributeError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{REFINED} does not list tensors", path=manifest_path(model)) from error

@@ -1,0 +1,145 @@
+"""A delta: the tensors that refining has changed, in one file that belongs to one quantized model.
+
+A safetensors file. For each changed weight it has ``NAME.scale``, its scales [O, G] in their type, and
+``NAME.codes`` if codes were trained: the bytes of zlib for the differences of all codes, int8 [O, I]. A norm has its
+values under its own name. The metadata has the sha256 of the files of the model that it belongs to, the hashes of each
+tensor before and after, and a hash of the delta itself.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from quantkit.errors import CheckpointError
+from quantkit.formats.checkpoint import Checkpoint, CheckpointView
+from quantkit.quality.changed_tensors import Change, tensor_hash
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.tensor_slice import TensorSlice
+
+FORMAT = "quantkit delta 1"
+SCALE, CODES = ".scale", ".codes"
+_DAMAGED = "the file is damaged; download it again"
+
+
+def delta_bytes(
+    before: Checkpoint, after: Checkpoint, changed: Mapping[str, Change], base: Mapping[str, str],
+    details: Mapping[str, Any],
+) -> bytes:  # fmt: skip
+    """The file of a delta.
+
+    Args:
+        changed: the tensors that differ.
+        base: the sha256 of the files of `before`, by name.
+        details: how it was made, JSON.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name in changed:
+        old, new = before.load(name), after.load(name)
+        if isinstance(old, QuantTensor) and isinstance(new, QuantTensor):
+            tensors[name + SCALE] = new.scale.contiguous()
+            if not torch.equal(old.codes, new.codes):
+                apart = (new.codes.to(torch.int16) - old.codes).to(torch.int8)
+                tensors[name + CODES] = torch.frombuffer(
+                    bytearray(zlib.compress(apart.numpy().data)), dtype=torch.uint8
+                )
+        else:
+            assert isinstance(new, Tensor)
+            tensors[name] = new.contiguous()
+    stated = {"base": dict(base), "changed": {name: [one.before, one.after] for name, one in changed.items()}}
+    head = json.dumps({**stated, "details": details}, sort_keys=True)
+    return save(tensors, {"format": FORMAT, "head": head, "sha256": _check(head, tensors)})
+
+
+class Delta:
+    """An opened delta.
+
+    Attributes:
+        base: the sha256 of the files of the model that it belongs to, by name.
+        changed: hashes by tensor.
+        details: how it was made.
+        check: the hash of the delta.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises `CheckpointError` if the file is no delta, or damaged."""
+        self.path = path
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                self.tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror or error}", path=path) from error
+        except SafetensorError as error:
+            raise CheckpointError(f"is no delta: {error}", path=path, hint=_DAMAGED) from error
+        if metadata.get("format") != FORMAT:
+            raise CheckpointError("is no delta", path=path, found=metadata.get("format"), expected=FORMAT)
+        head = metadata.get("head", "")
+        self.check = _check(head, self.tensors)
+        if metadata.get("sha256") != self.check:
+            raise CheckpointError("is not as it was written", path=path, hint=_DAMAGED)
+        stated = json.loads(head)
+        self.base: dict[str, str] = stated["base"]
+        self.details: dict[str, Any] = stated["details"]
+        self.changed = {name: Change(*hashes) for name, hashes in stated["changed"].items()}
+
+    def require_base(self, hashes: Mapping[str, str], model: Path) -> None:
+        """Raise `CheckpointError` unless these are the hashes of the model that it belongs to."""
+        if hashes == self.base:
+            return
+        differing = sorted(name for name in {*hashes, *self.base} if hashes.get(name) != self.base.get(name))
+        raise CheckpointError(
+            f"the delta {self.path} belongs to another model, or one of its files has changed", path=model,
+            found=f"another '{differing[0]}'", expected=f"sha256 {self.base.get(differing[0], 'of no such file')}",
+            hint="apply it to the model that it was made for",
+        )  # fmt: skip
+
+
+class DeltaCheckpoint(CheckpointView):
+    """A quantized model with a delta applied."""
+
+    def __init__(self, quantized: Checkpoint, delta: Delta) -> None:
+        super().__init__(quantized)
+        self._delta = delta
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+        """Raises `CheckpointError` if the result is not what the delta's maker had."""
+        change = self._delta.changed.get(name)
+        if change is None:
+            return self._source.load(name, part)
+        tensors, value = self._delta.tensors, self._source.load(name)
+        try:
+            if isinstance(value, QuantTensor):
+                found: Tensor | QuantTensor = replace(value, scale=tensors[name + SCALE])
+                if (packed := tensors.get(name + CODES)) is not None:
+                    apart = np.frombuffer(zlib.decompress(packed.numpy().data), dtype=np.int8).reshape(value.shape)
+                    codes = value.codes.to(torch.int16) + torch.from_numpy(apart.copy())
+                    found = replace(value, scale=tensors[name + SCALE], codes=codes.to(torch.uint8))
+            else:
+                found = tensors[name]
+        except (KeyError, ValueError, zlib.error) as error:
+            raise self._damaged(name) from error
+        if tensor_hash(found) != change.after:
+            raise self._damaged(name)
+        return found if part is None else part.of_weight(found)
+
+    def _damaged(self, name: str) -> CheckpointError:
+        return CheckpointError(f"does not give tensor '{name}'", path=self._delta.path, hint=_DAMAGED)
+
+
+def _check(head: str, tensors: Mapping[str, Tensor]) -> str:
+    found = sha256(head.encode())
+    for name in sorted(tensors):
+        found.update(f"{name} {tensor_hash(tensors[name])};".encode())
+    return found.hexdigest()

@@ -1,0 +1,77 @@
+"""Adam for the factors of scales and norms, signed descent for codes, and their schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.training.trained import TrainedCheckpoint, move, scale_gradient
+
+FACTOR_RATE = 2e-3
+"""The largest step of a factor, for int4 and norms; with more levels it is smaller, as codes are larger."""
+_LEVELS = 16
+_CODE_TRAVEL = 0.1  # steps of a code that an offset moves in all if its gradient keeps its sign
+_WARMUP_STEPS = 20  # at most; a tenth of a short training
+_BETAS, _EPSILON = (0.9, 0.999), 1e-15  # gradients of an accurate model are tiny
+FACTOR_BYTES = 12
+"""Of a factor and its moments."""
+FIRST, SECOND = ".first", ".second"
+"""What the names of a tensor's moments end in."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How fast values change, over a number of steps: a cosine that falls to zero (1608.03983)."""
+
+    steps: int
+
+    def share(self, step: int) -> float:
+        """Of the largest rate, at a step from 0."""
+        warmup = min(_WARMUP_STEPS, 1 + self.steps // 10)
+        return min(1.0, (step + 1) / warmup) * (0.5 + 0.5 * math.cos(math.pi * step / self.steps))
+
+    def code_step(self, step: int) -> float:
+        """By how much offsets of codes move at a step."""
+        return self.share(step) * 2 * _CODE_TRAVEL / self.steps
+
+
+class Optimizer:
+    """Changes the trained values of a model with their gradients.
+
+    Attributes:
+        moments: running means of each factor's gradients and of their squares (Adam, 1412.6980), by the tensor's name
+            and `FIRST` or `SECOND`.
+    """
+
+    def __init__(self, model: TrainedCheckpoint, schedule: Schedule) -> None:
+        self._model, self._schedule = model, schedule
+        self.moments = {
+            name + end: torch.zeros_like(factor) for name, factor in model.factors.items() for end in (FIRST, SECOND)
+        }
+
+    def update(self, step: int, name: str, gradient: Tensor) -> None:
+        """Change one tensor's values at a step, given the gradient by the tensor, float32."""
+        model, gradient = self._model, gradient.cpu()
+        value = model.load(name)
+        if isinstance(value, QuantTensor):
+            start = model.start(name)
+            rate = FACTOR_RATE * min(1.0, _LEVELS / value.scheme.levels)
+            self._step(step, name, scale_gradient(value, gradient).mul_(start.scale.float()), rate)
+            if model.names_trained.codes:
+                offsets = model.offsets(name)
+                move(offsets, gradient, start.scale, self._schedule.code_step(step))
+                model.set_offsets(name, offsets)
+        else:
+            self._step(step, name, gradient * (value.float() + model.config.norm_offset), FACTOR_RATE)
+
+    def _step(self, step: int, name: str, gradient: Tensor, rate: float) -> None:
+        first, second = self.moments[name + FIRST], self.moments[name + SECOND]
+        first.lerp_(gradient, 1 - _BETAS[0])
+        second.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
+        mean = first / (1 - _BETAS[0] ** (step + 1))
+        root = (second / (1 - _BETAS[1] ** (step + 1))).sqrt_().add_(_EPSILON)
+        self._model.factors[name].sub_(mean.div_(root), alpha=rate * self._schedule.share(step))

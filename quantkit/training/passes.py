@@ -1,0 +1,165 @@
+"""The loss of a model on samples, and its gradients, block by block: one block's weights are in memory at a time.
+
+A forward pass keeps the inputs of every block; the backward pass computes each block again (2.5 times the work of
+a forward pass, all in float32), and hands the gradients of its weights over before it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.effort import batch_samples
+from quantkit.calibration.fisher import through_logits
+from quantkit.calibration.streams import step_of_samples
+from quantkit.formats.checkpoint import Checkpoint, CheckpointView, stored_name
+from quantkit.model.decoder import Block, RMSNorm, final_logits, rms_norm, scaled_embeddings
+from quantkit.model.linear import embedding_rows
+from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, meta_init
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.qtensor import QuantTensor, row_chunks
+from quantkit.tensors.spec import TensorSpec
+from quantkit.tensors.tensor_slice import TensorSlice
+
+TOKENS_THROUGH_THE_HEAD = 256
+_HEAD_WEIGHTS = 1 << 24  # of the head that are float32 at a time
+
+Gradients = Callable[[str, Tensor], None]
+"""Receives the name of a tensor, and the gradient by its values, float32 on the device of the pass."""
+
+
+class Passes:
+    """Runs a model whose weights may change between two calls, on samples of one length."""
+
+    def __init__(self, model: Checkpoint, reference: Checkpoint, length: int, device: torch.device) -> None:
+        """
+        Args:
+            reference: the model whose logits are the target.
+            length: the tokens of each sample.
+        """
+        self._model, self._device, self._config = model, device, model.config
+        self._step = step_of_samples(model.config, length, device)
+        self._together = batch_samples(model.config, length)
+        self._embedding = model.load("model.embed_tokens.weight")
+        self._heads = [_floats(one.load(stored_name(one, "lm_head.weight"))) for one in (model, reference)]
+
+    @torch.no_grad()
+    def loss(self, tokens: Tensor, targets: Tensor) -> float:
+        """The sum of KL(reference || model) over tokens [B, T], in nats, given the reference's hidden states after its
+        final norm, [B, T, D]."""
+        states = self._embedded(tokens)
+        for layer in range(self._config.num_layers):
+            block = self._block(layer)
+            states = [block(one, self._step) for one in states]
+        normed = self._norm()(torch.cat(states)).flatten(0, 1)
+        return self._divergence(normed, targets.flatten(0, 1), None)
+
+    def gradients(self, tokens: Tensor, targets: Tensor, trained: Sequence[Sequence[str]], receive: Gradients) -> float:
+        """The mean KL(reference || model) over tokens [B, T]; its gradients are handed over, layer by layer from the
+        last one, and a layer's weights may then change.
+
+        Args:
+            targets: as in `loss`.
+            trained: the names of tensors whose gradients are wanted, by layer; last those without a layer.
+        """
+        states, inputs = self._embedded(tokens), []
+        with torch.no_grad():
+            for layer in range(self._config.num_layers):
+                block = self._block(layer)
+                inputs.append(states)
+                states = [block(one, self._step) for one in states]
+        norm = self._norm()
+        norm.weight.requires_grad_("model.norm.weight" in trained[-1])
+        last = torch.cat(states).requires_grad_()
+        normed = norm(last)
+        gradient = torch.empty_like(normed).flatten(0, 1)
+        total = self._divergence(normed.detach().flatten(0, 1), targets.flatten(0, 1), gradient)
+        normed.backward(gradient.view_as(normed).div_(tokens.numel()))
+        assert last.grad is not None
+        if norm.weight.grad is not None:
+            receive("model.norm.weight", norm.weight.grad)
+        gradients = list(torch.split(last.grad, self._together))
+        lowest = next((layer for layer, names in enumerate(trained[:-1]) if names), self._config.num_layers)
+        for layer in reversed(range(lowest, self._config.num_layers)):
+            gradients = self._backward(layer, inputs.pop(), gradients, trained[layer], receive, is_last=layer == lowest)
+        return total / tokens.numel()
+
+    def _backward(
+        self, layer: int, inputs: list[Tensor], gradients: list[Tensor], trained: Sequence[str], receive: Gradients,
+        *, is_last: bool,
+    ) -> list[Tensor]:  # fmt: skip
+        """Gradients by a block's inputs, given those by its outputs; none where no block follows."""
+        block, prefix = self._block(layer), BLOCK_PREFIX.format(layer)
+        parameters = {name: block.get_parameter(name.removeprefix(prefix)) for name in trained}
+        for parameter in parameters.values():
+            parameter.requires_grad_()
+        found = []
+        for states, gradient in zip(inputs, gradients, strict=True):
+            states.requires_grad_(not is_last)
+            block(states, self._step).backward(gradient)
+            if states.grad is not None:
+                found.append(states.grad)
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:  # an expert may have got no tokens
+                receive(name, parameter.grad)
+        return found
+
+    def _embedded(self, tokens: Tensor) -> list[Tensor]:
+        """The first block's inputs, float32, some samples at a time."""
+        multiplier, embedding = self._config.embedding_multiplier, self._embedding
+        rows = (embedding_rows(one, embedding).float().to(self._device) for one in torch.split(tokens, self._together))
+        return [scaled_embeddings(one, multiplier) for one in rows]
+
+    def _block(self, layer: int) -> Block:
+        with meta_init():
+            block = Block(self._config, layer)
+        fill(block, _Float32(self._model), BLOCK_PREFIX.format(layer), self._device, torch.float32, ())
+        return block.eval()
+
+    def _norm(self) -> RMSNorm:
+        norm = rms_norm(self._config)
+        norm.weight = float_parameter(self._model, "model.norm.weight", self._device, torch.float32)
+        return norm
+
+    def _divergence(self, hidden: Tensor, targets: Tensor, gradient: Tensor | None) -> float:
+        """The sum of KL over rows [N, D]; its gradient by the rows is written to `gradient`, if given."""
+        total = 0.0
+        for start in range(0, len(hidden), TOKENS_THROUGH_THE_HEAD):
+            rows = slice(start, start + TOKENS_THROUGH_THE_HEAD)
+            logits, expected = (
+                self._logits(one[rows].to(self._device), head)
+                for one, head in zip((hidden, targets), self._heads, strict=True)
+            )
+            log_q, log_p = logits.log_softmax(-1), expected.log_softmax(-1)
+            p = log_p.exp()
+            total += (p * (log_p - log_q)).sum(-1, dtype=torch.float64).sum().item()
+            if gradient is not None:
+                by_logits = log_q.exp_().sub_(p)
+                gradient[rows] = through_logits(by_logits, logits, self._heads[0], self._config)
+        return total
+
+    def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        products = torch.cat(
+            [hidden @ head[slice(*rows)].to(self._device, torch.float32).t() for rows in _rows(head)], -1
+        )
+        return final_logits(products, self._config)
+
+
+class _Float32(CheckpointView):
+    """A checkpoint whose weights are all read as float32."""
+
+    def info(self, name: str) -> TensorSpec:
+        return TensorSpec(name, self._source.info(name).shape, DType.FLOAT32)
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor:
+        return _floats(self._source.load(name, part)).float()
+
+
+def _floats(value: Tensor | QuantTensor) -> Tensor:
+    return value.dequantize() if isinstance(value, QuantTensor) else value
+
+
+def _rows(head: Tensor) -> list[tuple[int, int]]:
+    return list(row_chunks(head.shape[0], head.shape[1], _HEAD_WEIGHTS))

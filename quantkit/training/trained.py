@@ -1,0 +1,200 @@
+"""What refining trains, and the checkpoint that it makes of a quantized one.
+
+A scale is multiplied by ``1 + factor``, and rounded to the type in which it is stored; a code is moved by an offset,
+and rounded. Both are trained as if they were not rounded (straight-through estimation, 1308.3432), so the model that is
+measured during training is the one that is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantkit.architectures.names import EMBEDDING
+from quantkit.architectures.topology import parameters
+from quantkit.calibration.activation_store import ActivationStore
+from quantkit.errors import UnsupportedError
+from quantkit.formats.checkpoint import Checkpoint, CheckpointView
+from quantkit.model.load import BLOCK_PREFIX, floats_of
+from quantkit.tensors import float_codes
+from quantkit.tensors.qtensor import QuantTensor, relative_error
+from quantkit.tensors.scheme import Scales
+from quantkit.tensors.tensor_slice import TensorSlice
+
+OFFSET_BYTES = 4
+_EDGE = 0.49  # of a step: how far from its code a weight may start
+_SAME_WEIGHTS = 0.3  # relative error; above it, the float model's weights are another model's, as after AWQ's scaling
+_TRAINED_SCALES = (Scales.FLOATS, Scales.BLOCKS)
+
+
+@dataclass(frozen=True)
+class TrainedNames:
+    """The tensors that are trained.
+
+    Attributes:
+        weights: quantized weights, whose scales are trained.
+        norms: norms, by layer; None is the norm before the head.
+        codes: whether the codes of the weights are trained too.
+    """
+
+    weights: tuple[str, ...]
+    norms: tuple[str, ...]
+    codes: bool
+
+    @classmethod
+    def of(cls, quantized: Checkpoint, *, norms: bool, codes: bool) -> TrainedNames:
+        """Those of a model. Raises `UnsupportedError` if no weight of its layers has scales that can be trained."""
+        weights, found = [], []
+        for parameter in parameters(quantized.config):
+            scheme = quantized.info(parameter.name).scheme
+            if scheme is not None and parameter.layer is not None and is_trained(quantized, parameter.name):
+                weights.append(parameter.name)
+            elif norms and parameter.module.endswith("norm") and parameter.leaf == "weight":
+                found.append(parameter.name)
+        if not weights:
+            raise UnsupportedError(
+                "no weight has scales that can be trained", path=quantized.path,
+                expected="int4 or int8 codes, each group with a scale in floats",
+            )  # fmt: skip
+        return cls(tuple(weights), tuple(found), codes)
+
+    def in_layer(self, layer: int) -> TrainedNames:
+        """Those of a layer."""
+        prefix = BLOCK_PREFIX.format(layer)
+        weights, norms = (
+            tuple(name for name in names if name.startswith(prefix)) for names in (self.weights, self.norms)
+        )
+        return replace(self, weights=weights, norms=norms)
+
+
+def is_trained(quantized: Checkpoint, name: str) -> bool:
+    """Whether the scales of a quantized weight are floats, one for each group."""
+    scheme = quantized.info(name).scheme
+    return scheme is not None and scheme.scales in _TRAINED_SCALES and name != f"{EMBEDDING}.weight"
+
+
+class TrainedCheckpoint(CheckpointView):
+    """A quantized model with the trained values in place of its own.
+
+    Attributes:
+        names: of the trained tensors.
+        factors: by name, float32: of scales [O, G], of norms [D].
+    """
+
+    def __init__(self, quantized: Checkpoint, names: TrainedNames, store: ActivationStore, memory_bytes: int) -> None:
+        """
+        Args:
+            store: keeps the offsets of codes.
+            memory_bytes: of codes that are kept in memory; others are read again for each use.
+        """
+        super().__init__(quantized)
+        self.names_trained = names
+        self.factors: dict[str, Tensor] = {}
+        for name in (*names.weights, *names.norms):
+            value = quantized.load(name)
+            shape = value.scale.shape if isinstance(value, QuantTensor) else value.shape
+            self.factors[name] = torch.zeros(shape)
+        self._trained = frozenset(self.factors)
+        self._store, self._free = store, memory_bytes
+        self._held: dict[str, QuantTensor] = {}
+
+    def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
+        if name not in self._trained:
+            return self._source.load(name, part)
+        value = self.quantized(name) if self._source.info(name).scheme is not None else self._norm(name)
+        return value if part is None else part.of_weight(value)
+
+    def start(self, name: str) -> QuantTensor:
+        """A weight as it was before."""
+        if (held := self._held.get(name)) is not None:
+            return held
+        value = self._source.load(name)
+        assert isinstance(value, QuantTensor)
+        size = value.codes.nbytes + value.scale.nbytes
+        if size <= self._free:
+            self._free -= size
+            self._held[name] = value
+        return value
+
+    def quantized(self, name: str) -> QuantTensor:
+        """A weight as it is now."""
+        value = self.start(name)
+        found = replace(value, scale=scaled(value.scale, self.factors[name]))
+        if not self.names_trained.codes:
+            return found
+        return replace(found, codes=moved(value, self.offsets(name)))
+
+    def offsets(self, name: str) -> Tensor:
+        """The offsets of a weight's codes, [O, I] float32."""
+        return self._store.get(name)
+
+    def has_offsets(self, name: str) -> bool:
+        """Whether a tensor has them."""
+        return self.names_trained.codes and self._source.info(name).scheme is not None
+
+    def set_offsets(self, name: str, offsets: Tensor) -> None:
+        """Replace the offsets of a weight's codes."""
+        self._store.update(name, offsets)
+
+    def begin(self, source: Checkpoint) -> None:
+        """Give each code the offset that brings it closest to the float model's weight, see `first_offsets`."""
+        for name in self.names_trained.weights if self.names_trained.codes else ():
+            self._store.put(name, first_offsets(self.start(name), floats_of(source.load(name))))
+
+    def _norm(self, name: str) -> Tensor:
+        value, offset = floats_of(self._source.load(name)), self.config.norm_offset
+        return ((value.float() + offset) * (1 + self.factors[name]) - offset).to(value.dtype)
+
+
+def scaled(scale: Tensor, factor: Tensor) -> Tensor:
+    """Scales [O, G] times ``1 + factor``, in their type; those that would overflow it stay as they are."""
+    found = (scale.float() * (1 + factor)).to(scale.dtype)
+    return torch.where(found.isfinite() & ((found != 0) | (scale == 0)), found, scale)
+
+
+def moved(value: QuantTensor, offsets: Tensor) -> Tensor:
+    """The codes [O, I] uint8 of a weight, moved by offsets [O, I] float32, in steps of a code, and rounded."""
+    return (value.codes + offsets).round_().clamp_(0, value.scheme.levels - 1).to(torch.uint8)
+
+
+def first_offsets(value: QuantTensor, weight: Tensor) -> Tensor:
+    """Offsets [O, I] float32 that bring codes as close to a float weight [O, I] as they may be without another code.
+
+    Weights that are not those of the same model, as after a method that scales channels, give none.
+    """
+    if trained_error(value, weight) is None:
+        return torch.zeros(value.shape, dtype=torch.float32)
+    steps = value.scale.float().unsqueeze(-1)
+    grouped = (weight.float() - value.dequantize()).view(*value.scale.shape, -1)
+    return torch.where(steps == 0, 0, grouped / steps).clamp_(-_EDGE, _EDGE).flatten(1)
+
+
+def trained_error(value: QuantTensor, weight: Tensor | QuantTensor) -> float | None:
+    """The relative error of a weight; None if it is not compared with the float model's, which has other channels."""
+    error = relative_error(value, floats_of(weight))
+    return error if error <= _SAME_WEIGHTS else None
+
+
+def scale_gradient(value: QuantTensor, gradient: Tensor) -> Tensor:
+    """The gradient by scales, [O, G], given that by the weight, [O, I]."""
+    rows, groups = value.scale.shape
+    if value.scheme.of_small_floats:
+        units = float_codes.values(value.codes, value.scheme.codes)
+    else:
+        units = value.codes.float()
+        if value.minimum is None:
+            middle = value.scheme.levels // 2 if value.zero is None else value.zero.float().repeat_interleave(
+                value.shape[1] // groups, 1
+            )  # fmt: skip
+            units = units.sub_(middle)
+    return (units * gradient).view(rows, groups, -1).sum(-1)
+
+
+def move(offsets: Tensor, gradient: Tensor, scale: Tensor, step: float) -> None:
+    """Move offsets [O, I] by a step against the sign of the gradient by the weight [O, I] (signed descent, as in
+    SignRound, 2309.05516); scales [O, G] may be negative."""
+    rows, groups = scale.shape
+    signs = gradient.view(rows, groups, -1).sign() * scale.float().sign().unsqueeze(-1)
+    offsets.sub_(signs.flatten(1), alpha=step)

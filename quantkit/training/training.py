@@ -1,0 +1,165 @@
+"""Train the scales of a quantized model, and its codes, against the logits of the float model.
+
+The loss is KL(float || quantized) over the whole vocabulary. The float model's last hidden states are computed once and
+kept as float32, so the loss is exact. A part of the samples is held back: the values with the lowest KL there are the
+result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.activation_store import ActivationStore
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.model.layerwise import Batch
+from quantkit.progress import Progress, in_phase, silent
+from quantkit.quality.measures import part_of
+from quantkit.training.optimizer import Optimizer, Schedule
+from quantkit.training.passes import Passes
+from quantkit.training.trained import TrainedCheckpoint
+from quantkit.via_transformers.forward import final_hidden
+
+BATCH_SAMPLES = 4
+"""Samples of a step."""
+HELD_BACK = 8
+"""One of this many samples is held back."""
+TARGETS, TRAINING = "float model", "training"
+"""The phases of progress."""
+_TOKENS_AT_ONCE = 1 << 15  # of the float model, whose states are in memory
+_DIGITS = 4
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The mean KL from the float model, per token in nats, after a number of steps.
+
+    Attributes:
+        training: over the samples of the steps since the last evaluation; None before the first step.
+        held_back: over the samples that are held back.
+    """
+
+    step: int
+    held_back: float
+    training: float | None = None
+
+
+@dataclass
+class State:
+    """Where training is.
+
+    Attributes:
+        step: the steps done.
+        sum, count: of the losses since the last evaluation.
+        curve: the evaluations so far.
+    """
+
+    step: int = 0
+    sum: float = 0.0
+    count: int = 0
+    curve: list[Evaluation] = field(default_factory=list)
+
+    @property
+    def best(self) -> Evaluation:
+        """The evaluation with the lowest KL on what is held back; the first of equal ones."""
+        return min(self.curve, key=lambda one: one.held_back)
+
+
+class Samples:
+    """Tokens [N, T] for training, and those that are held back, with the float model's hidden states for each."""
+
+    def __init__(self, tokens: Tensor, store: ActivationStore) -> None:
+        self.tokens, self._store = tokens, store
+        self.held_back = max(1, len(tokens) // HELD_BACK)
+        self.training = len(tokens) - self.held_back
+
+    def compute_targets(self, reference: Checkpoint, progress: Progress) -> None:
+        """Run the float model, and keep its hidden states before the head."""
+        step = max(1, _TOKENS_AT_ONCE // self.tokens.shape[1])
+        parts = torch.split(torch.arange(len(self.tokens)), step)
+        for index, part in enumerate(parts):
+            batches = [Batch.from_start(self.tokens[one]) for one in torch.split(part, BATCH_SAMPLES)]
+            observed = part_of(in_phase(progress, TARGETS), index, len(parts))
+            states = torch.cat(final_hidden(reference, batches, progress=observed))
+            for number, own in zip(part.tolist(), states, strict=True):
+                self._store.put(number, own.contiguous().clone())
+
+    def targets(self, numbers: Tensor) -> Tensor:
+        """The float model's hidden states [B, T, D] of some samples."""
+        return torch.stack([self._store.get(number) for number in numbers.tolist()])
+
+    def order(self, epoch: int, seed: int) -> Tensor:
+        """The samples of an epoch, in the order of its steps, [S, `BATCH_SAMPLES`], of which some may be left out."""
+        generator = torch.Generator().manual_seed((seed << 16) + epoch)
+        mixed = torch.randperm(self.training, generator=generator)
+        size = min(BATCH_SAMPLES, self.training)
+        return mixed[: len(mixed) // size * size].view(-1, size)
+
+    @property
+    def steps(self) -> int:
+        """The steps of an epoch."""
+        return len(self.order(0, 0))
+
+
+class Training:
+    """Trains a model for some epochs; each step can be the last one of a process, and another one goes on from it."""
+
+    def __init__(
+        self, model: TrainedCheckpoint, reference: Checkpoint, samples: Samples, *, epochs: int, seed: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.model, self.samples, self._seed = model, samples, seed
+        self.steps = epochs * samples.steps
+        self.state = State()
+        self.optimizer = Optimizer(model, Schedule(self.steps))
+        self._passes = Passes(model, reference, samples.tokens.shape[1], device)
+        layers = [model.names_trained.in_layer(layer) for layer in range(model.config.num_layers)]
+        self._names = [[*own.weights, *own.norms] for own in layers]
+        named = {name for own in self._names for name in own}
+        self._names.append([name for name in model.factors if name not in named])
+
+    def run(
+        self, *, evaluated: Callable[[State], None], stepped: Callable[[State], None], progress: Progress = silent
+    ) -> State:
+        """Train to the end.
+
+        Args:
+            evaluated: called after each evaluation, the first one before any step.
+            stepped: called after each step.
+        """
+        state = self.state
+        if not state.curve:
+            self._evaluate(evaluated)
+        while state.step < self.steps:
+            self._report(progress)
+            epoch, index = divmod(state.step, self.samples.steps)
+            numbers = self.samples.order(epoch, self._seed)[index]
+            state.sum += self._passes.gradients(
+                self.samples.tokens[numbers], self.samples.targets(numbers), self._names,
+                lambda name, gradient: self.optimizer.update(state.step, name, gradient),
+            )  # fmt: skip
+            state.count += 1
+            state.step += 1
+            if state.step % self.samples.steps == 0:
+                self._evaluate(evaluated)
+            stepped(state)
+        self._report(progress)
+        return state
+
+    def _evaluate(self, evaluated: Callable[[State], None]) -> None:
+        samples, state = self.samples, self.state
+        numbers, total = torch.arange(samples.training, len(samples.tokens)), 0.0
+        for part in torch.split(numbers, BATCH_SAMPLES):
+            total += self._passes.loss(samples.tokens[part], samples.targets(part))
+        mean = total / (len(numbers) * samples.tokens.shape[1])
+        training = state.sum / state.count if state.count else None
+        state.curve.append(Evaluation(state.step, mean, training))
+        state.sum, state.count = 0.0, 0
+        evaluated(state)
+
+    def _report(self, progress: Progress) -> None:
+        found = f"{self.state.curve[-1].held_back:.{_DIGITS}g}"
+        progress(TRAINING, self.state.step, self.steps, f"steps, KL {found}")

@@ -1,0 +1,111 @@
+"""Gradients block by block, compared with those that torch computes through the whole model of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import quantkit
+from quantkit.calibration.activation_store import ActivationStore
+from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.detect import open_checkpoint
+from quantkit.model.layerwise import Batch, layerwise_hidden
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.training.passes import Passes
+from quantkit.training.trained import TrainedCheckpoint, TrainedNames, scale_gradient
+
+CPU = torch.device("cpu")
+NAMES = (
+    "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight",
+    "model.layers.3.self_attn.o_proj.weight", "model.layers.2.post_attention_layernorm.weight", "model.norm.weight",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A float model, and the same quantized, both in float32."""
+    folder = tmp_path_factory.mktemp("models")
+    quantkit.convert(demo_model, folder / "floats", dtype="fp32", source_check=False)
+    quantkit.quantize(folder / "floats", folder / "int4", "int4-g32-asym", method="rtn", source_check=False)
+    return folder / "floats", folder / "int4"
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return torch.randint(2048, (3, 24), generator=torch.Generator().manual_seed(3))
+
+
+def by_transformers(models: tuple[Path, Path], tokens: Tensor, folder: Path) -> tuple[float, dict[str, Tensor]]:
+    """The mean KL from the float model, and its gradients by the weights of the quantized one."""
+    from transformers import AutoModelForCausalLM
+
+    quantkit.convert(models[1], folder / "dequantized", dequantize=True, source_check=False)
+    floats, other = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (models[0], folder / "dequantized")
+    )
+    with torch.no_grad():
+        expected = floats(tokens).logits.log_softmax(-1)
+    loss = (expected.exp() * (expected - other(tokens).logits.log_softmax(-1))).sum(-1).mean()
+    loss.backward()
+    return loss.item(), {name: found.grad for name in NAMES if (found := other.get_parameter(name)).grad is not None}
+
+
+def passes_of(models: tuple[Path, Path], tokens: Tensor) -> tuple[Passes, Tensor]:
+    reference, quantized = map(open_checkpoint, models)
+    (targets,) = layerwise_hidden(reference, [Batch.from_start(tokens)])
+    return Passes(quantized, reference, tokens.shape[1], CPU), targets
+
+
+def test_loss_and_gradients_are_those_of_the_whole_model(
+    models: tuple[Path, Path], tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the samples of a step go through a block, and through the head, in parts."""
+    monkeypatch.setattr("quantkit.training.passes.TOKENS_THROUGH_THE_HEAD", 40)
+    monkeypatch.setattr("quantkit.training.passes.batch_samples", lambda config, length: 2)
+    loss, expected = by_transformers(models, tokens, tmp_path)
+    passes, targets = passes_of(models, tokens)
+    layers = [[name for name in NAMES if name.startswith(f"model.layers.{layer}.")] for layer in range(4)]
+    found: dict[str, Tensor] = {}
+    mean = passes.gradients(tokens, targets, [*layers, ["model.norm.weight"]], found.__setitem__)
+    assert mean == pytest.approx(loss, rel=1e-4)
+    assert passes.loss(tokens, targets) == pytest.approx(tokens.numel() * loss, rel=1e-4)
+    assert found.keys() == expected.keys() == set(NAMES)
+    for name in NAMES:
+        assert torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-3 * expected[name].abs().max().item())
+
+
+def test_gradients_by_scales_are_those_of_the_loss(models: tuple[Path, Path], tokens: Tensor) -> None:
+    """The change of the loss if one scale is a little larger."""
+    name, place = "model.layers.1.mlp.down_proj.weight", (5, 2)
+    passes, targets = passes_of(models, tokens)
+    names: list[list[str]] = [[], [name], [], [], []]
+    found: dict[str, Tensor] = {}
+    passes.gradients(tokens, targets, names, found.__setitem__)
+    quantized = open_checkpoint(models[1])
+    value = quantized.load(name)
+    assert isinstance(value, QuantTensor)
+    gradient = scale_gradient(value, found[name])[place].item()
+    change = 0.05 * value.scale[place].item()
+    losses = []
+    for sign in (1, -1):
+        scale = value.scale.clone()
+        scale[place] += sign * change
+        model = Changed(quantized, name, QuantTensor(value.codes, scale, value.zero, value.scheme))
+        reference = open_checkpoint(models[0])
+        losses.append(Passes(model, reference, tokens.shape[1], CPU).loss(tokens, targets) / tokens.numel())
+    assert (losses[0] - losses[1]) / (2 * change) == pytest.approx(gradient, rel=0.05)
+
+
+class Changed(TrainedCheckpoint):
+    """A model with one other weight."""
+
+    def __init__(self, source: Checkpoint, name: str, value: QuantTensor) -> None:
+        store = ActivationStore(Path("unused"), 0)
+        super().__init__(source, TrainedNames((), (), codes=False), store, 0)
+        self._name, self._value = name, value
+
+    def load(self, name: str, part: object = None) -> Tensor | QuantTensor:
+        return self._value if name == self._name else super().load(name)

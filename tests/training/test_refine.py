@@ -1,0 +1,321 @@
+"""Refining a model: closer to its float model, in the same format, and nothing else changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import Capture, run
+from safetensors.torch import load_file, save_file
+
+import quantkit
+from quantkit.data.files import EXCERPT
+from quantkit.errors import (
+    CheckpointError,
+    DestinationError,
+    NotRepresentableError,
+    QualityError,
+    RequestError,
+    ResumeError,
+)
+from quantkit.formats.checkpoint import schemes
+from quantkit.formats.detect import open_checkpoint
+from quantkit.model.layerwise import Batch
+from quantkit.quality.measures import compare_batches, text_windows
+from quantkit.quality.verify import Verdict
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.text.tokenizer import load_tokenizer
+from quantkit.training import optimizer
+
+TEXT: dict[str, Any] = {"calibration": EXCERPT, "samples": 64, "length": 32, "source_check": False}
+QUICK: dict[str, Any] = {**TEXT, "epochs": 1}
+OTHER_TEXT = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.fixture(scope="module")
+def floats(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("floats") / "floats"
+    quantkit.convert(demo_model, folder, dtype="bf16", source_check=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def int4(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("int4") / "int4"
+    quantkit.quantize(floats, folder, "int4-g32", method="rtn", source_check=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def refined(floats: Path, int4: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("refined") / "refined"
+    quantkit.refine(int4, folder, against=floats, **TEXT, epochs=3)
+    return folder
+
+
+def kl(floats: Path, other: Path) -> float:
+    """On a text that is in no calibration."""
+    tokenizer = load_tokenizer(floats)
+    windows = text_windows(tokenizer.encode(OTHER_TEXT.read_text()), tokenizer.bos_id, 64)[:8]
+    (found,) = compare_batches(open_checkpoint(floats), open_checkpoint(other), [Batch.from_start(windows)])
+    return found.divergence.kl
+
+
+def weights(path: Path) -> dict[str, QuantTensor]:
+    model = open_checkpoint(path)
+    found = {module: model.load(f"{module}.weight") for module in schemes(model)}
+    assert all(isinstance(value, QuantTensor) for value in found.values())
+    return found  # type: ignore[return-value]
+
+
+def test_it_is_closer_on_another_text_and_has_the_same_codes(floats: Path, int4: Path, refined: Path) -> None:
+    assert kl(floats, refined) < 0.95 * kl(floats, int4)
+    before, after = weights(int4), weights(refined)
+    assert before.keys() == after.keys()
+    for module, value in before.items():
+        assert torch.equal(value.codes, after[module].codes)
+        assert value.scale.dtype == after[module].scale.dtype
+    assert any(not torch.equal(value.scale, after[module].scale) for module, value in before.items())
+    for name in ("config.json", "tokenizer.json"):
+        assert (int4 / name).read_bytes() == (refined / name).read_bytes()
+
+
+def test_the_manifest_lists_the_curve_and_each_changed_tensor(refined: Path, int4: Path) -> None:
+    made = json.loads((refined / "quantkit.json").read_text())
+    told = made["refined"]
+    assert (made["job"], told["epochs"], told["train_codes"]) == ("refine", 3, False)
+    held_back = [one["held_back"] for one in told["curve"]]
+    assert told["kept_step"] == told["curve"][held_back.index(min(held_back))]["step"] > 0
+    assert set(told["tensors"]) <= {f"{module}.weight" for module in weights(int4)}
+    assert all(one["before"] != one["after"] for one in told["tensors"].values())
+    assert {made["modules"][name.removesuffix(".weight")]["solver"] for name in told["tensors"]} == {"scales trained"}
+
+
+def test_verify_judges_it_by_its_logits(floats: Path, refined: Path, tmp_path: Path) -> None:
+    assert quantkit.verify(refined, floats).verdict is Verdict.WITHIN_BOUND
+    assert quantkit.verify(refined).same
+
+
+def test_verify_finds_a_trained_norm_that_was_changed_later(floats: Path, int4: Path, tmp_path: Path) -> None:
+    quantkit.refine(int4, tmp_path / "norms", against=floats, **QUICK, train_norms=True)
+    report = quantkit.verify(tmp_path / "norms", floats)
+    assert report.verdict is Verdict.WITHIN_BOUND
+    name = "model.layers.0.input_layernorm.weight"
+    assert name in {one.name for one in report.differing}
+    (file,) = (tmp_path / "norms").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[name] = tensors[name] * 1.01
+    save_file(tensors, file, {"format": "pt"})
+    report = quantkit.verify(tmp_path / "norms", floats)
+    assert report.verdict is Verdict.DIFFERENT
+    assert name in {one.name for one in report.differing if not one.within}
+
+
+def test_codes_are_trained_too(floats: Path, int4: Path, tmp_path: Path) -> None:
+    made = quantkit.refine(int4, tmp_path / "codes", against=floats, **TEXT, epochs=3, train_codes=True)
+    before, after = weights(int4), weights(tmp_path / "codes")
+    share = sum((value.codes != after[name].codes).float().mean().item() for name, value in before.items())
+    assert 0.001 < share / len(before) < 0.5
+    assert made.after < made.before
+    assert quantkit.verify(tmp_path / "codes", floats).verdict is Verdict.WITHIN_BOUND
+
+
+@pytest.mark.parametrize("to", ["gptq", "awq", "mlx", "gguf"])
+def test_other_formats_keep_their_form_and_codes(floats: Path, int4: Path, tmp_path: Path, to: str) -> None:
+    end = ".gguf" if to == "gguf" else ""
+    scheme = "int4-g32-asym" if to == "awq" else "int4-g32"
+    src, dst = tmp_path / f"src{end}", tmp_path / f"dst{end}"
+    quantkit.quantize(floats, src, scheme, method="rtn", to=to, source_check=False)  # type: ignore[arg-type]
+    quantkit.refine(src, dst, against=floats, **QUICK)
+    before, after = weights(src), weights(dst)
+    assert all(torch.equal(value.codes, after[name].codes) for name, value in before.items())
+    assert open_checkpoint(src).layout == open_checkpoint(dst).layout
+    assert kl(floats, dst) < kl(floats, src)
+
+
+def test_int8_takes_smaller_steps(demo_model: Path, tmp_path: Path) -> None:
+    """Steps as large as those of int4 would lose more than int8 does."""
+    floats, src, dst = tmp_path / "floats", tmp_path / "src", tmp_path / "dst"
+    quantkit.convert(demo_model, floats, dtype="fp32", source_check=False)
+    quantkit.quantize(floats, src, "int8", source_check=False)
+    made = quantkit.refine(src, dst, against=floats, **QUICK)
+    assert made.after < made.before
+    assert kl(floats, dst) < kl(floats, src)
+
+
+def test_offsets_that_mlx_cannot_hold_are_refused_before_training(
+    floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales of float32, so that offsets are exact before, and not after."""
+    quantkit.convert(floats, tmp_path / "fp16", dtype="fp16", source_check=False)
+    quantkit.quantize(tmp_path / "fp16", tmp_path / "asym", "int4-g32-asym", method="rtn", source_check=False)
+    quantkit.convert(tmp_path / "asym", tmp_path / "mlx", to="mlx", requantize=True, source_check=False)
+    monkeypatch.setattr("quantkit.jobs.rewritten._TRIED", 1 + 2**-22)
+    with pytest.raises(NotRepresentableError, match="cannot get other scales in mlx"):
+        quantkit.refine(tmp_path / "mlx", tmp_path / "dst", against=tmp_path / "fp16", **QUICK)
+
+
+def test_a_result_that_is_no_better_is_not_written(
+    floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "FACTOR_RATE", 5.0)
+    with pytest.raises(QualityError, match=r"did not bring the model closer.*\+\d"):
+        quantkit.refine(int4, tmp_path / "dst", against=floats, **QUICK)
+    assert not list(tmp_path.iterdir())
+
+
+class Stop(Exception):
+    pass
+
+
+def stopping_at(step: int) -> Callable[..., None]:
+    def progress(phase: str, done: int, total: int, unit: str, /) -> None:
+        if phase == "training" and done == step:
+            raise Stop
+
+    return progress
+
+
+@pytest.mark.parametrize("step", [5, 14, 20])
+def test_an_interrupted_run_resumes_to_the_same_bytes(
+    floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """From a state within an epoch, from one after an evaluation; and with little memory."""
+    monkeypatch.setattr("quantkit.training.state.SECONDS", 0.0)
+    options: dict[str, Any] = {**TEXT, "epochs": 2, "train_codes": True, "train_norms": True, "against": floats}
+    quantkit.refine(int4, tmp_path / "whole", **options)
+    with pytest.raises(Stop):
+        quantkit.refine(int4, tmp_path / "dst", **options, progress=stopping_at(step))
+    assert [path.name for path in tmp_path.glob("dst*")] == ["dst.training.partial"]
+    with pytest.raises(ResumeError):
+        quantkit.refine(int4, tmp_path / "dst", **options)
+    with pytest.raises(ResumeError, match="epochs"):
+        quantkit.refine(int4, tmp_path / "dst", **{**options, "epochs": 3}, resume=True)
+    quantkit.refine(int4, tmp_path / "dst", **options, activation_memory=1000, resume=True)
+    for file in sorted(path.name for path in (tmp_path / "whole").iterdir()):
+        assert (tmp_path / "dst" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes(), file
+    assert [path.name for path in tmp_path.glob("dst*")] == ["dst"]
+
+
+def test_a_damaged_state_is_refused(floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.training.state.SECONDS", 0.0)
+    with pytest.raises(Stop):
+        quantkit.refine(int4, tmp_path / "dst", against=floats, **QUICK, progress=stopping_at(2))
+    file = next((tmp_path / "dst.training.partial").glob("state-2-*"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ResumeError, match=file.name):
+        quantkit.refine(int4, tmp_path / "dst", against=floats, **QUICK, resume=True)
+
+
+def test_a_delta_gives_the_same_model(floats: Path, int4: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"against": floats, **QUICK, "train_codes": True, "train_norms": True}
+    quantkit.refine(int4, tmp_path / "whole", **options)
+    made = quantkit.refine(int4, delta=tmp_path / "made.delta", **options)
+    assert made.is_delta
+    assert made.weight_bytes == (tmp_path / "made.delta").stat().st_size
+    quantkit.apply_delta(int4, tmp_path / "made.delta", tmp_path / "dst")
+    assert (tmp_path / "dst/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+    assert quantkit.verify(tmp_path / "dst", floats).verdict is Verdict.WITHIN_BOUND
+    assert quantkit.verify(tmp_path / "dst").same
+
+
+def test_a_delta_of_scales_is_small(floats: Path, int4: Path, tmp_path: Path) -> None:
+    """Two bytes for a group of 32 weights, and the names."""
+    quantkit.refine(int4, delta=tmp_path / "made.delta", against=floats, **QUICK)
+    groups = sum(value.scale.numel() for value in weights(int4).values())
+    assert 2 * groups < (tmp_path / "made.delta").stat().st_size < 2 * groups + 20_000
+
+
+def test_a_delta_goes_with_its_model_alone(floats: Path, int4: Path, refined: Path, tmp_path: Path) -> None:
+    delta, dst = tmp_path / "made.delta", tmp_path / "dst"
+    quantkit.refine(int4, delta=delta, against=floats, **QUICK)
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        quantkit.apply_delta(refined, delta, dst)
+    changed = tmp_path / "changed"
+    shutil.copytree(int4, changed)
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps({**config, "rope_theta": 20000.0}))
+    with pytest.raises(CheckpointError, match=r"another 'config\.json'"):
+        quantkit.apply_delta(changed, delta, dst)
+    data = bytearray(delta.read_bytes())
+    for place in (4, 100, len(data) // 2, len(data) - 1):
+        damaged = bytes(data[:place]) + bytes([data[place] ^ 4]) + bytes(data[place + 1 :])
+        (tmp_path / "damaged").write_bytes(damaged)
+        with pytest.raises(CheckpointError):
+            quantkit.apply_delta(int4, tmp_path / "damaged", dst)
+    with pytest.raises(CheckpointError):
+        quantkit.apply_delta(int4, int4 / "model.safetensors", dst)
+    assert not dst.exists()
+
+
+def test_models_that_do_not_belong_together_are_refused(floats: Path, int4: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="quantized itself"):
+        quantkit.refine(int4, tmp_path / "dst", against=int4, **QUICK)
+    with pytest.raises(RequestError, match="not quantized"):
+        quantkit.refine(floats, tmp_path / "dst", against=floats, **QUICK)
+    with pytest.raises(RequestError, match="one of them"):
+        quantkit.refine(int4, against=floats, **QUICK)
+    with pytest.raises(RequestError, match="format of the source is kept"):
+        quantkit.refine(int4, tmp_path / "dst.gguf", against=floats, **QUICK)
+    with pytest.raises(DestinationError, match="exists"):
+        quantkit.refine(int4, floats, against=floats, **QUICK)
+
+
+def test_quantize_refines_what_it_quantized(floats: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**TEXT, "samples": 96, "method": "gptq"}
+    plain = quantkit.quantize(floats, tmp_path / "plain", "int4-g64", **options)
+    made = quantkit.quantize(floats, tmp_path / "dst", "int4-g64", **options, refine=True, epochs=2)
+    assert made.refined is not None
+    assert min(one["held_back"] for one in made.refined) < made.refined[0]["held_back"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "plain"]
+    before, after = weights(tmp_path / "plain"), weights(tmp_path / "dst")
+    assert all(torch.equal(value.codes, after[name].codes) for name, value in before.items())
+    assert made.manifest["source"] == plain.manifest["source"]
+    assert made.manifest["job"] == "quantize"
+    assert made.manifest["refine"]["epochs"] == 2
+    assert "--refine --epochs 2" in (tmp_path / "dst/README.md").read_text()
+    assert quantkit.verify(tmp_path / "dst", floats).verdict is Verdict.WITHIN_BOUND
+
+
+def test_an_interrupted_quantize_goes_on_to_refine(floats: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**TEXT, "samples": 96, "method": "gptq", "refine": True, "epochs": 2}
+    quantkit.quantize(floats, tmp_path / "whole", "int4-g64", **options)
+    with pytest.raises(Stop):
+        quantkit.quantize(floats, tmp_path / "dst", "int4-g64", **options, progress=stopping_at(2))
+    made = quantkit.quantize(floats, tmp_path / "dst", "int4-g64", **options, resume=True)
+    assert (made.path / "model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "whole"]
+
+
+@pytest.mark.parametrize(
+    "given", [{"tensors_only": True}, {"dequantize": True}, {"to": ["gptq", "awq"]}, {"method": "rtn"}], ids=str
+)
+def test_what_does_not_go_with_refine_is_named(floats: Path, tmp_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="`refine=True` does not go with"):
+        quantkit.quantize(floats, tmp_path / "dst", "int4-g32", refine=True, **given)
+    with pytest.raises(RequestError, match="`train_codes` goes with"):
+        quantkit.quantize(floats, tmp_path / "dst", "int4-g32", train_codes=True)
+
+
+def test_the_commands(floats: Path, int4: Path, tmp_path: Path, capfd: Capture) -> None:
+    text = ["--calibration", EXCERPT, "--samples", "64", "--length", "32", "--epochs", "1"]
+    pair = [int4, tmp_path / "dst", "--against", floats, *text, "--no-source-check"]
+    code, out, _ = run(capfd, "plan", "refine", *pair)
+    assert (code, "in training" in out or "in the gate" in out) == (0, True)
+    code, out, err = run(capfd, "refine", *pair)
+    assert (code, err) == (0, "")
+    assert "KL on text that was held back" in out
+    delta = tmp_path / "made.delta"
+    assert run(capfd, "refine", int4, "--delta", delta, "--against", floats, *text)[0] == 0
+    assert run(capfd, "apply-delta", int4, delta, tmp_path / "applied")[0] == 0
+    assert (tmp_path / "applied/model.safetensors").read_bytes() == (tmp_path / "dst/model.safetensors").read_bytes()
+    assert run(capfd, "apply-delta", floats, delta, tmp_path / "other")[0] == 2
+    delta.write_bytes(b"broken")
+    assert run(capfd, "apply-delta", int4, delta, tmp_path / "other")[0] == 3
