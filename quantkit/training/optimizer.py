@@ -15,6 +15,7 @@ FACTOR_RATE = 2e-3
 """The largest step of a factor, for int4 and norms; with more levels it is smaller, as codes are larger."""
 _LEVELS = 16
 _CODE_TRAVEL = 0.1  # steps of a code that an offset moves in all if its gradient keeps its sign
+_MAX_CODE_STEP = 5e-4  # so that few steps do not move many codes by the noise of their gradients
 _WARMUP_STEPS = 20  # at most; a tenth of a short training
 _BETAS, _EPSILON = (0.9, 0.999), 1e-15  # gradients of an accurate model are tiny
 FACTOR_BYTES = 12
@@ -36,7 +37,7 @@ class Schedule:
 
     def code_step(self, step: int) -> float:
         """By how much offsets of codes move at a step."""
-        return self.share(step) * 2 * _CODE_TRAVEL / self.steps
+        return self.share(step) * min(_MAX_CODE_STEP, 2 * _CODE_TRAVEL / self.steps)
 
 
 class Optimizer:

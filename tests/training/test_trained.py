@@ -71,3 +71,5 @@ def test_the_schedule_falls_to_zero_and_moves_codes_by_a_tenth_at_most() -> None
     assert shares[-1] < 0.001
     assert shares[30:] == sorted(shares[30:], reverse=True)
     assert 0.08 < sum(schedule.code_step(step) for step in range(400)) < 0.1
+    short = Schedule(4)
+    assert max(short.code_step(step) for step in range(4)) < 1e-3
