@@ -12,9 +12,7 @@ from quantkit.jobs.output import writing
 from quantkit.jobs.refine_result import RefineResult
 from quantkit.jobs.rewritten import carried_details, open_hashes, plan_rewriting, put_all, require_written
 from quantkit.progress import Progress, deduplicated, silent
-from quantkit.quality.changed_tensors import REFINED
 from quantkit.training.delta import Delta, DeltaCheckpoint
-from quantkit.training.training import Evaluation
 
 
 def apply_delta(
@@ -50,6 +48,5 @@ def apply_delta(
         require_written(changed, result, None)
         size = weight_size(result)
         made = writer.commit({**carried_details(source.path), **found.details})
-    curve = [Evaluation(**one) for one in found.details[REFINED]["curve"]]
     notes = [*plan.notes, *writer.notes]
-    return RefineResult(plan.dst, *size, curve, len(found.changed), None, time.monotonic() - began, notes, made)
+    return RefineResult(plan.dst, *size, found.curve, len(found.changed), None, time.monotonic() - began, notes, made)

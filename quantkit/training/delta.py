@@ -16,7 +16,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -24,9 +23,10 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
-from quantkit.quality.changed_tensors import Change, tensor_hash
+from quantkit.quality.changed_tensors import REFINED, Change, tensor_hash
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
+from quantkit.training.training import Evaluation
 
 FORMAT = "quantkit delta 1"
 SCALE, CODES = ".scale", ".codes"
@@ -69,6 +69,7 @@ class Delta:
         base: the sha256 of the files of the model that it belongs to, by name.
         changed: hashes by tensor.
         details: how it was made.
+        curve: the KL as it fell.
         check: the hash of the delta.
     """
 
@@ -89,10 +90,14 @@ class Delta:
         self.check = _check(head, self.tensors)
         if metadata.get("sha256") != self.check:
             raise CheckpointError("is not as it was written", path=path, hint=_DAMAGED)
-        stated = json.loads(head)
-        self.base: dict[str, str] = stated["base"]
+        try:
+            stated = json.loads(head)
+            self.base = {str(name): str(digest) for name, digest in stated["base"].items()}
+            self.changed = {str(name): Change(*map(str, hashes)) for name, hashes in stated["changed"].items()}
+            self.curve = [Evaluation(**one) for one in stated["details"][REFINED]["curve"]]
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise CheckpointError("does not state what it changes", path=path, hint=_DAMAGED) from error
         self.details: dict[str, Any] = stated["details"]
-        self.changed = {name: Change(*hashes) for name, hashes in stated["changed"].items()}
 
     def require_base(self, hashes: Mapping[str, str], model: Path) -> None:
         """Raise `CheckpointError` unless these are the hashes of the model that it belongs to."""
@@ -118,21 +123,32 @@ class DeltaCheckpoint(CheckpointView):
         change = self._delta.changed.get(name)
         if change is None:
             return self._source.load(name, part)
-        tensors, value = self._delta.tensors, self._source.load(name)
+        value = self._source.load(name)
         try:
-            if isinstance(value, QuantTensor):
-                found: Tensor | QuantTensor = replace(value, scale=tensors[name + SCALE])
-                if (packed := tensors.get(name + CODES)) is not None:
-                    apart = np.frombuffer(zlib.decompress(packed.numpy().data), dtype=np.int8).reshape(value.shape)
-                    codes = value.codes.to(torch.int16) + torch.from_numpy(apart.copy())
-                    found = replace(value, scale=tensors[name + SCALE], codes=codes.to(torch.uint8))
-            else:
-                found = tensors[name]
-        except (KeyError, ValueError, zlib.error) as error:
+            found = self._changed(name, value)
+        except (KeyError, RuntimeError, ValueError, zlib.error) as error:
             raise self._damaged(name) from error
         if tensor_hash(found) != change.after:
             raise self._damaged(name)
         return found if part is None else part.of_weight(found)
+
+    def _changed(self, name: str, value: Tensor | QuantTensor) -> Tensor | QuantTensor:
+        """A tensor as the delta changes it. Raises `KeyError`, `ValueError` or `zlib.error` if it does not fit."""
+        tensors = self._delta.tensors
+        if not isinstance(value, QuantTensor):
+            found: Tensor = tensors[name]
+            if (found.shape, found.dtype) != (value.shape, value.dtype):
+                raise ValueError("another shape or type")
+            return found
+        if (packed := tensors.get(name + CODES)) is None:
+            return replace(value, scale=tensors[name + SCALE])
+        size = value.codes.numel()
+        data = zlib.decompressobj().decompress(packed.numpy().data, size + 1)  # not what a bomb would give
+        apart = torch.frombuffer(bytearray(data), dtype=torch.int8).view(value.shape)
+        codes = value.codes.to(torch.int16) + apart
+        if codes.min() < 0 or codes.max() >= value.scheme.levels:
+            raise ValueError("codes out of range")
+        return replace(value, scale=tensors[name + SCALE], codes=codes.to(torch.uint8))
 
     def _damaged(self, name: str) -> CheckpointError:
         return CheckpointError(f"does not give tensor '{name}'", path=self._delta.path, hint=_DAMAGED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,33 @@ def test_a_delta_goes_with_its_model_alone(floats: Path, int4: Path, refined: Pa
     with pytest.raises(CheckpointError):
         quantkit.apply_delta(int4, int4 / "model.safetensors", dst)
     assert not dst.exists()
+
+
+def test_a_forged_delta_is_an_error(floats: Path, int4: Path, tmp_path: Path) -> None:
+    """With a hash that fits: no key of it is believed."""
+    from safetensors import safe_open
+
+    from quantkit.training.delta import _check
+
+    delta, forged = tmp_path / "made.delta", tmp_path / "forged.delta"
+    quantkit.refine(int4, delta=delta, against=floats, **QUICK)
+    with safe_open(delta, "pt") as file:
+        head = json.loads(file.metadata()["head"])
+    tensors = load_file(delta)
+    first = next(iter(head["changed"]))
+    bomb = torch.frombuffer(bytearray(zlib.compress(bytes(1 << 24))), dtype=torch.uint8)
+    cases: list[tuple[Any, dict[str, torch.Tensor]]] = [
+        ({}, tensors), ([], tensors), ({**head, "base": 3}, tensors), ({**head, "changed": {first: 3}}, tensors),
+        ({**head, "details": {}}, tensors), (head, {**tensors, f"{first}.codes": bomb}),
+        (head, {**tensors, f"{first}.scale": tensors[f"{first}.scale"].half()}),
+        (head, {name: one for name, one in tensors.items() if not name.startswith(first)}),
+    ]  # fmt: skip
+    for changed, parts in cases:
+        text = json.dumps(changed)
+        save_file(parts, forged, {"format": "quantkit delta 1", "head": text, "sha256": _check(text, parts)})
+        with pytest.raises(CheckpointError):
+            quantkit.apply_delta(int4, forged, tmp_path / "dst")
+    assert not (tmp_path / "dst").exists()
 
 
 def test_models_that_do_not_belong_together_are_refused(floats: Path, int4: Path, tmp_path: Path) -> None:
