@@ -1,10 +1,11 @@
 """Measure how far quantized models are from their source, on texts the calibration has not seen.
 
-    python scripts/measure_accuracy.py MODEL CALIBRATION TEXT... [--seeds 3] [--schemes int4-g128,...]
-                                       [--peer PYTHON] [--autoround PYTHON [--iterations 200,1000]]
+    python scripts/measure_accuracy.py MODEL CALIBRATION TEXT... [--seeds 3] [--schemes int4-g128,...] [--samples 128]
+                                       [--peer PYTHON] [--autoround PYTHON [--iterations 200,1000]] [--refine]
 
 Prints a table in Markdown: KL(source || quantized) per token in units of 1e-4, over 60 windows of
-256 tokens of every text, for rounding and for GPTQ with 128 samples of 256 tokens. The model is held
+256 tokens of every text, for rounding and for GPTQ with samples of 256 tokens; with `--refine` also for what
+`quantkit refine` makes of both of GPTQ's results, with scales and norms trained, and with codes too. The model is held
 in float32, scales included. PYTHON is an interpreter that has llm-compressor; its GPTQ is then run
 on the same tokens in between. Seconds are of the whole of `quantize`, with the share of the solver
 (streams and GPTQ) in parentheses; of llm-compressor's `oneshot`, without loading and saving. The other PYTHON has
@@ -48,11 +49,12 @@ def windows(model: Path, text: Path) -> Tensor:
 class Runs:
     """The ways to quantize one model, each giving a folder and what to print of its time."""
 
-    def __init__(self, source: Path, calibration: Path, folder: Path, peer: str | None) -> None:
+    def __init__(self, source: Path, calibration: Path, folder: Path, peer: str | None, samples: int) -> None:
         self.source = source
         self.calibration = calibration
         self.folder = folder
         self.peer = peer
+        self.samples = samples
 
     def rtn(self, scheme: str, seed: int) -> tuple[Path, str]:
         started = time.monotonic()
@@ -76,7 +78,7 @@ class Runs:
         dst = self._dst(f"gptq{thorough}", scheme, seed)
         try:
             quantkit.quantize(
-                self.source, dst, scheme, method="gptq", calibration=self.calibration, samples=SAMPLES,
+                self.source, dst, scheme, method="gptq", calibration=self.calibration, samples=self.samples,
                 length=WINDOW, seed=seed, thorough=thorough,
             )  # fmt: skip
         finally:
@@ -85,6 +87,16 @@ class Runs:
 
     def thorough(self, scheme: str, seed: int) -> tuple[Path, str]:
         return self.gptq(scheme, seed, thorough=True)
+
+    def refined(self, start: str, scheme: str, seed: int, *, codes: bool) -> tuple[Path, str]:
+        """The result of `gptq` or `thorough`, which has been made, refined."""
+        dst = self._dst(f"{start}-refined{codes}", scheme, seed)
+        before = self._dst("gptq" + str(start == "thorough"), scheme, seed)
+        made = quantkit.refine(
+            before, dst, against=self.source, calibration=self.calibration, samples=self.samples, length=WINDOW,
+            seed=seed, train_norms=True, train_codes=codes,
+        )  # fmt: skip
+        return dst, f"+ {made.seconds:.1f}"
 
     def peer_default(self, scheme: str, seed: int) -> tuple[Path, str]:
         return self._peer(scheme, seed, "default")
@@ -107,7 +119,7 @@ class Runs:
         tokens = self.folder / f"tokens-{seed}.safetensors"
         if not tokens.exists():
             drawn = load_calibration(
-                self.calibration, load_tokenizer(self.source), samples=SAMPLES, length=WINDOW, seed=seed
+                self.calibration, load_tokenizer(self.source), samples=self.samples, length=WINDOW, seed=seed
             )
             save_file({"tokens": drawn.tokens}, tokens)
         return tokens
@@ -129,6 +141,8 @@ def main() -> None:
     parser.add_argument("texts", type=Path, nargs="+")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--schemes", default="int4-g128,int4-g64,int4-g32")
+    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--refine", action="store_true")
     parser.add_argument("--peer", metavar="PYTHON")
     parser.add_argument("--autoround", metavar="PYTHON")
     parser.add_argument("--iterations", default="200,1000")
@@ -139,11 +153,14 @@ def main() -> None:
         source = Path(folder) / "source"
         quantkit.convert(options.model, source, dtype="fp32")
         batches = [Batch.from_start(windows(source, text)) for text in options.texts]
-        runs = Runs(source, options.calibration, Path(folder), options.peer)
+        runs = Runs(source, options.calibration, Path(folder), options.peer, options.samples)
         methods: dict[str, Callable[[str, int], tuple[Path, str]]] = {
             "gptq": runs.gptq,
             "gptq, thorough": runs.thorough,
         }
+        for start in ("gptq", "thorough") if options.refine else ():
+            methods[f"{start}, refined"] = partial(runs.refined, start, codes=False)
+            methods[f"{start}, refined with codes"] = partial(runs.refined, start, codes=True)
         if options.peer is not None:
             methods["llm-compressor, imatrix_mse"] = runs.peer_imatrix_mse
             methods["llm-compressor, default"] = runs.peer_default
