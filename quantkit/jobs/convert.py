@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.output import Writer, model_summary, writing
 from quantkit.jobs.result import ConvertResult
 from quantkit.progress import Progress, deduplicated, in_phase
-from quantkit.quality.figures import read_record
+from quantkit.quality.changed_tensors import REFINED, rewritten_changes
+from quantkit.quality.figures import manifest_or_empty, read_record
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.transcoded import Exact, require_exact, require_same_kv_cache
 from quantkit.quality.weights_only import carried_tensors
@@ -159,6 +160,9 @@ def _details(
             for module, scheme in assigned.items()
         }
         details |= {"quality": gate.to_json(), "modules": modules}
+    if changed := rewritten_changes(source.path, result):
+        refined = manifest_or_empty(source.path)[REFINED]
+        details[REFINED] = {**refined, "tensors": {name: asdict(one) for name, one in changed.items()}}
     if not source.config.runnable:
         details["carried"] = carried_tensors(source, result)
     return details

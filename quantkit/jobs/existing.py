@@ -23,7 +23,7 @@ from quantkit.progress import Progress
 from quantkit.quality.manifest_files import require_as_written
 from quantkit.via_transformers.stacks import unstack
 
-_MEASURED = ("source_check", "quality", "positions", "modules", "schemes", "carried", "exact", "files")
+_MEASURED = ("source_check", "quality", "positions", "modules", "schemes", "carried", "exact", "refined", "files")
 """Keys of the manifest that are not known before the job computes; all others are compared."""
 _HINT = "choose another name or remove it"
 

@@ -26,8 +26,9 @@ from quantkit.jobs.output import Writer, writing
 from quantkit.jobs.prepare import BIT_ALLOCATION, Prepared, prepare, size_fit
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.quantize_proof import planned, proven, result_of, with_loading
-from quantkit.jobs.quantize_refined import refined, unrefined_path, with_training
+from quantkit.jobs.quantize_refined import refined, remove_model, unrefined_path, with_training
 from quantkit.jobs.quantize_work import quantizer_of, settled, work_of
+from quantkit.jobs.refine_training import refined_state
 from quantkit.jobs.result import QuantizeResult, together
 from quantkit.progress import Progress, deduplicated, without_phase
 from quantkit.quality.gate import Gate
@@ -153,8 +154,10 @@ def _refined(options: QuantizeArguments, prepared: Prepared, began: float, progr
         first = quantize(**fields)
         return refined(prepared, first, calibration, began, progress)
     except BaseException as error:
-        if between.exists() and not isinstance(error, QualityError):
+        if not isinstance(error, QualityError):
             mark_kept(error, between)
+        elif not refined_state(prepared.dst).exists():  # training did not help, and would not if it was repeated
+            remove_model(between)
         raise
 
 

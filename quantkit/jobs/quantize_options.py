@@ -320,10 +320,11 @@ class QuantizeOptions:
                 raise RequestError(f"`{given[0]}` goes with `refine=True`")
             return
         excluded = {
-            "tensors_only": self.tensors_only, 'via="transformers"': self.via == "transformers", "lora": self.lora,
-            "dequantize": self.dequantize, "certify_positions": self.certify_positions, "kv_cache": self.kv_cache,
-            'if_exists="skip"': self.if_exists == "skip", "several formats": len(self.targets) > 1,
-            'method="rtn"': self.method == "rtn",
+            "`tensors_only`": self.tensors_only, '`via="transformers"`': self.via == "transformers",
+            "`lora`": self.lora, "`dequantize`": self.dequantize,
+            "`certify_positions`": self.certify_positions, "`kv_cache`": self.kv_cache,
+            '`if_exists="skip"`': self.if_exists == "skip", "several formats": len(self.targets) > 1,
+            '`method="rtn"`': self.method == "rtn",
         }  # fmt: skip
         if found := next((name for name, there in excluded.items() if there), None):
             hint = "run `quantkit refine` on the result"

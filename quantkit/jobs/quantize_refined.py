@@ -29,6 +29,7 @@ from quantkit.jobs.refine_training import training_of
 from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.rewritten import put_all, require_written
 from quantkit.progress import Progress, in_phase
+from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.gate import require_passed, run_gate
 from quantkit.tensors.scheme import Scales
 
@@ -107,18 +108,19 @@ def refined(
                 },
                 card,
             )  # fmt: skip
-    _remove(first)
+    remove_model(first.path)
     final = result_of(prepared, drawn, size, gate, None, began, made)
     return replace(final, refined=[asdict(one) for one in state.curve])
 
 
-def _remove(made: QuantizeResult) -> None:
+def remove_model(path: Path) -> None:
     """Remove a model that was written."""
-    if made.path.is_dir():
-        shutil.rmtree(made.path, ignore_errors=True)
+    made = manifest_or_empty(path).get("files", {})
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
         return
-    for path in (manifest_path(made.path), *(made.path.with_name(name) for name in made.manifest["files"])):
-        path.unlink(missing_ok=True)
+    for file in (manifest_path(path), *(path.with_name(name) for name in made)):
+        file.unlink(missing_ok=True)
 
 
 def _records(

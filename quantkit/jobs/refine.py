@@ -8,23 +8,25 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
 from quantkit.calibration.data import Calibration
-from quantkit.formats.checkpoint import schemes
-from quantkit.formats.container import StoredCheckpoint, weight_size
+from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.formats.container import weight_size
 from quantkit.formats.output.staging import Staging
 from quantkit.jobs.estimate import Estimate
 from quantkit.jobs.option_fields import called_with
-from quantkit.jobs.output import source_hashes, writing
+from quantkit.jobs.output import NOT_CHECKED, source_hashes, writing
 from quantkit.jobs.refine_estimate import estimate_refinement
 from quantkit.jobs.refine_options import RefineOptions
 from quantkit.jobs.refine_plan import Refinement, plan_refinement
 from quantkit.jobs.refine_result import RefineResult
 from quantkit.jobs.refine_training import training_of
-from quantkit.jobs.rewritten import carried_details, open_hashes, put_all, require_written
+from quantkit.jobs.rewritten import base_hashes, carried_details, put_all, require_written
+from quantkit.jobs.steps import SOURCE_CHECK
 from quantkit.progress import Progress, deduplicated, in_phase
-from quantkit.quality.changed_tensors import REFINED, Change, changes
+from quantkit.quality.changed_tensors import REFINED, Change, changes, merged, recorded_changes
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.manifest_check import measured_inputs
+from quantkit.quality.source_check import SourceCheck, check_source
 from quantkit.tensors.qtensor import Solver
 from quantkit.training.delta import delta_bytes
 from quantkit.training.trained import TrainedCheckpoint, trained_error
@@ -62,7 +64,8 @@ def refine(options: RefineArguments) -> RefineResult:
         CheckpointError, UnsupportedError: if a model is damaged, or has no scales that can be trained.
         DestinationError, ResumeError: as in `quantize`.
         QualityError: if the result is not better, or too far from the float model.
-            After any of them there is no output.
+            After any of them there is no output; what the last one refuses can be kept with
+            `accept_quality_loss` and `resume`.
 
     Example:
         >>> quantkit.refine("model-int4", "model-int4-refined", against="model").lines()
@@ -73,20 +76,25 @@ def refine(options: RefineArguments) -> RefineResult:
     if options.on_estimate is not None:
         options.on_estimate(estimate_refinement(planned))
     drawn = planned.settings.draw(planned.reference, progress=progress)
+    check = checked_source(planned, progress)
     with training_of(planned, drawn, options.output, resume=options.resume, progress=progress) as (trained, state):
         if options.delta is not None:
-            return _write_delta(planned, trained, state, drawn, began)
-        return _write_model(planned, trained, state, drawn, began, progress)
+            return _write_delta(planned, trained, state, drawn, began, check, progress)
+        return _write_model(planned, trained, state, drawn, began, check, progress)
 
 
 def _write_delta(
-    planned: Refinement, trained: TrainedCheckpoint, state: State, drawn: Calibration, began: float
-) -> RefineResult:
+    planned: Refinement, trained: TrainedCheckpoint, state: State, drawn: Calibration, began: float, check: object,
+    progress: Progress,
+) -> RefineResult:  # fmt: skip
     """Write what was changed to the file of a delta."""
     source, output = planned.plan.work.source, planned.options.output
     details = refined_details(planned, trained, state, drawn)
-    changed = changes_in(details)
-    content = delta_bytes(source, trained, changed, open_hashes(source), details)
+    changed = changes(planned.quantized, trained, sorted(trained.factors))
+    records = records_of(planned, trained, details)
+    gate = checked(planned, trained, records, progress)
+    details |= _measured(planned, gate, records)
+    content = delta_bytes(planned.quantized, trained, changed, base_hashes(source), details)
     staging = Staging(output, {"job": "refine"}, len(content), resume=False, files=[output.name])
     try:
         staging.folder.write(output.name, content)
@@ -95,13 +103,13 @@ def _write_delta(
         staging.discard()
         raise
     return RefineResult(
-        output, len(content), None, state.curve, len(changed), None, time.monotonic() - began, planned.plan.notes,
+        output, len(content), None, state.curve, len(changed), gate, time.monotonic() - began, planned.plan.notes,
         details, is_delta=True,
     )  # fmt: skip
 
 
 def _write_model(
-    planned: Refinement, trained: TrainedCheckpoint, state: State, drawn: Calibration, began: float,
+    planned: Refinement, trained: TrainedCheckpoint, state: State, drawn: Calibration, began: float, check: object,
     progress: Progress,
 ) -> RefineResult:  # fmt: skip
     """Write the refined model, and compare it with the float model."""
@@ -109,17 +117,13 @@ def _write_model(
     work = replace(plan.work, job="refine", options={**plan.work.options, **options.recorded()})
     details = refined_details(planned, trained, state, drawn)
     records = records_of(planned, trained, details)
-    with writing(work, plan.dst, resume=options.resume, source_check=options.source_check, progress=progress) as writer:
+    with writing(work, plan.dst, resume=options.resume, source_check=False, progress=progress) as writer:
         result = put_all(writer, trained, records)
         require_written(trained, result, None if planned.names.codes else planned.quantized)
         gate = checked(planned, result, records, progress)
         size = weight_size(result)
-        details["quality"] = gate.to_json(accepted=options.accept_quality_loss)
-        details["modules"] = {
-            module: {"scheme": str(scheme), **records.get(f"{module}.weight", {})}
-            for module, scheme in schemes(result).items()
-        }
-        made = writer.commit({**carried_details(planned.quantized.path), **details})
+        details |= _measured(planned, gate, records)
+        made = writer.commit({**carried_details(planned.quantized.path), **details, "source_check": check})
     return RefineResult(
         plan.dst,
         *size,
@@ -132,8 +136,31 @@ def _write_model(
     )
 
 
+def _measured(
+    planned: Refinement, gate: Gate, records: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:  # fmt: skip
+    """What the manifest states of the gate, and of each quantized module."""
+    return {
+        "quality": gate.to_json(accepted=planned.options.accept_quality_loss),
+        "modules": {
+            module: {"scheme": str(scheme), **records.get(f"{module}.weight", {})}
+            for module, scheme in schemes(planned.quantized).items()
+        },
+    }  # fmt: skip
+
+
+def checked_source(planned: Refinement, progress: Progress) -> object:
+    """The manifest's entry on the check of the quantized model on a sample text, before it is trained. Raises
+    `CheckpointError` or `NonFiniteError` as `check_source` does."""
+    if not planned.options.source_check:
+        return NOT_CHECKED
+    observed = in_phase(progress, SOURCE_CHECK)
+    found = check_source(planned.plan.work.source, allow_nonfinite=False, progress=observed)
+    return asdict(found) if isinstance(found, SourceCheck) else f"not measured: {found}"
+
+
 def checked(
-    planned: Refinement, result: StoredCheckpoint, records: Mapping[str, Mapping[str, Any]],
+    planned: Refinement, result: Checkpoint, records: Mapping[str, Mapping[str, Any]],
     progress: Progress,
 ) -> Gate:  # fmt: skip
     """The gate's figures of a result. Raises `QualityError` if it is too far from the float model."""
@@ -169,6 +196,7 @@ def refined_details(
     """What the manifest states of a refinement."""
     reference = planned.reference
     changed = changes(planned.quantized, trained, sorted(trained.factors))
+    changed = merged(recorded_changes(planned.quantized.path), changed)
     return {
         REFINED: {
             **planned.options.recorded(),

@@ -89,10 +89,11 @@ def estimate_refinement(planned: Refinement) -> Estimate:
     measured = measured_tokens(source)
     phases = {"training": cost.memory_bytes, "the gate": forward_bytes(planned.reference, measured, models=3)}
     phase = max(phases, key=lambda name: phases[name])
-    speed, steps = Speed(quantized.config), dict(cost.steps)
+    speed, steps = Speed(quantized.config), dict[str, float]()
     checked = checked_tokens(source, options.source_check)
     if checked:
         steps[SOURCE_CHECK] = speed.forward(checked)
+    steps |= cost.steps
     disk = plan.work.encoder.total_bytes() + side_bytes(plan.work.side_files)
     steps["refine"] = speed.writing(disk, sum(file.size for file in source.files()))
     steps["gate"] = speed.forward(measured, models=3)

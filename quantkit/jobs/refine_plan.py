@@ -46,8 +46,7 @@ def plan_refinement(options: RefineOptions) -> Refinement:
     output = options.output
     require_name(output)
     src = as_path("src", options.src)
-    if options.delta is not None:
-        require_absent(output)
+    require_absent(output)
     dst = output if options.delta is None else output.with_name(f"{output.name}.applied{src.suffix}")
     plan = plan_rewriting(src, dst, resume=options.resume, source_check=options.source_check)
     reference = open_checkpoint(as_path("against", options.against))

@@ -11,7 +11,7 @@ from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.data import Calibration
 from quantkit.errors import QualityError
 from quantkit.formats import manifest
-from quantkit.formats.output.staging import SCRATCH, Staging, mark_kept
+from quantkit.formats.output.staging import SCRATCH, Staging, mark_kept, partial_folder
 from quantkit.jobs.quantize_work import machine
 from quantkit.jobs.refine_estimate import estimate_refinement
 from quantkit.jobs.refine_plan import Refinement
@@ -35,8 +35,7 @@ def training_of(
         QualityError: if no step has a lower KL than the model before.
     """
     scratch = estimate_refinement(planned).scratch_bytes
-    folder = output.with_name(output.name + _TRAINING)
-    staging = Staging(folder, _fingerprint(planned, drawn), scratch, resume=resume)
+    staging = Staging(output.with_name(output.name + _TRAINING), _fingerprint(planned, drawn), scratch, resume=resume)
     memory, useful = planned.settings.memory_bytes, True
     targets, offsets = (
         ActivationStore(staging.path / f"{SCRATCH}-{name}", memory // 4) for name in ("targets", "offsets")
@@ -69,6 +68,11 @@ def training_of(
         targets.close()
         offsets.close()
     staging.discard()
+
+
+def refined_state(output: Path) -> Path:
+    """Where the state of the training for an output is, from which `resume` goes on."""
+    return partial_folder(output.with_name(output.name + _TRAINING))
 
 
 def _is_better(state: State) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.errors import CheckpointError, NonFiniteError, NotRepresentableError, QuantkitError, RequestError
+from quantkit.errors import NonFiniteError, NotRepresentableError, QuantkitError, RequestError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView, require_runnable, schemes
 from quantkit.formats.codecs.codec import Reason, codec_of
 from quantkit.formats.container import StoredCheckpoint
@@ -17,7 +17,8 @@ from quantkit.formats.registry import GGUF
 from quantkit.jobs.carried_codes import with_scales
 from quantkit.jobs.conversion import Conversion, plan_conversion
 from quantkit.jobs.convert_options import ConvertOptions
-from quantkit.jobs.output import Work, Writer
+from quantkit.jobs.output import Work, Writer, content_hash, source_hashes
+from quantkit.quality.changed_tensors import tensor_hash
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.transcoded import equal_as_numbers
 from quantkit.tensors.finite import all_finite
@@ -115,7 +116,7 @@ def require_written(changed: Checkpoint, result: Checkpoint, codes_of: Checkpoin
                 same = same and before.codes.equal(expected.codes)
         else:
             same = isinstance(found, Tensor) and isinstance(expected, Tensor) and bool((found == expected).all())
-        if not same:
+        if not same or tensor_hash(found) != tensor_hash(expected):
             raise QuantkitError(
                 f"tensor '{name}' is not what was to be written, as it is read back", path=result.path,
                 hint="a bug in quantkit, or a disk that fails; nothing is kept",
@@ -133,10 +134,15 @@ def rewriting_work(plan: Conversion, job: str, options: Mapping[str, object]) ->
     return replace(plan.work, job=job, options={**plan.work.options, **options})
 
 
-def open_hashes(source: StoredCheckpoint) -> dict[str, str]:
-    """The sha256 of the files of weights and settings of a model, by their names in its folder."""
-    folder = source.path if source.path.is_dir() else source.path.parent
-    try:
-        return {file.path.relative_to(folder).as_posix(): file.sha256() for file in source.files()}
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror or error}", path=source.path) from error
+def base_hashes(source: StoredCheckpoint) -> dict[str, str]:
+    """The sha256 of the files of a model: weights, settings, tokenizer. Files of GGUF go by their number, as users
+    rename them.
+
+    Raises:
+        CheckpointError: if one cannot be read.
+    """
+    found = source_hashes(source).result()
+    if not source.path.is_dir():
+        return {f"file {number}": digest for number, (_, digest) in enumerate(sorted(found.items()))}
+    settings = source.path / "generation_config.json"
+    return found if not settings.is_file() else {**found, settings.name: content_hash(settings)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -35,7 +35,7 @@ def tensor_hash(value: Tensor | QuantTensor) -> str:
     for part in parts:
         if part is not None:
             found.update(f"{part.dtype} {list(part.shape)};".encode())
-            found.update(part.contiguous().view(torch.uint8).numpy().data)
+            found.update(part.flatten().contiguous().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
@@ -43,6 +43,25 @@ def changes(before: Checkpoint, after: Checkpoint, names: Iterable[str]) -> dict
     """The tensors, of some, that differ between two models."""
     found = {name: Change(tensor_hash(before.load(name)), tensor_hash(after.load(name))) for name in names}
     return {name: one for name, one in found.items() if one.before != one.after}
+
+
+def merged(earlier: Mapping[str, Change], later: Mapping[str, Change]) -> dict[str, Change]:
+    """The changes of two refinements, one after the other."""
+    found = dict(earlier)
+    for name, change in later.items():
+        before = earlier[name].before if name in earlier else change.before
+        found[name] = Change(before, change.after)
+    return found
+
+
+def rewritten_changes(model: Path, result: Checkpoint) -> dict[str, Change]:
+    """The tensors that a model's manifest lists as changed, with the hashes of the same model in another format."""
+    names = set(result.names())
+    return {
+        name: Change(one.before, tensor_hash(result.load(name)))
+        for name, one in recorded_changes(model).items()
+        if name in names
+    }
 
 
 def recorded_changes(model: Path) -> dict[str, Change]:

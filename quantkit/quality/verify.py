@@ -268,6 +268,7 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
         progress("tensors", index, len(names), "tensors")
         first, second = (one.load(stored_name(one, name)) for one in (reference, other))
         difference, allowed = tensor_difference(name, first, second, compensated.get(name.removesuffix(".weight")))
+        problems += _not_as_refined(name, first, second, refined)
         if difference is not None and _is_refined(name, first, second, refined):
             difference = replace(difference, bound=max(difference.bound, difference.relative_error))
         if difference is not None:
@@ -347,6 +348,15 @@ def _compensated(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
     rounded = {module for module, record in records.items() if record.get("solver") in ROUNDED}
     worst = coarsest(assigned.values())
     return {module: scheme if module in rounded else worst for module, scheme in assigned.items()}
+
+
+def _not_as_refined(
+    name: str, first: Tensor | QuantTensor, second: Tensor | QuantTensor, recorded: tuple[Mapping[str, Change], ...]
+) -> list[str]:
+    """A problem if a tensor that a manifest lists as refined has other values than were written."""
+    pairs = zip((first, second), recorded, strict=True)
+    wrong = any((change := own.get(name)) is not None and tensor_hash(value) != change.after for value, own in pairs)
+    return [f"tensor '{name}' is not as refining wrote it"] if wrong else []
 
 
 def _is_refined(

@@ -9,6 +9,7 @@ tensor before and after, and a hash of the delta itself.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,6 +25,7 @@ from torch import Tensor
 from quantkit.errors import CheckpointError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.quality.changed_tensors import REFINED, Change, tensor_hash
+from quantkit.quality.gate import Gate
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.training.training import Evaluation
@@ -76,12 +78,14 @@ class Delta:
     def __init__(self, path: Path) -> None:
         """Raises `CheckpointError` if the file is no delta, or damaged."""
         self.path = path
+        if path.is_dir():
+            raise CheckpointError("is a folder, not a delta", path=path, expected="a file that refine --delta wrote")
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
                 self.tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror or error}", path=path) from error
+            raise CheckpointError(f"cannot be read: {error.strerror or 'no such file'}", path=path) from error
         except SafetensorError as error:
             raise CheckpointError(f"is no delta: {error}", path=path, hint=_DAMAGED) from error
         if metadata.get("format") != FORMAT:
@@ -94,10 +98,24 @@ class Delta:
             stated = json.loads(head)
             self.base = {str(name): str(digest) for name, digest in stated["base"].items()}
             self.changed = {str(name): Change(*map(str, hashes)) for name, hashes in stated["changed"].items()}
-            self.curve = [Evaluation(**one) for one in stated["details"][REFINED]["curve"]]
+            self.curve = [_evaluation(one) for one in stated["details"][REFINED]["curve"]]
+            recorded, _ = stated["details"]["quality"], dict(stated["details"]["modules"])
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError("does not state what it changes", path=path, hint=_DAMAGED) from error
         self.details: dict[str, Any] = stated["details"]
+        _ = Gate.from_json(recorded, path)
+        if not self.curve:
+            raise CheckpointError("states no KL", path=path, hint=_DAMAGED)
+
+    def require_fits(self, model: Checkpoint) -> None:
+        """Raise `CheckpointError` unless it changes tensors of a model alone, each from the values that it has."""
+        parts = {name for changed in self.changed for name in (changed, changed + SCALE, changed + CODES)}
+        strange = [*(self.changed.keys() - set(model.names())), *(self.tensors.keys() - parts)]
+        if strange:
+            raise CheckpointError(f"changes '{strange[0]}', which is no tensor of the model", path=self.path)
+        for name, change in self.changed.items():
+            if tensor_hash(model.load(name)) != change.before:
+                raise CheckpointError(f"belongs to another '{name}' than the model has", path=self.path)
 
     def require_base(self, hashes: Mapping[str, str], model: Path) -> None:
         """Raise `CheckpointError` unless these are the hashes of the model that it belongs to."""
@@ -140,6 +158,8 @@ class DeltaCheckpoint(CheckpointView):
             if (found.shape, found.dtype) != (value.shape, value.dtype):
                 raise ValueError("another shape or type")
             return found
+        if tensors[name + SCALE].dtype != value.scale.dtype:
+            raise ValueError("another type of scales")
         if (packed := tensors.get(name + CODES)) is None:
             return replace(value, scale=tensors[name + SCALE])
         size = value.codes.numel()
@@ -152,6 +172,14 @@ class DeltaCheckpoint(CheckpointView):
 
     def _damaged(self, name: str) -> CheckpointError:
         return CheckpointError(f"does not give tensor '{name}'", path=self._delta.path, hint=_DAMAGED)
+
+
+def _evaluation(found: Mapping[str, Any]) -> Evaluation:
+    """An entry of the curve. Raises `ValueError` if a figure is out of range."""
+    one = Evaluation(int(found["step"]), float(found["held_back"]))
+    if not (one.held_back > 0 and math.isfinite(one.held_back)):
+        raise ValueError("a KL is positive")
+    return one
 
 
 def _check(head: str, tensors: Mapping[str, Tensor]) -> str:

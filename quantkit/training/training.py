@@ -7,6 +7,7 @@ result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.activation_store import ActivationStore
+from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, in_phase, silent
@@ -124,7 +126,7 @@ class Training:
     def run(
         self, *, evaluated: Callable[[State], None], stepped: Callable[[State], None], progress: Progress = silent
     ) -> State:
-        """Train to the end.
+        """Train to the end. Raises `NonFiniteError` if the KL becomes NaN or Inf.
 
         Args:
             evaluated: called after each evaluation, the first one before any step.
@@ -155,6 +157,11 @@ class Training:
         for part in torch.split(numbers, BATCH_SAMPLES):
             total += self._passes.loss(samples.tokens[part], samples.targets(part))
         mean = total / (len(numbers) * samples.tokens.shape[1])
+        if not math.isfinite(mean):
+            raise NonFiniteError(
+                "the KL from the float model is NaN or Inf", path=self.model.path, found=f"after {state.step} steps",
+                hint="check both models: quantkit doctor --deep",
+            )  # fmt: skip
         training = state.sum / state.count if state.count else None
         state.curve.append(Evaluation(state.step, mean, training))
         state.sum, state.count = 0.0, 0

@@ -19,6 +19,7 @@ from quantkit.data.files import EXCERPT
 from quantkit.errors import (
     CheckpointError,
     DestinationError,
+    NonFiniteError,
     NotRepresentableError,
     QualityError,
     RequestError,
@@ -126,6 +127,40 @@ def test_verify_finds_a_trained_norm_that_was_changed_later(floats: Path, int4: 
     report = quantkit.verify(tmp_path / "norms", floats)
     assert report.verdict is Verdict.DIFFERENT
     assert name in {one.name for one in report.differing if not one.within}
+
+
+def test_verify_finds_a_trained_scale_that_was_changed_later(floats: Path, refined: Path, tmp_path: Path) -> None:
+    """Though the logits are within the bound."""
+    shutil.copytree(refined, tmp_path / "changed")
+    file = tmp_path / "changed/model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj"
+    tensors[f"{name}.weight_scale"][3, 1] *= 1.05
+    save_file(tensors, file, {"format": "pt"})
+    report = quantkit.verify(tmp_path / "changed", floats)
+    assert report.verdict is Verdict.DIFFERENT
+    assert f"tensor '{name}.weight' is not as refining wrote it" in report.problems
+
+
+def test_another_format_and_another_refinement_keep_the_list(
+    floats: Path, int4: Path, all_trained: Path, tmp_path: Path
+) -> None:
+    """So that trained norms are not taken for damaged ones."""
+    quantkit.convert(all_trained, tmp_path / "gptq", to="gptq", source_check=False, requantize=True)
+    quantkit.refine(all_trained, tmp_path / "again", against=floats, **QUICK)
+    for name in ("gptq", "again"):
+        assert quantkit.verify(tmp_path / name, floats).verdict is Verdict.WITHIN_BOUND
+    lists = [json.loads((path / "quantkit.json").read_text())["refined"]["tensors"]
+             for path in (all_trained, tmp_path / "again")]  # fmt: skip
+    assert lists[0].keys() == lists[1].keys()
+    assert all(one["before"] == lists[1][name]["before"] for name, one in lists[0].items())
+
+
+def test_groups_of_whole_rows_in_awq(floats: Path, tmp_path: Path) -> None:
+    """Whose scales are stored the other way round."""
+    quantkit.quantize(floats, tmp_path / "src", "int4-g128-asym", method="rtn", to="awq", source_check=False)
+    made = quantkit.refine(tmp_path / "src", tmp_path / "dst", against=floats, **QUICK)
+    assert made.after < made.before
 
 
 def test_codes_are_trained_too(floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,8 +279,33 @@ def test_a_delta_gives_the_same_model(
 def test_a_delta_of_scales_is_small(floats: Path, int4: Path, tmp_path: Path) -> None:
     """Two bytes for a group of 32 weights, and the names."""
     quantkit.refine(int4, delta=tmp_path / "made.delta", against=floats, **QUICK)
-    groups = sum(value.scale.numel() for value in weights(int4).values())
-    assert 2 * groups < (tmp_path / "made.delta").stat().st_size < 2 * groups + 20_000
+    found = weights(int4)
+    groups = sum(value.scale.numel() for value in found.values())
+    assert 2 * groups < (tmp_path / "made.delta").stat().st_size < 2 * groups + 1000 * len(found)
+
+
+def test_a_delta_must_pass_the_gate(floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a model must."""
+    monkeypatch.setattr("quantkit.quality.gate.FLOOR", 0.0)
+    monkeypatch.setattr("quantkit.quality.gate.SLACK", 0.1)
+    for output in ({"dst": tmp_path / "dst"}, {"delta": tmp_path / "made.delta"}):
+        with pytest.raises(QualityError, match="too far from its source"):
+            quantkit.refine(int4, **output, against=floats, **QUICK)  # type: ignore[arg-type]
+        assert not next(iter(output.values())).exists()
+
+
+def test_an_output_that_exists_is_found_before_training(floats: Path, int4: Path, tmp_path: Path) -> None:
+    phases: list[str] = []
+    for output in ({"dst": floats}, {"delta": int4 / "config.json"}):
+        with pytest.raises(DestinationError, match="exists"):
+            quantkit.refine(
+                int4,
+                **output,
+                against=floats,
+                **QUICK,
+                progress=lambda phase, *_: phases.append(phase),  # type: ignore[arg-type]
+            )
+    assert not phases
 
 
 def test_a_delta_goes_with_its_model_alone(floats: Path, int4: Path, refined: Path, tmp_path: Path) -> None:
@@ -259,6 +319,11 @@ def test_a_delta_goes_with_its_model_alone(floats: Path, int4: Path, refined: Pa
     (changed / "config.json").write_text(json.dumps({**config, "rope_theta": 20000.0}))
     with pytest.raises(CheckpointError, match=r"another 'config\.json'"):
         quantkit.apply_delta(changed, delta, dst)
+    text = tmp_path / "text"
+    shutil.copytree(int4, text)
+    (text / "generation_config.json").write_text('{"temperature": 99.0}')
+    with pytest.raises(CheckpointError, match=r"another 'generation_config\.json'"):
+        quantkit.apply_delta(text, delta, dst)
     data = bytearray(delta.read_bytes())
     for place in (4, 100, len(data) // 2, len(data) - 1):
         damaged = bytes(data[:place]) + bytes([data[place] ^ 4]) + bytes(data[place + 1 :])
@@ -295,6 +360,21 @@ def test_a_forged_delta_is_an_error(floats: Path, int4: Path, tmp_path: Path) ->
         with pytest.raises(CheckpointError):
             quantkit.apply_delta(int4, forged, tmp_path / "dst")
     assert not (tmp_path / "dst").exists()
+
+
+def test_nan_in_either_model_is_an_error(floats: Path, int4: Path, tmp_path: Path) -> None:
+    for which, name in ((int4, "model.layers.1.mlp.up_proj.weight_scale"), (floats, "model.norm.weight")):
+        broken = tmp_path / f"broken-{which.name}"
+        shutil.copytree(which, broken)
+        (broken / "quantkit.json").unlink()
+        (file,) = broken.glob("*.safetensors")
+        tensors = load_file(file)
+        tensors[name].view(-1)[0] = torch.nan
+        save_file(tensors, file, {"format": "pt"})
+        src, against = (broken, floats) if which == int4 else (int4, broken)
+        with pytest.raises(NonFiniteError, match="NaN"):
+            quantkit.refine(src, tmp_path / "dst", against=against, **QUICK)
+        assert not list(tmp_path.glob("dst*"))
 
 
 def test_models_that_do_not_belong_together_are_refused(floats: Path, int4: Path, tmp_path: Path) -> None:
