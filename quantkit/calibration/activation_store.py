@@ -15,8 +15,8 @@ from quantkit.formats.output.destination import scratch_errors
 
 
 class ActivationStore:
-    """float32 tensors by key. Tensors from a GPU stay there within its budget; those that exceed the memory's budget
-    are written to a folder.
+    """Tensors by key. Tensors from a GPU stay there within its budget; those that exceed the memory's budget are
+    written to a folder.
 
     The folder is made when first needed, and removed by `close`.
     """
@@ -27,7 +27,7 @@ class ActivationStore:
         self._folder = folder
         self._free = {True: memory_bytes, False: gpu_bytes}  # by whether it is on the host
         self._held: dict[Hashable, Tensor] = {}
-        self._files: dict[Hashable, tuple[Path, torch.Size]] = {}
+        self._files: dict[Hashable, tuple[Path, torch.Size, torch.dtype]] = {}
         self._count = 0  # of files written so far
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -46,7 +46,7 @@ class ActivationStore:
                 self._folder.mkdir(parents=True)  # fails if it exists: it might be a link to another place
             self._count += 1
             _write(path, value)
-        self._files[key] = path, value.shape
+        self._files[key] = path, value.shape, value.dtype
 
     def take(self, key: Hashable) -> Tensor:
         """Remove a tensor and return it, on the device where it was kept."""
@@ -61,11 +61,11 @@ class ActivationStore:
         """A tensor, which stays in the store; what is changed in it may stay unchanged there until `update`."""
         if (value := self._held.get(key)) is not None:
             return value
-        path, shape = self._files[key]
-        return torch.from_numpy(np.fromfile(path, dtype=np.float32)).view(shape)
+        path, shape, dtype = self._files[key]
+        return torch.from_numpy(np.fromfile(path, dtype=np.uint8)).view(dtype).view(shape)
 
     def update(self, key: Hashable, value: Tensor) -> None:
-        """Replace a tensor by another of its shape, on the same device."""
+        """Replace a tensor by another of its shape and type, on the same device."""
         if key in self._held:
             self._held[key] = value
         else:
@@ -73,21 +73,21 @@ class ActivationStore:
                 _write(self._files[key][0], value)
 
     def rows(self, key: Hashable, numbers: Tensor) -> Tensor:
-        """Some rows [N, D] of a tensor [..., D], which stays in the store."""
+        """Some rows [N, D] of a float32 tensor [..., D], which stays in the store."""
         if (value := self._held.get(key)) is not None:
             return value.flatten(0, -2)[numbers.to(value.device)]
         return torch.from_numpy(self._mapped(key, "r")[numbers.numpy()])
 
     def add_rows(self, key: Hashable, numbers: Tensor, values: Tensor) -> None:
-        """Add values [N, D] to rows of a tensor [..., D], each listed once."""
+        """Add values [N, D] to rows of a float32 tensor [..., D], each listed once."""
         if (value := self._held.get(key)) is not None:
             value.view(-1, value.shape[-1]).index_add_(0, numbers.to(value.device), values.to(value.device))
         else:
             self._mapped(key, "r+")[numbers.numpy()] += values.cpu().numpy()
 
     def _mapped(self, key: Hashable, mode: Literal["r", "r+"]) -> np.memmap[Any, np.dtype[np.float32]]:
-        """The rows of a tensor in a file."""
-        path, shape = self._files[key]
+        """The rows of a float32 tensor in a file."""
+        path, shape, _ = self._files[key]
         return np.memmap(path, np.float32, mode, shape=(shape[:-1].numel(), shape[-1]))
 
     def close(self) -> None:
@@ -110,4 +110,4 @@ def _to_host(value: Tensor, *, stays: bool) -> Tensor:
 
 def _write(path: Path, value: Tensor) -> None:
     with path.open("wb") as file:
-        file.write(value.contiguous().numpy().data)  # numpy's own way misses a full disk
+        file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)  # numpy's own way misses a full disk

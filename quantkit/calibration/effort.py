@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from quantkit.architectures.config import ModelConfig, OpaqueTensor
 from quantkit.architectures.topology import input_groups, layer_kinds, sizes
+from quantkit.tensors.scheme import QuantScheme, Scales
 
 EffortName = Literal["quick", "default", "thorough"]
 SAMPLES = 128
@@ -63,13 +64,16 @@ class Effort:
         few = math.prod(shape) < self.stride * _MIN_TOKENS_PER_INPUT * inner_width(config)
         return replace(self, stride=2 * self.stride) if few and self.stride > 1 else self
 
-    def gradient_samples(self, config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> int:
-        """How many of the samples, of a shape [N, T], go through the backward pass, whose states are in memory."""
-        samples, length = shape
-        if not self.gradient_tokens or config.tensors is not None or config.run_by is not None:
+    def for_schemes(self, schemes: Iterable[QuantScheme]) -> Effort:
+        """The same, or without the backward pass where none of the schemes uses it."""
+        return self if any(map(uses_factor, schemes)) else replace(self, gradient_tokens=0)
+
+    def gradient_samples(self, config: ModelConfig, shape: Sequence[int]) -> int:
+        """How many of the samples, of a shape [N, T], go through the backward pass."""
+        if config.tensors is not None or config.run_by is not None:
             return 0
-        kept = memory_bytes // (config.num_layers * length * config.hidden_size * STATE_BYTES)
-        return min(samples, max(1, min(kept, -(-self.gradient_tokens // length))))
+        samples, length = shape
+        return min(samples, -(-self.gradient_tokens // length))
 
     def follows(self, index: int, batches: int) -> bool:
         """Whether the float stream has a batch."""
@@ -96,7 +100,8 @@ def batch_samples(config: ModelConfig, length: int) -> int:
 @dataclass(frozen=True)
 class Group:
     """Linears of a block that share their inputs, as one linear with weights [rows, columns]. `count` is their number,
-    `writes` whether it ends a branch, or an expert; `share` is the share of all tokens that go through it."""
+    `writes` whether it ends a branch, or an expert; `share` is the share of all tokens that go through it, `factored`
+    whether the gradients by its outputs are used."""
 
     branch: str
     count: int
@@ -104,6 +109,7 @@ class Group:
     columns: int
     writes: bool
     share: float
+    factored: bool
 
     @property
     def weights(self) -> int:
@@ -120,6 +126,7 @@ def groups_of(config: ModelConfig, layer: int) -> list[Group]:
             group.branch, len(group.linears), sum(counts[linear.dims[0]] for linear in group.linears),
             counts[group.linears[0].dims[1]], group.writes,
             1.0 if experts is None or group.expert is None else experts.per_token / experts.count,
+            has_factor(config, layer, group.branch),
         )
         for group in input_groups(config, layer)
     ]  # fmt: skip
@@ -132,7 +139,7 @@ def _is_solved(tensor: OpaqueTensor, layer: int) -> bool:
 def _alone(module: str, shape: tuple[int, ...]) -> Group:
     """A linear by itself; which share of the tokens an expert gets is not known, and taken as a quarter."""
     rows, columns = shape
-    return Group("mlp", 1, rows, columns, writes=True, share=0.25 if "expert" in module else 1.0)
+    return Group("mlp", 1, rows, columns, writes=True, share=0.25 if "expert" in module else 1.0, factored=False)
 
 
 def every_group(config: ModelConfig) -> list[tuple[Group, int]]:
@@ -143,6 +150,11 @@ def every_group(config: ModelConfig) -> list[tuple[Group, int]]:
     return [(group, count) for layer, count in layer_kinds(config).items() for group in groups_of(config, layer)]
 
 
+def uses_factor(scheme: QuantScheme) -> bool:
+    """Whether rows of a scheme are solved with the gradients by their outputs."""
+    return scheme.scales is Scales.FLOATS
+
+
 def has_factor(config: ModelConfig, layer: int, branch: str) -> bool:
     """Whether the gradients by the outputs of a branch's linears are used: not those of a mixture of experts."""
     return branch != "mlp" or not config.layers[layer].experts
@@ -150,13 +162,18 @@ def has_factor(config: ModelConfig, layer: int, branch: str) -> bool:
 
 def factor_bytes(config: ModelConfig) -> int:
     """Bytes of the products of gradients for all blocks."""
-    total = 0
-    for layer, count in layer_kinds(config).items():
-        for group in groups_of(config, layer):
-            if has_factor(config, layer, group.branch):
-                parts = -(-group.rows // FACTOR_ROWS)
-                total += count * 4 * group.rows**2 // parts
-    return total
+    return sum(
+        count * 4 * group.rows**2 // -(-group.rows // FACTOR_ROWS)
+        for group, count in every_group(config) if group.factored
+    )  # fmt: skip
+
+
+def gradient_activation_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
+    """Bytes of the inputs of all blocks, for samples of a shape [N, T], which the backward pass replaces by products of
+    gradients; 0 without one."""
+    tokens = effort.gradient_samples(config, shape) * shape[1]
+    inputs = STATE_BYTES * config.num_layers * tokens * config.hidden_size
+    return max(inputs, factor_bytes(config)) if tokens else 0
 
 
 def inner_width(config: ModelConfig) -> int:
@@ -177,7 +194,8 @@ def activation_bytes(
 ) -> tuple[int, int, int]:
     """Bytes in memory, on disk, and on a GPU, which is used first, for samples of a shape [N, T]: of the streams, and
     of activations kept between two passes, which are the inputs of a branch's last linear, or the outputs of experts in
-    each stream so far; and of the products of gradients, if there are some.
+    each stream so far; and of the products of gradients, if there are some. On disk there may be more before
+    that, of the backward pass.
 
     The figures are for one process with all samples. Several processes share the samples, each with this memory, so
     they write less to disk, unless their shares are so few batches that the float stream has more of them.
@@ -193,8 +211,9 @@ def activation_bytes(
             between = max(between, streams * config.hidden_size)
         between = max(between, *(group.columns for group in groups))
     total = int(4 * math.prod(shape) * (streams * config.hidden_size + between))
-    if effort.gradient_samples(config, shape, memory_bytes):
+    before = gradient_activation_bytes(config, shape, effort)
+    if before:
         total += factor_bytes(config)
     on_gpu = min(total, gpu_bytes)
     held = min(total - on_gpu, memory_bytes)
-    return held, total - on_gpu - held, on_gpu
+    return held, max(total - on_gpu - held, before - memory_bytes), on_gpu

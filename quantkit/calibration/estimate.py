@@ -11,11 +11,11 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import layer_kinds
 from quantkit.calibration.effort import (
     FACTOR_ROWS,
-    STATE_BYTES,
     Effort,
     batch_samples,
     every_group,
     followed_share,
+    gradient_activation_bytes,
     groups_of,
     inner_width,
 )
@@ -52,8 +52,10 @@ def gptq_bytes(config: ModelConfig, tokens: int, device: torch.device, *, two_si
     solves = [2 * group.weights + 3 * group.columns**2 for group in groups]
     solver = _SOLVER_MATRICES * min(weights_at_once(device), max(group.weights for group in groups))
     if two_sided:
-        together = [(min(group.rows, FACTOR_ROWS), group.columns) for group in groups]
-        solver = max(solver, *(_SOLVER_MATRICES * rows * columns + 4 * rows**2 for rows, columns in together))
+        for group in groups:
+            rows, columns = min(group.rows, FACTOR_ROWS), group.columns
+            if group.factored:
+                solver = max(solver, _SOLVER_MATRICES * rows * columns + 4 * rows**2 + columns**2)
     if device.type == "cuda":  # where scales are fitted for as many rows as memory holds
         finest = max(4 * group.weights * (group.columns // _FINEST**2 + 3) for group in groups)
         solver += _REFIT_COPIES * min(refit_bytes(device), finest) // 4
@@ -112,18 +114,20 @@ def calibration_flops(config: ModelConfig, shape: Sequence[int], effort: Effort)
 
 
 def gradient_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int) -> int:
-    """Peak bytes of the backward pass in addition to the products of gradients: a block's weights and states, and the
-    inputs of all blocks."""
-    samples, length = effort.gradient_samples(config, shape, memory_bytes), shape[1]
-    kept = (4 + STATE_BYTES * config.num_layers) * samples * length * config.hidden_size
+    """Peak bytes of the backward pass: a block's weights and states, and in `memory_bytes` at most the inputs of all
+    blocks and the products of gradients."""
+    samples, length = effort.gradient_samples(config, shape), shape[1]
+    kept = min(memory_bytes, gradient_activation_bytes(config, shape, effort))
     batch = _OF_BACKWARD * batch_samples(config, length) * length * inner_width(config)
-    return kept + 4 * (largest_block(config) + batch) if samples else 0
+    states = samples * length * config.hidden_size
+    return kept + 4 * (largest_block(config) + batch + states) if samples else 0
 
 
-def gradient_flops(config: ModelConfig, shape: Sequence[int], effort: Effort, memory_bytes: int) -> int:
+def gradient_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
     """Operations of the pass that measures how errors of outputs add up, always in float32."""
-    tokens = effort.gradient_samples(config, shape, memory_bytes) * shape[1]
-    squares = sum(count * group.rows * min(group.rows, FACTOR_ROWS) for group, count in every_group(config))
+    tokens = effort.gradient_samples(config, shape) * shape[1]
+    groups = [(group.rows, count) for group, count in every_group(config) if group.factored]
+    squares = sum(count * rows * min(rows, FACTOR_ROWS) for rows, count in groups)
     return _BACKWARD_PASSES * forward_flops(config, tokens) + int(2 * tokens * _OF_ONE_SQUARE * squares)
 
 
@@ -136,7 +140,7 @@ def solving_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> 
         summed = own if own >= group.columns else tokens
         squares = 2 * summed * (_OF_ONE_SQUARE + followed) * group.columns**2
         solving = _SOLVER_PRODUCTS * 2 * group.weights * group.columns + 4 * group.columns**3
-        if effort.gradient_tokens:
+        if group.factored and effort.gradient_samples(config, shape):
             solving += _TWO_SIDED_PRODUCTS * 2 * group.weights * min(group.rows, FACTOR_ROWS)
         total += count * (squares + solving)
     return int(total)

@@ -41,7 +41,7 @@ def measure_factors(
     """
     factors, layers = OutputFactors(store), source.config.num_layers
     share = group.share(len(samples))
-    passes = FisherPasses(source, samples[share], len(samples[share]), device)
+    passes = FisherPasses(source, samples[share], len(samples[share]), device, store=store)
     for layer in range(layers):
         progress(GRADIENTS, layer, 2 * layers - first_layer, "layers")
         passes.forward(layer, with_sums=False)

@@ -1,7 +1,7 @@
 """Gradients by the outputs of linears, of the log probability of tokens that the model draws (its Fisher information).
 
-One forward pass keeps the inputs of each block; one backward pass computes each block again. One block's weights are in
-memory at a time.
+One forward pass keeps the inputs of each block, in memory or in a store; one backward pass computes each block again.
+One block's weights are in memory at a time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import input_groups
+from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import batch_samples
 from quantkit.calibration.streams import embedded, step_of_samples
 from quantkit.formats.checkpoint import Checkpoint, stored_name
@@ -23,6 +24,7 @@ from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, floats_of, 
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import add_square_
 
+_KEY = "inputs of a block"
 _TOKENS_THROUGH_THE_HEAD = 64
 _HEAD_WEIGHTS = 1 << 24  # of the head that are float32 at a time
 
@@ -32,17 +34,18 @@ class FisherPasses:
 
     def __init__(
         self, source: Checkpoint, samples: Tensor, kept: int, device: torch.device,
-        states: torch.dtype = torch.bfloat16,
+        states: torch.dtype = torch.bfloat16, store: ActivationStore | None = None,
     ) -> None:  # fmt: skip
         """The samples are tokens [N, T], of which there may be none, and the first `kept` have a backward pass; the
-        blocks' inputs are kept in the dtype `states`."""
+        blocks' inputs are kept in the dtype `states`, and in memory if there is no store."""
         length = samples.shape[1]
         self._source, self._device, self._dtype = source, device, states
         step = batch_samples(source.config, length)
         parts = (samples[:kept], samples[kept:])
         batches = [batch for part in parts if len(part) for batch in torch.split(part, step)]
         self._states = list(embedded(source, batches))
-        self._inputs: list[list[Tensor]] = [[] for _ in range(-(-kept // step))]
+        self._store, self._held = store, dict[tuple[str, int, int], Tensor]()
+        self._kept = -(-kept // step)  # batches
         self._step = step_of_samples(source.config, length, device)
 
     @torch.no_grad()
@@ -63,8 +66,8 @@ class FisherPasses:
                 linear = block.get_submodule(group.modules[0])
                 hooks.enter_context(linear.register_forward_pre_hook(partial(add, group.site)))
             for index, states in enumerate(self._states):
-                if index < len(self._inputs):
-                    self._inputs[index].append(states.to(self._dtype))
+                if index < self._kept:
+                    self._keep(layer, index, states.to(self._dtype))
                 self._states[index] = block(states.to(self._device), self._step).cpu()
         return sums, block
 
@@ -77,7 +80,7 @@ class FisherPasses:
     def turn(self, first: int) -> None:
         """Begin the backward pass: gradients of the log probabilities of drawn tokens by the last block's outputs.
         `first` is the index of this process's first sample among all samples."""
-        del self._states[len(self._inputs) :]
+        del self._states[self._kept :]
         norm = rms_norm(self._source.config)
         norm.weight = float_parameter(self._source, "model.norm.weight", torch.device("cpu"), torch.float32)
         head = floats_of(self._source.load(stored_name(self._source, "lm_head.weight")))
@@ -117,11 +120,22 @@ class FisherPasses:
                     add(prefix + name, module, torch.zeros(0, module.out_features, device=self._device))
                     hooks.enter_context(module.register_forward_hook(partial(listen, prefix + name)))
             for index, gradient in enumerate(self._states):
-                inputs = self._inputs[index].pop().to(self._device, torch.float32).requires_grad_()
+                inputs = self._take(layer, index).to(self._device, torch.float32).requires_grad_()
                 with torch.enable_grad():
                     block(inputs, self._step).backward(gradient.to(self._device))
                 assert inputs.grad is not None
                 self._states[index] = inputs.grad.cpu()
+
+    def _keep(self, layer: int, index: int, inputs: Tensor) -> None:
+        """Keep a batch of a block's inputs up to the backward pass."""
+        if self._store is None:
+            self._held[_KEY, layer, index] = inputs
+        else:
+            self._store.put((_KEY, layer, index), inputs)
+
+    def _take(self, layer: int, index: int) -> Tensor:
+        key = _KEY, layer, index
+        return self._held.pop(key) if self._store is None else self._store.take(key)
 
     def _block(self, layer: int) -> Block:
         with meta_init():

@@ -17,7 +17,7 @@ from quantkit.calibration.block_pair import BlockPair
 from quantkit.calibration.block_quantizer import quantize_block
 from quantkit.calibration.cache_scales import CACHE_SCALES, scales_of, scales_on_sample
 from quantkit.calibration.data import Calibration
-from quantkit.calibration.effort import Effort
+from quantkit.calibration.effort import Effort, uses_factor
 from quantkit.calibration.estimate import gpu_activation_bytes
 from quantkit.calibration.factor_pass import measure_factors
 from quantkit.calibration.group_solver import GroupSolver, Result
@@ -42,7 +42,7 @@ from quantkit.tensors.dtypes import DType
 from quantkit.tensors.finite import all_finite, checked_cast
 from quantkit.tensors.products import exact_float32
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.tensors.scheme import QuantScheme, Scales
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 
 MMAP_THRESHOLD = 8 << 20
@@ -251,8 +251,8 @@ class GptqQuantizer(RtnQuantizer):
     def _factors(self, store: ActivationStore) -> OutputFactors | None:
         """How the errors of outputs add up in the blocks that are not solved yet, if that is measured."""
         tokens = self.calibration.tokens
-        count = self.effort.gradient_samples(self.source.config, tokens.shape, self.memory_bytes)
-        wanted = {name for name, scheme in self.schemes.items() if scheme.scales is Scales.FLOATS}
+        count = self.effort.gradient_samples(self.source.config, tokens.shape)
+        wanted = {name for name, scheme in self.schemes.items() if name != EMBEDDING and uses_factor(scheme)}
         if not count or not wanted:
             return None
         return measure_factors(

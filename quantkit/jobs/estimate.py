@@ -177,9 +177,10 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
         shape = settings.samples, settings.length
         notes += too_few_tokens(shape, config)
         device = settings.device
-        held, scratch, on_device = settings.activation_bytes(config, shape)
+        schemes = prepared.scheme_map.linears.values()
+        held, scratch, on_device = settings.activation_bytes(config, shape, schemes)
         batch = batch_samples(config, shape[1]) * shape[1]
-        effort = settings.effort_on(config, shape)
+        effort = settings.effort_on(config, shape, schemes)
         backward = costs.gradient_bytes(config, shape, effort, settings.memory_bytes)
         work_bytes = costs.gptq_bytes(config, batch, device, two_sided=backward > 0)
         codes = costs.largest_block(config)
@@ -189,7 +190,7 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
             on_device, work_bytes = on_device + work_bytes, 0
         phases["calibration"] = process_bytes() + held + codes + work_bytes
         if backward:
-            phases["the gradients"] = process_bytes() + held + backward
+            phases["the gradients"] = process_bytes() + backward
         if fit is not None:
             needed = choice_bytes(config, shape, settings.memory_bytes)
             phases["the choice of schemes"] = resident_bytes() + _LIBRARIES + needed

@@ -56,9 +56,10 @@ def lockstep_quantizer(
     """What solves the linears."""
     assert prepared.survey is not None
     source = prepared.source
+    effort = settings.effort_on(source.config, drawn.tokens.shape, prepared.scheme_map.linears.values())
     return LockstepQuantizer(
         source, drawn, prepared.scheme_map.schemes, passage_of(source), prepared.survey,
-        memory_bytes=settings.memory_bytes, effort=settings.effort_on(source.config, drawn.tokens.shape),
+        memory_bytes=settings.memory_bytes, effort=effort,
         allow_nonfinite=prepared.options.allow_nonfinite, progress=progress,
         shared=SharedScales(source, prepared.scheme_map.schemes), kernels_of=prepared.kernels_of,
     )  # fmt: skip

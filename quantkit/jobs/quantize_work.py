@@ -73,9 +73,10 @@ def quantizer_of(
         from quantkit.jobs.lockstep import lockstep_quantizer
 
         return lockstep_quantizer(prepared, settings, drawn, progress)
+    effort = settings.effort_on(source.config, drawn.tokens.shape, prepared.scheme_map.linears.values())
     return GptqQuantizer(
         source, drawn, prepared.scheme_map.schemes, device=settings.device, memory_bytes=settings.memory_bytes,
-        effort=settings.effort_on(source.config, drawn.tokens.shape), allow_nonfinite=allow_nonfinite, group=group,
+        effort=effort, allow_nonfinite=allow_nonfinite, group=group,
         progress=progress, shared=shared, kernels_of=kernels_of,
     )  # fmt: skip
 
@@ -119,7 +120,9 @@ def work_of(prepared: Prepared, drawn: Calibration | None, group: ProcessGroup) 
         }  # fmt: skip
         if settings.text is None or drawn.documents is not None:  # a model or a template has made or chosen them
             computed_by["calibration samples"] = drawn.fingerprint()
-        _, scratch, _ = settings.activation_bytes(source.config, drawn.tokens.shape)
+        _, scratch, _ = settings.activation_bytes(
+            source.config, drawn.tokens.shape, prepared.scheme_map.linears.values()
+        )
     if options.template is not None:
         recorded["template"] = Path(options.template).name
     return Work("quantize", source, prepared.encoder, prepared.side_files, recorded, computed_by, scratch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -51,18 +51,20 @@ class GptqSettings:
     memory_bytes: int
     device: torch.device
 
-    def effort_on(self, config: ModelConfig, shape: Sequence[int]) -> Effort:
-        """The effort with samples of shape [N, T]."""
-        return effort.EFFORTS[self.effort].for_samples(config, shape)
+    def effort_on(self, config: ModelConfig, shape: Sequence[int], schemes: Iterable[QuantScheme]) -> Effort:
+        """The effort with samples of shape [N, T], for linears of these schemes."""
+        return effort.EFFORTS[self.effort].for_samples(config, shape).for_schemes(schemes)
 
     def with_effort(self, name: EffortName, length: int | None, config: ModelConfig) -> GptqSettings:
         """The same with another effort, and samples of a length; None is the effort's own."""
         return replace(self, effort=name, length=effort.EFFORTS[name].length(config) if length is None else length)
 
-    def activation_bytes(self, config: ModelConfig, shape: Sequence[int]) -> tuple[int, int, int]:
+    def activation_bytes(
+        self, config: ModelConfig, shape: Sequence[int], schemes: Iterable[QuantScheme]
+    ) -> tuple[int, int, int]:
         """Bytes of the activations of samples of shape [N, T] in memory, on disk, and on the GPU that computes."""
         room = gpu_activation_bytes(config, shape, self.device)
-        return effort.activation_bytes(config, shape, self.effort_on(config, shape), self.memory_bytes, room)
+        return effort.activation_bytes(config, shape, self.effort_on(config, shape, schemes), self.memory_bytes, room)
 
     def draw(self, source: Checkpoint, *, group: ProcessGroup = SINGLE, progress: Progress = silent) -> Calibration:
         """Draw the calibration samples for a model; from the packaged text only those that the source predicts, as

@@ -10,7 +10,7 @@ from quantkit.bit_allocation.fit import Fit
 from quantkit.bit_allocation.losses import choice_flops
 from quantkit.calibration import estimate as costs
 from quantkit.calibration.cache_scales import CACHE_SCALES, scale_tokens
-from quantkit.calibration.effort import EFFORTS, GRADIENTS
+from quantkit.calibration.effort import EFFORTS, GRADIENTS, Effort
 from quantkit.calibration.importance import IMPORTANCE, importance_tokens
 from quantkit.calibration.packaged import PREFIX, ROUNDS
 from quantkit.jobs.formats import Formats
@@ -66,8 +66,8 @@ def _steps(
     if settings is not None:
         steps |= _before(settings, fit, speed)
         shape = settings.samples, settings.length
-        effort = settings.effort_on(config, shape)
-        if flops := costs.gradient_flops(config, shape, effort, settings.memory_bytes):
+        effort = settings.effort_on(config, shape, prepared.scheme_map.linears.values())
+        if flops := costs.gradient_flops(config, shape, effort):
             steps[GRADIENTS] = _OVERHEAD * speed.products(flops)
     if checked:
         steps[SOURCE_CHECK] = speed.forward(checked)
@@ -80,7 +80,7 @@ def _steps(
         types = len({spec.dtype for block in formats.blocks for spec in block.tensors if spec.scheme is not None})
         steps["quantize"] = writing + types * speed.rounding(weights, searched=True)
     else:
-        steps["quantize"] = writing + _calibrated(settings, speed)
+        steps["quantize"] = writing + _calibrated(settings, effort, speed)
     for folder in formats.each:
         if config.measurable and settings is None:  # which is its own baseline, and so is rounded once more
             passed = speed.forward(measured, models=2) + speed.rounding(weights, searched=True)
@@ -112,10 +112,9 @@ def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, 
     return steps
 
 
-def _calibrated(settings: GptqSettings, speed: Speed) -> float:
+def _calibrated(settings: GptqSettings, effort: Effort, speed: Speed) -> float:
     """The time of GPTQ."""
     config, device, shape = speed.config, settings.device, (settings.samples, settings.length)
-    effort = settings.effort_on(config, shape)
     solving = speed.products(costs.solving_flops(config, shape, effort), device=device)
     samples = speed.products(costs.calibration_flops(config, shape, effort), compute_dtype(device), device)
     return _OVERHEAD * (solving + samples) + costs.calibration_seconds(config, shape, effort, device)

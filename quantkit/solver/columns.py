@@ -145,8 +145,9 @@ def solve_codes(
 
 
 def descend(
-    target: Tensor, codes: Tensor, hessian: Tensor, grid: Grid, order: Tensor, kernels: ColumnKernels = TORCH
-) -> tuple[Tensor, Tensor]:
+    target: Tensor, codes: Tensor, hessian: Tensor, grid: Grid, order: Tensor, kernels: ColumnKernels = TORCH,
+    ordered: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One sweep of coordinate descent: each column in turn gets its best codes given the others.
 
     Args:
@@ -154,6 +155,7 @@ def descend(
         codes: [I, O] float32, less their zero points; not changed.
         hessian: [I, I] float32, positive definite.
         order: [I] the order of the columns.
+        ordered: ``hessian[order]``, for several calls.
 
     Returns:
         The codes, and by how much the squared output error of each row decreases, [O].
@@ -163,7 +165,7 @@ def descend(
     gain = torch.zeros(codes.shape[1], dtype=codes.dtype, device=codes.device)
     for first, last in _ranges(len(order), PANEL_COLUMNS):
         columns = order[first:last]
-        rows = hessian[columns]
+        rows = hessian[columns] if ordered is None else ordered[first:last]
         corner = rows[:, columns]
         start = times(rows, missing)
         moved = torch.empty_like(start)

@@ -6,7 +6,8 @@ several outputs cancel out where the model adds these up. YAQA (2505.22988), who
 
 The Cholesky factors of both matrices give what the rows that are still to be solved should make up for. Rows are solved
 in blocks, the ones with the largest gradients first, and a block's rows do not see each other's errors. Then each block
-gets the scales and codes that are best given all other rows, which is a sweep of coordinate descent.
+gets scales and codes for what is best given all other rows, which is a sweep of descent from block to block. A block
+makes up for the others' errors as a whole: if each of its rows did so alone, they would do it several times over.
 """
 
 from __future__ import annotations
@@ -116,14 +117,16 @@ def solve_two_sided(
             aim += times(errors[:, done], ratios.t())
         found, _ = solve_codes(aim, hessian.factor, grid, hessian.order, kernels)
         keep(here, found, grid)
+    ordered = hessian.matrix[hessian.order]
     for here in _blocks(len(rows)):
-        coupled = outputs.matrix[rows.unsqueeze(1), rows[here]] / outputs.matrix.diagonal()[rows[here]]
+        coupled = outputs.matrix[rows.unsqueeze(1), rows[here]]
+        coupled = torch.cholesky_solve(coupled.t(), torch.linalg.cholesky(coupled[here])).t()
         missing, found = times(errors, coupled), codes[:, here].contiguous()
         aim = grid_of(here).values(found).add_(missing)
         gradient = times(hessian.matrix, missing)
         scale[:, here], _, _ = refit_scales(gradient, found, hessian.matrix, scale[:, here].contiguous())
         grid = grid_of(here)
-        found, _ = descend(aim, found, hessian.matrix, grid, hessian.order, kernels)
+        found, _ = descend(aim, found, hessian.matrix, grid, hessian.order, kernels, ordered)
         keep(here, found, grid)
     codes[:, rows], scale[:, rows] = codes.clone(), scale.clone()
     return codes, scale

@@ -19,7 +19,14 @@ import quantkit
 from quantkit.architectures.topology import input_groups
 from quantkit.calibration import factor_pass
 from quantkit.calibration.activation_store import ActivationStore
-from quantkit.calibration.effort import EFFORTS, GRADIENTS, activation_bytes, factor_bytes, has_factor
+from quantkit.calibration.effort import (
+    EFFORTS,
+    GRADIENTS,
+    activation_bytes,
+    factor_bytes,
+    gradient_activation_bytes,
+    has_factor,
+)
 from quantkit.calibration.factor_pass import measure_factors
 from quantkit.calibration.output_factors import OutputFactors
 from quantkit.data.files import EXCERPT
@@ -120,6 +127,26 @@ def test_processes_add_up_what_one_measures(demo_model: Path, tmp_path: Path) ->
         assert any(first is one for one in vars(halves[0])["summed"])
 
 
+def test_what_exceeds_the_memory_is_on_disk_and_the_same(demo_model: Path, tmp_path: Path) -> None:
+    source, tokens = open_checkpoint(demo_model), oracle.random_tokens(24, batch=3, vocabulary=2048)
+    wanted = [name for names in _names(source) for name in names]
+    found, kept = [], []
+
+    def progress(phase: str, done: int, total: int, unit: str) -> None:
+        if done == source.config.num_layers:  # the backward pass begins
+            kept.append(sum(file.stat().st_size for file in (tmp_path / "0").glob("*")))
+
+    stores = [ActivationStore(tmp_path / str(memory), memory) for memory in (10**9, 0)]
+    for store in stores:
+        found.append(measure_factors(source, tokens, wanted, store, device=CPU, group=SINGLE, progress=progress))
+    assert kept == [0, source.config.num_layers * tokens.numel() * source.config.hidden_size * 2]
+    for names in _names(source):
+        held, read = (factors.take(names)[""] for factors in found)
+        assert torch.equal(_dense(held), _dense(read))
+    for store in stores:
+        store.close()
+
+
 def test_linears_are_found_together_or_apart_and_once(store: ActivationStore) -> None:
     whole = torch.arange(36.0).view(6, 6)
     factors = OutputFactors(store)
@@ -151,11 +178,11 @@ def test_the_solver_uses_them_if_scales_are_floats(
     made("floats", "mxfp4")
 
 
-def test_a_run_that_resumes_writes_the_same(demo_model: Path, tmp_path: Path) -> None:
+def test_a_run_that_resumes_with_less_memory_writes_the_same(demo_model: Path, tmp_path: Path) -> None:
     whole = quantkit.quantize(demo_model, tmp_path / "whole", "int4-g64", **GPTQ).path
     options = {name: value for name, value in GPTQ.items() if name != "source_check"}
     interrupted(functools.partial(quantkit.quantize, scheme="int4-g64", **options), demo_model, tmp_path / "out")
-    resumed = quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **GPTQ, resume=True).path
+    resumed = quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", **GPTQ, resume=True, activation_memory=0).path
     assert contents(resumed) == contents(whole)
 
 
@@ -177,13 +204,17 @@ def test_plans_count_the_backward_pass(demo_model: Path, tmp_path: Path) -> None
         effort: quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g64", **{**GPTQ, "effort": effort})
         for effort in ("default", "thorough")
     }
-    assert GRADIENTS in plans["thorough"].steps
     assert GRADIENTS not in plans["default"].steps
-    thorough = EFFORTS["thorough"]
-    assert thorough.gradient_samples(config, (128, 2048), 10**9) == 16
-    kept = config.num_layers * 2048 * config.hidden_size * 2
-    assert thorough.gradient_samples(config, (128, 2048), 5 * kept) == 5
-    assert thorough.gradient_samples(config, (128, 2048), 0) == 1
-    (held, disk, _), plain = activation_bytes(config, (8, 64), thorough, 10**9), EFFORTS["default"]
-    assert plain.gradient_samples(config, (128, 2048), 10**9) == 0
+    assert GRADIENTS in plans["thorough"].steps
+    floats = quantkit.plan.quantize(demo_model, tmp_path / "out", "mxfp4", **GPTQ)
+    assert GRADIENTS not in floats.steps
+    thorough, shape = EFFORTS["thorough"], (128, 2048)
+    assert thorough.gradient_samples(config, shape) == 16
+    assert EFFORTS["default"].gradient_samples(config, shape) == 0
+    held, disk, _ = activation_bytes(config, (8, 64), thorough, 10**9)
     assert held > factor_bytes(config) > 0 == disk
+    inputs = config.num_layers * 16 * 2048 * config.hidden_size * 2
+    assert gradient_activation_bytes(config, shape, thorough) == inputs
+    assert gradient_activation_bytes(config, shape, EFFORTS["default"]) == 0
+    held, disk, _ = activation_bytes(config, (16, 2048), thorough, 0)
+    assert (held, disk) == (0, max(inputs, sum(activation_bytes(config, (16, 2048), thorough, 10**12))))
