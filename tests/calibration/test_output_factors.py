@@ -99,6 +99,9 @@ def test_factors_are_products_of_the_whole_models_gradients(
         assert max(map(len, whole.blocks)) <= most
         mask = torch.block_diag(*map(torch.ones_like, whole.blocks))
         expected = gradients.t() @ gradients * mask
+        for rows in torch.arange(len(expected)).split([len(block) for block in whole.blocks]):  # type: ignore[no-untyped-call]
+            mean = expected.diagonal()[rows].mean()
+            expected.diagonal()[rows] += factor_pass.NOISE * len(rows) / tokens.numel() * mean
         torch.testing.assert_close(_dense(whole), expected, rtol=0, atol=2e-2 * expected.abs().max().item())
 
 
