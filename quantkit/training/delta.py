@@ -79,7 +79,7 @@ class Delta:
         """Raises `CheckpointError` if the file is no delta, or damaged."""
         self.path = path
         if path.is_dir():
-            raise CheckpointError("is a folder, not a delta", path=path, expected="a file that refine --delta wrote")
+            raise CheckpointError("is a folder, not a delta", path=path, expected="a file that `refine` wrote")
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}

@@ -160,7 +160,7 @@ class Training:
         if not math.isfinite(mean):
             raise NonFiniteError(
                 "the KL from the float model is NaN or Inf", path=self.model.path, found=f"after {state.step} steps",
-                hint="check both models: quantkit doctor --deep",
+                hint="check both models with quantkit doctor",
             )  # fmt: skip
         training = state.sum / state.count if state.count else None
         state.curve.append(Evaluation(state.step, mean, training))
