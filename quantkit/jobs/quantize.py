@@ -138,8 +138,9 @@ def _refined(options: QuantizeArguments, prepared: Prepared, began: float, progr
     if options.group.size > 1:
         raise RequestError("`refine=True` is for one process", found=f"{options.group.size} processes")
     require_buildable(prepared.dst, prepared.encoder, resume=options.resume)
+    estimate = with_training(estimate_quantization(Formats.of(prepared), size_fit(prepared)), prepared)
     if options.on_estimate is not None:
-        options.on_estimate(with_training(estimate_quantization(Formats.of(prepared), size_fit(prepared)), prepared))
+        options.on_estimate(estimate)
     between = unrefined_path(prepared.dst)
     calibration, is_there = options.calibration, between.exists()
     if is_several(calibration) and not hasattr(calibration, "__getitem__"):

@@ -12,6 +12,7 @@ from typing import Any
 from quantkit.arguments import as_path
 from quantkit.calibration.documents import TextSource
 from quantkit.distributed.group import SINGLE
+from quantkit.errors import RequestError
 from quantkit.files.gguf_types import GGUF
 from quantkit.formats.container import weight_size
 from quantkit.formats.output.destination import manifest_path
@@ -29,9 +30,10 @@ from quantkit.jobs.refine_training import training_of
 from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.rewritten import put_all, require_written
 from quantkit.progress import Progress, in_phase
+from quantkit.quality.changed_tensors import changes
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.gate import require_passed, run_gate
-from quantkit.tensors.scheme import Scales
+from quantkit.training.trained import has_trained_scales
 
 _BETWEEN = ".unrefined"
 _OF_SOLVER = ("output_error",)  # of a record: no longer true of trained values
@@ -45,14 +47,19 @@ def unrefined_path(dst: Path) -> Path:
 
 
 def with_training(estimate: Estimate, prepared: Prepared) -> Estimate:
-    """The estimate of a quantization whose result is refined."""
+    """The estimate of a quantization whose result is refined. Raises `RequestError` if it has no scales to train."""
     options, settings, source = prepared.options, prepared.settings, prepared.source
     assert settings is not None  # refining goes with GPTQ
     trained = {
         module: (source.info(f"{module}.weight").shape, scheme)
         for module, scheme in prepared.scheme_map.linears.items()
-        if scheme.scales in (Scales.FLOATS, Scales.BLOCKS)
+        if has_trained_scales(scheme)
     }
+    if not trained:
+        raise RequestError(
+            "`refine=True` trains scales in floats of integer codes, and no linear gets such", path=source.path,
+            found=" and ".join(prepared.scheme_map.counts()), expected="int4 or int8",
+        )  # fmt: skip
     epochs = EPOCHS if options.epochs is None else options.epochs
     cost = TrainingCost.of(source.config, settings, trained, epochs=epochs, codes=options.train_codes)
     steps = {**estimate.steps, **cost.steps}
@@ -88,8 +95,9 @@ def refined(
     with training_of(planned, drawn, prepared.dst, resume=options.resume, progress=progress) as (trained, state):
         work = work_of(prepared, drawn, SINGLE)
         work = replace(work, options={**work.options, "refine": planned.options.recorded()})
-        found = refined_details(planned, trained, state, drawn)
-        records = _records(first.manifest["modules"], records_of(planned, trained, found))
+        changed = changes(planned.quantized, trained, sorted(trained.factors))
+        found = refined_details(planned, changed, state, drawn)
+        records = _records(first.manifest["modules"], records_of(planned, trained, changed))
         with writing(work, prepared.dst, resume=options.resume, source_check=False, progress=progress) as writer:
             result = put_all(writer, trained, records)
             require_written(trained, result, None if planned.names.codes else planned.quantized)

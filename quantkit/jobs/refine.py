@@ -89,9 +89,9 @@ def _write_delta(
 ) -> RefineResult:  # fmt: skip
     """Write what was changed to the file of a delta."""
     source, output = planned.plan.work.source, planned.options.output
-    details = refined_details(planned, trained, state, drawn)
     changed = changes(planned.quantized, trained, sorted(trained.factors))
-    records = records_of(planned, trained, details)
+    details = refined_details(planned, changed, state, drawn)
+    records = records_of(planned, trained, changed)
     gate = checked(planned, trained, records, progress)
     details |= _measured(planned, gate, records)
     content = delta_bytes(planned.quantized, trained, changed, base_hashes(source), details)
@@ -115,8 +115,9 @@ def _write_model(
     """Write the refined model, and compare it with the float model."""
     plan, options = planned.plan, planned.options
     work = replace(plan.work, job="refine", options={**plan.work.options, **options.recorded()})
-    details = refined_details(planned, trained, state, drawn)
-    records = records_of(planned, trained, details)
+    changed = changes(planned.quantized, trained, sorted(trained.factors))
+    details = refined_details(planned, changed, state, drawn)
+    records = records_of(planned, trained, changed)
     with writing(work, plan.dst, resume=options.resume, source_check=False, progress=progress) as writer:
         result = put_all(writer, trained, records)
         require_written(trained, result, None if planned.names.codes else planned.quantized)
@@ -124,16 +125,8 @@ def _write_model(
         size = weight_size(result)
         details |= _measured(planned, gate, records)
         made = writer.commit({**carried_details(planned.quantized.path), **details, "source_check": check})
-    return RefineResult(
-        plan.dst,
-        *size,
-        state.curve,
-        len(changes_in(details)),
-        gate,
-        time.monotonic() - began,
-        [*plan.notes, *writer.notes],
-        made,
-    )
+    notes = [*plan.notes, *writer.notes]
+    return RefineResult(plan.dst, *size, state.curve, len(changed), gate, time.monotonic() - began, notes, made)
 
 
 def _measured(
@@ -174,10 +167,9 @@ def checked(
 
 
 def records_of(
-    planned: Refinement, trained: TrainedCheckpoint, details: Mapping[str, Any]
+    planned: Refinement, trained: TrainedCheckpoint, changed: Mapping[str, Change]
 ) -> dict[str, dict[str, object]]:
-    """The records of weights for the manifest, given the `refined_details`."""
-    changed = changes_in(details)
+    """The records of weights for the manifest."""
     solver = Solver.CODES_TRAINED if planned.names.codes else Solver.SCALES_TRAINED
     found: dict[str, dict[str, object]] = {}
     for name in schemes(planned.quantized):
@@ -191,23 +183,17 @@ def records_of(
 
 
 def refined_details(
-    planned: Refinement, trained: TrainedCheckpoint, state: State, drawn: Calibration
+    planned: Refinement, changed: Mapping[str, Change], state: State, drawn: Calibration
 ) -> dict[str, Any]:  # fmt: skip
-    """What the manifest states of a refinement."""
+    """What the manifest states of a refinement, with the tensors that an earlier one has changed."""
     reference = planned.reference
-    changed = changes(planned.quantized, trained, sorted(trained.factors))
-    changed = merged(recorded_changes(planned.quantized.path), changed)
+    tensors = merged(recorded_changes(planned.quantized.path), changed)
     return {
         REFINED: {
             **planned.options.recorded(),
             "against": {"format": reference.format, "sha256": source_hashes(reference).result()},
             "calibration": drawn.to_json(), "held_back": f"1 of {HELD_BACK} samples",
             "curve": [asdict(one) for one in state.curve], "kept_step": state.best.step,
-            "tensors": {name: asdict(one) for name, one in changed.items()},
+            "tensors": {name: asdict(one) for name, one in tensors.items()},
         }
     }  # fmt: skip
-
-
-def changes_in(details: Mapping[str, Any]) -> dict[str, Change]:
-    """The changed tensors that a refinement's details list."""
-    return {name: Change(**one) for name, one in details[REFINED]["tensors"].items()}

@@ -17,7 +17,7 @@ from quantkit.formats.registry import GGUF
 from quantkit.jobs.carried_codes import with_scales
 from quantkit.jobs.conversion import Conversion, plan_conversion
 from quantkit.jobs.convert_options import ConvertOptions
-from quantkit.jobs.output import Work, Writer, content_hash, source_hashes
+from quantkit.jobs.output import Writer, content_hash, source_hashes
 from quantkit.quality.changed_tensors import tensor_hash
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.transcoded import equal_as_numbers
@@ -127,11 +127,6 @@ def carried_details(model: Path) -> dict[str, Any]:
     """What a model's manifest says of how it was quantized; empty if it has none."""
     made = manifest_or_empty(model)
     return {key: made[key] for key in _CARRIED if key in made}
-
-
-def rewriting_work(plan: Conversion, job: str, options: Mapping[str, object]) -> Work:
-    """The work of a job that writes the model of a plan."""
-    return replace(plan.work, job=job, options={**plan.work.options, **options})
 
 
 def base_hashes(source: StoredCheckpoint) -> dict[str, str]:

@@ -40,6 +40,7 @@ from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
+_TRAINED = (Solver.SCALES_TRAINED, Solver.CODES_TRAINED)
 _NUM_WORST = 3
 _COARSEST = 128  # columns in a group of int4
 
@@ -256,8 +257,8 @@ def _distorted(
         solver = record.get("solver")
         if module == EMBEDDING:
             error, bound = worst_row(*_pair(source, result, module))
-        elif solver in (Solver.CARRIED, Solver.SCALES_TRAINED, Solver.CODES_TRAINED):
-            continue  # it has no error, or is judged by its logits
+        elif solver == Solver.CARRIED or (solver in _TRAINED and "relative_error" not in record):
+            continue  # it has no error, or none to compare: it has other channels than the float model
         else:
             error = float(record.get("relative_error", math.nan))
             if solver in (Solver.ROUNDING, Solver.SEARCHED, Solver.SCALES_CAST):

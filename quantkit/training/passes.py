@@ -1,6 +1,6 @@
 """The loss of a model on samples, and its gradients, block by block: one block's weights are in memory at a time.
 
-A forward pass keeps the inputs of every block; the backward pass computes each block again (2.5 times the work of
+A forward pass keeps the inputs of every block; the backward pass computes each block again (three times the work of
 a forward pass, all in float32), and hands the gradients of its weights over before it goes on.
 """
 

@@ -12,15 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import parameters
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.model.load import BLOCK_PREFIX, floats_of
-from quantkit.tensors import float_codes
 from quantkit.tensors.qtensor import QuantTensor, relative_error
-from quantkit.tensors.scheme import Scales
+from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.tensor_slice import TensorSlice
 
 OFFSET_BYTES = 4
@@ -48,8 +46,7 @@ class TrainedNames:
         """Those of a model. Raises `UnsupportedError` if no weight of its layers has scales that can be trained."""
         weights, found = [], []
         for parameter in parameters(quantized.config):
-            scheme = quantized.info(parameter.name).scheme
-            if scheme is not None and parameter.layer is not None and is_trained(quantized, parameter.name):
+            if parameter.layer is not None and has_trained_scales(quantized.info(parameter.name).scheme):
                 weights.append(parameter.name)
             elif norms and parameter.module.endswith("norm") and parameter.leaf == "weight":
                 found.append(parameter.name)
@@ -69,10 +66,9 @@ class TrainedNames:
         return replace(self, weights=weights, norms=norms)
 
 
-def is_trained(quantized: Checkpoint, name: str) -> bool:
-    """Whether the scales of a quantized weight are floats, one for each group."""
-    scheme = quantized.info(name).scheme
-    return scheme is not None and scheme.scales in _TRAINED_SCALES and name != f"{EMBEDDING}.weight"
+def has_trained_scales(scheme: QuantScheme | None) -> bool:
+    """Whether a scheme has integer codes, and a scale in floats for each group."""
+    return scheme is not None and scheme.scales in _TRAINED_SCALES and not scheme.of_small_floats
 
 
 class TrainedCheckpoint(CheckpointView):
@@ -180,15 +176,11 @@ def trained_error(value: QuantTensor, weight: Tensor | QuantTensor) -> float | N
 def scale_gradient(value: QuantTensor, gradient: Tensor) -> Tensor:
     """The gradient by scales, [O, G], given that by the weight, [O, I]."""
     rows, groups = value.scale.shape
-    if value.scheme.of_small_floats:
-        units = float_codes.values(value.codes, value.scheme.codes)
-    else:
-        units = value.codes.float()
-        if value.minimum is None:
-            middle = value.scheme.levels // 2 if value.zero is None else value.zero.float().repeat_interleave(
-                value.shape[1] // groups, 1
-            )  # fmt: skip
-            units = units.sub_(middle)
+    units = value.codes.float()
+    if value.zero is not None:
+        units.sub_(value.zero.float().repeat_interleave(value.shape[1] // groups, 1))
+    elif value.minimum is None:
+        units.sub_(value.scheme.levels // 2)
     return (units * gradient).view(rows, groups, -1).sum(-1)
 
 

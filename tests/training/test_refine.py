@@ -100,13 +100,13 @@ def test_it_is_closer_on_another_text_and_has_the_same_codes(floats: Path, int4:
 
 def test_the_manifest_lists_the_curve_and_each_changed_tensor(refined: Path, int4: Path) -> None:
     made = json.loads((refined / "quantkit.json").read_text())
-    told = made["refined"]
-    assert (made["job"], told["epochs"], told["train_codes"]) == ("refine", 3, False)
-    held_back = [one["held_back"] for one in told["curve"]]
-    assert told["kept_step"] == told["curve"][held_back.index(min(held_back))]["step"] > 0
-    assert set(told["tensors"]) <= {f"{module}.weight" for module in weights(int4)}
-    assert all(one["before"] != one["after"] for one in told["tensors"].values())
-    assert {made["modules"][name.removesuffix(".weight")]["solver"] for name in told["tensors"]} == {"scales trained"}
+    stated = made["refined"]
+    assert (made["job"], stated["epochs"], stated["train_codes"]) == ("refine", 3, False)
+    held_back = [one["held_back"] for one in stated["curve"]]
+    assert stated["kept_step"] == stated["curve"][held_back.index(min(held_back))]["step"] > 0
+    assert set(stated["tensors"]) <= {f"{module}.weight" for module in weights(int4)}
+    assert all(one["before"] != one["after"] for one in stated["tensors"].values())
+    assert {made["modules"][name.removesuffix(".weight")]["solver"] for name in stated["tensors"]} == {"scales trained"}
 
 
 def test_verify_judges_it_by_its_logits(floats: Path, refined: Path, tmp_path: Path) -> None:
@@ -414,6 +414,21 @@ def test_an_interrupted_quantize_goes_on_to_refine(floats: Path, tmp_path: Path)
     made = quantkit.quantize(floats, tmp_path / "dst", "int4-g64", **options, resume=True)
     assert (made.path / "model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "whole"]
+
+
+def test_schemes_without_trained_scales_are_refused_first(floats: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"no linear gets such \(found fp8"):
+        quantkit.quantize(floats, tmp_path / "dst", "fp8", method="gptq", refine=True, **TEXT)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_gate_compares_weights_that_can_be_compared(
+    floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by logits alone, which texts may not show."""
+    monkeypatch.setattr("quantkit.quality.gate.weight_bound", lambda *_: 1e-3)
+    with pytest.raises(QualityError, match="changed more than its scheme explains"):
+        quantkit.refine(int4, tmp_path / "dst", against=floats, **QUICK)
 
 
 @pytest.mark.parametrize(
