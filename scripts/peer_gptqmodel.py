@@ -1,11 +1,13 @@
 """GPTQ and AWQ folders made and read by gptqmodel, to be compared with what quantkit reads of them.
 
     PEER scripts/peer_gptqmodel.py make MODEL OUT --bits 4 --group-size 32 --layout gptq [--asym] [--act-order]
+        [--tokens FILE]
     PEER scripts/peer_gptqmodel.py weights FOLDER FILE
     python scripts/peer_gptqmodel.py compare FOLDER FILE
 
 PEER has gptqmodel and not quantkit; on two cores it wants GPTQMODEL_CPU_WORKERS=2, and OMP_NUM_THREADS not set.
-`make` quantizes a Hugging Face folder of floats on a few random samples; `weights` writes the weights and logits that
+`make` quantizes a Hugging Face folder of floats on a few random samples, or on those of a safetensors file whose
+`tokens` are [N, T] int64; `weights` writes the weights and logits that
 gptqmodel takes a folder's tensors for, dequantized in float32, and `compare`, with quantkit, says how far they are from
 ours, in one line of JSON: the exit status is 1 where a weight differs.
 """
@@ -41,7 +43,10 @@ def make(options: argparse.Namespace) -> None:
     )
     model = GPTQModel.load(str(options.model), config)
     vocabulary = model.model.config.vocab_size
-    samples = [torch.randint(3, vocabulary, (128,)).tolist() for _ in range(32)]
+    if options.tokens is None:
+        samples = [torch.randint(3, vocabulary, (128,)).tolist() for _ in range(32)]
+    else:
+        samples = load_file(options.tokens)["tokens"].tolist()
     ids = [{"input_ids": sample, "attention_mask": [1] * len(sample)} for sample in samples]
     model.quantize(ids, batch_size=4)
     model.save(str(options.out))
@@ -106,6 +111,7 @@ def main() -> None:
     made = jobs.add_parser("make")
     made.add_argument("model", type=Path)
     made.add_argument("out", type=Path)
+    made.add_argument("--tokens", type=Path)
     made.add_argument("--bits", type=int, choices=(4, 8), default=4)
     made.add_argument("--group-size", type=int, default=32)
     made.add_argument("--layout", choices=LAYOUTS, default="gptq")

@@ -14,7 +14,7 @@ from quantkit.files.gguf_io import GgufHeader, read_header
 from quantkit.files.gguf_types import split_name, split_stem
 from quantkit.files.located import require_there
 from quantkit.files.tensor_file import StoredTensor, TensorFile
-from quantkit.formats.containers.hf_checkpoint import index_path
+from quantkit.formats.containers.hf_files import index_path
 from quantkit.formats.containers.hf_settings import SETTINGS, settings_in
 from quantkit.formats.output.destination import MANIFEST
 from quantkit.formats.output.staging import require_finished

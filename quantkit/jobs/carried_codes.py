@@ -130,7 +130,10 @@ def _held_in(source: Checkpoint, name: str, dtype: DType, codes: CodeFormat) -> 
 def with_scales(value: QuantTensor, dtype: DType) -> QuantTensor | None:
     """The same weight with scales of another type; None where they would be others."""
     scale = exact_scale(value.scale, dtype)
-    return None if isinstance(scale, Reason) else replace(value, scale=scale)
+    minimum = None if value.minimum is None else exact_scale(value.minimum, dtype)
+    if isinstance(scale, Reason) or isinstance(minimum, Reason):
+        return None
+    return replace(value, scale=scale, minimum=minimum)
 
 
 def _together(source: StoredCheckpoint, found: Mapping[str, Rounding]) -> dict[str, Rounding]:

@@ -16,6 +16,7 @@ from quantkit.architectures.topology import linear_columns
 from quantkit.arguments import as_path
 from quantkit.errors import NotRepresentableError, RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes, stored_name
+from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.container import Output, StoredCheckpoint
 from quantkit.formats.dequantized_checkpoint import of_blocks
 from quantkit.formats.detect import open_checkpoint, with_codes
@@ -73,8 +74,8 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     src = as_path("src", options.src)
     source = precise = _open(src, options, cast)
     target = requested or target_of(source, dequantize=dequantize)
-    if target.container is GGUF and not dequantize:
-        source = precise = with_codes(source)  # all types of its blocks
+    if not dequantize and _carries_all_codes(source, target):
+        source = precise = with_codes(source)
     container = target.container
     if options.mp != 1 and not container.model_parallel:
         able = " or ".join(name for name, one in CONTAINERS.items() if one.model_parallel)
@@ -113,6 +114,14 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     recorded |= recorded_adapters(source)
     work = Work("convert", source, encoder, side_files, recorded)
     return Conversion(dst, options, work, target, changes, precise, [*source.notes, *notes], kv_cache)
+
+
+def _carries_all_codes(source: StoredCheckpoint, target: Target) -> bool:
+    """Whether codes for which there are no kernels are carried too: those of GGUF's blocks to a file of GGUF, and those
+    with MLX's offsets to another folder of MLX."""
+    if source.method == Mlx.name:
+        return target.method is not None and target.method.name == Mlx.name
+    return target.container is GGUF
 
 
 def _open(src: Path, options: ConvertOptions, floats_as: DType | None) -> StoredCheckpoint:

@@ -49,7 +49,10 @@ class TrainingCost:
         Args:
             trained: the shape and the scheme of each weight.
         """
-        factors = sum(rows * scheme.groups(columns) for (rows, columns), scheme in trained.values())
+        factors = sum(
+            rows * scheme.groups(columns) * (2 if scheme.has_minima else 1)
+            for (rows, columns), scheme in trained.values()
+        )
         weights = sum(rows * columns for (rows, columns), _ in trained.values())
         tokens, budget = BATCH_SAMPLES * settings.length, settings.memory_bytes
         together = min(BATCH_SAMPLES, batch_samples(config, settings.length)) * settings.length

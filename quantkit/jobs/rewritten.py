@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.errors import NonFiniteError, NotRepresentableError, QuantkitError, RequestError
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView, require_runnable, schemes
-from quantkit.formats.codecs.codec import Reason, codec_of
+from quantkit.formats.codecs.codec import Reason
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.registry import GGUF
 from quantkit.jobs.carried_codes import with_scales
@@ -77,7 +77,7 @@ def require_scales_change(plan: Conversion, names: tuple[str, ...]) -> None:
         if value.scheme in tried:
             continue
         tried.add(value.scheme)
-        codec = codec_of(codes, value.scheme)
+        codec = codes.codec(value.scheme)
         scale = (value.scale.float() * _TRIED).to(value.scale.dtype)
         found = codec if isinstance(codec, Reason) else codec.encode(replace(value, scale=scale))
         if isinstance(found, Reason):
@@ -94,7 +94,8 @@ def put_all(writer: Writer, changed: Checkpoint, records: Mapping[str, Mapping[s
     writer.report_progress()
     for spec in writer.missing:
         value = changed.load(spec.name)
-        if not all_finite(value.scale if isinstance(value, QuantTensor) else value):
+        floats = [value.scale, value.minimum] if isinstance(value, QuantTensor) else [value]
+        if not all(one is None or all_finite(one) for one in floats):
             raise NonFiniteError(f"tensor '{spec.name}' holds NaN or Inf", path=changed.path)
         writer.put(spec.name, value, records.get(spec.name))
     return writer.seal()

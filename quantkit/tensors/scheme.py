@@ -23,7 +23,7 @@ class Scales(StrEnum):
     """How the scales of groups are held, and what an asymmetric group stores in addition to its scale."""
 
     FLOATS = "floats"  # a float; an integer zero point
-    BLOCKS = "blocks"  # a float16; a float16 minimum: GGUF's Q5_0, Q4_1 and Q5_1
+    BLOCKS = "blocks"  # a float; a minimum in floats: GGUF's Q5_0, Q4_1 and Q5_1, in float16, and MLX
     SUPER_BLOCKS = "super-blocks"  # integers, times a float16 for 256 weights; a minimum likewise: GGUF's K-quants
     TILES = "tiles"  # a float for `TILE` rows and as many columns
     POWERS = "powers"  # a power of two, of MXFP4 (OCP Microscaling Formats 1.0)
@@ -42,6 +42,7 @@ _FLOAT_BITS = {Codes.E2M1: 4, Codes.E4M3: 8}
 _FLOAT_NAMES = {
     Scales.FLOATS: "fp8", Scales.TILES: "fp8-block", Scales.POWERS: "mxfp4", Scales.NESTED: "nvfp4",
 }  # fmt: skip
+_BLOCK_SIZES = (16, 32)  # of the types of GGUF
 _OF_SMALL_FLOATS = (Scales.TILES, Scales.POWERS, Scales.NESTED)
 TILE = 128
 """The rows, and the columns, that share a scale; see `Scales.TILES`."""
@@ -55,7 +56,7 @@ class QuantScheme:
     Checkpoints that others made may have any that can be constructed; users are offered those of `SCHEMES`.
 
     Attributes:
-        bits: bits per code: 4 or 8; 3 to 6 in blocks of GGUF.
+        bits: bits per code: 4 or 8; 3 to 6 in blocks of GGUF; 4, 5 or 8 with minima in floats.
         group_size: inputs that share a scale; ``None`` means one scale per row.
         symmetric: the zero point is fixed at ``2 ** (bits - 1)``; otherwise each group stores its own, or a minimum.
         scales: how scales are held.
@@ -76,7 +77,11 @@ class QuantScheme:
         object.__setattr__(self, "bits", as_integer("bits", self.bits))
         if self.group_size is not None:
             object.__setattr__(self, "group_size", as_integer("group_size", self.group_size))
-        expected = (4, 8) if self.scales is Scales.FLOATS or self.of_small_floats else (3, 4, 5, 6)
+        expected: tuple[int, ...] = (3, 4, 5, 6)
+        if self.scales is Scales.FLOATS or self.of_small_floats:
+            expected = 4, 8
+        elif self.scales is Scales.BLOCKS and not self.symmetric:
+            expected = 4, 5, 8
         if self.bits not in expected:
             one_of = " or ".join(map(str, expected))
             raise RequestError("bits per weight are not supported", found=self.bits, expected=one_of)
@@ -121,7 +126,7 @@ class QuantScheme:
             return _FLOAT_NAMES[self.scales]
         if self.scales is not Scales.FLOATS:
             kind = "k" if self.scales is Scales.SUPER_BLOCKS else f"{int(not self.symmetric)}"
-            return f"q{self.bits}_{kind}"
+            return f"q{self.bits}_{kind}{'' if self.group_size in _BLOCK_SIZES else f'-g{self.group_size}'}"
         group = "" if self.group_size is None else f"-g{self.group_size}"
         return f"int{self.bits}{group}{'' if self.symmetric else '-asym'}"
 
@@ -129,6 +134,11 @@ class QuantScheme:
     def of_small_floats(self) -> bool:
         """Whether codes are small floats, whose steps differ."""
         return self.codes is not Codes.INTEGERS
+
+    @property
+    def has_minima(self) -> bool:
+        """Whether groups have minima instead of zero points."""
+        return not self.symmetric and self.scales in (Scales.BLOCKS, Scales.SUPER_BLOCKS)
 
     @property
     def levels(self) -> int:

@@ -1,9 +1,9 @@
 """A delta: the tensors that refining has changed, in one file that belongs to one quantized model.
 
-A safetensors file. For each changed weight it has ``NAME.scale``, its scales [O, G] in their type, and
-``NAME.codes`` if codes were trained: the bytes of zlib for the differences of all codes, int8 [O, I]. A norm has its
-values under its own name. The metadata has the sha256 of the files of the model that it belongs to, the hashes of each
-tensor before and after, and a hash of the delta itself.
+A safetensors file. For each changed weight it has ``NAME.scale``, its scales [O, G] in their type,
+``NAME.minimum`` likewise if it has minima, and ``NAME.codes`` if codes were trained: the bytes of zlib for the
+differences of all codes, int8 [O, I]. A norm has its values under its own name. The metadata has the sha256 of the
+files of the model that it belongs to, the hashes of each tensor before and after, and a hash of the delta itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.training.training import Evaluation
 
 FORMAT = "quantkit delta 1"
-SCALE, CODES = ".scale", ".codes"
+SCALE, MINIMUM, CODES = ".scale", ".minimum", ".codes"
+_ENDS = (SCALE, MINIMUM, CODES)
 _DAMAGED = "the file is damaged; download it again"
 
 
@@ -51,6 +52,8 @@ def delta_bytes(
         old, new = before.load(name), after.load(name)
         if isinstance(old, QuantTensor) and isinstance(new, QuantTensor):
             tensors[name + SCALE] = new.scale.contiguous()
+            if new.minimum is not None:
+                tensors[name + MINIMUM] = new.minimum.contiguous()
             if not torch.equal(old.codes, new.codes):
                 apart = (new.codes.to(torch.int16) - old.codes).to(torch.int8)
                 tensors[name + CODES] = torch.frombuffer(
@@ -109,7 +112,7 @@ class Delta:
 
     def require_fits(self, model: Checkpoint) -> None:
         """Raise `CheckpointError` unless it changes tensors of a model alone, each from the values that it has."""
-        parts = {name for changed in self.changed for name in (changed, changed + SCALE, changed + CODES)}
+        parts = {name for changed in self.changed for name in (changed, *(changed + end for end in _ENDS))}
         strange = [*(self.changed.keys() - set(model.names())), *(self.tensors.keys() - parts)]
         if strange:
             raise CheckpointError(f"changes '{strange[0]}', which is no tensor of the model", path=self.path)
@@ -158,17 +161,19 @@ class DeltaCheckpoint(CheckpointView):
             if (found.shape, found.dtype) != (value.shape, value.dtype):
                 raise ValueError("another shape or type")
             return found
-        if tensors[name + SCALE].dtype != value.scale.dtype:
+        scale, minimum = tensors[name + SCALE], None if value.minimum is None else tensors[name + MINIMUM]
+        if scale.dtype != value.scale.dtype:
             raise ValueError("another type of scales")
+        value = replace(value, scale=scale, minimum=minimum)
         if (packed := tensors.get(name + CODES)) is None:
-            return replace(value, scale=tensors[name + SCALE])
+            return value
         size = value.codes.numel()
         data = zlib.decompressobj().decompress(packed.numpy().data, size + 1)  # not what a bomb would give
         apart = torch.frombuffer(bytearray(data), dtype=torch.int8).view(value.shape)
         codes = value.codes.to(torch.int16) + apart
         if codes.min() < 0 or codes.max() >= value.scheme.levels:
             raise ValueError("codes out of range")
-        return replace(value, scale=tensors[name + SCALE], codes=codes.to(torch.uint8))
+        return replace(value, codes=codes.to(torch.uint8))
 
     def _damaged(self, name: str) -> CheckpointError:
         return CheckpointError(f"does not give tensor '{name}'", path=self._delta.path, hint=_DAMAGED)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.tensors.qtensor import QuantTensor
-from quantkit.training.trained import TrainedCheckpoint, move, scale_gradient
+from quantkit.training.trained import TrainedCheckpoint, factor_gradient, move
 
 FACTOR_RATE = 2e-3
 """The largest step of a factor, for int4 and norms; with more levels it is smaller, as codes are larger."""
@@ -61,7 +61,7 @@ class Optimizer:
         if isinstance(value, QuantTensor):
             start = model.start(name)
             rate = FACTOR_RATE * min(1.0, _LEVELS / value.scheme.levels)
-            self._step(step, name, scale_gradient(value, gradient).mul_(start.scale.float()), rate)
+            self._step(step, name, factor_gradient(value, start, gradient), rate)
             if model.names_trained.codes:
                 offsets = model.offsets(name)
                 move(offsets, gradient, start.scale, self._schedule.code_step(step))

@@ -1,8 +1,9 @@
 """What refining trains, and the checkpoint that it makes of a quantized one.
 
-A scale is multiplied by ``1 + factor``, and rounded to the type in which it is stored; a code is moved by an offset,
-and rounded. Both are trained as if they were not rounded (straight-through estimation, 1308.3432), so the model that is
-measured during training is the one that is written.
+A scale is multiplied by ``1 + factor``, and rounded to the type in which it is stored; a minimum follows it so that the
+middle code stays where it is, and is moved by another factor; a code is moved by an offset, and rounded. All are
+trained as if they were not rounded (straight-through estimation, 1308.3432), so the model that is measured during
+training is the one that is written.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class TrainedCheckpoint(CheckpointView):
 
     Attributes:
         names: of the trained tensors.
-        factors: by name, float32: of scales [O, G], of norms [D].
+        factors: by name, float32: of scales [O, G], of scales and minima [2, O, G], of norms [D].
     """
 
     def __init__(self, quantized: Checkpoint, names: TrainedNames, store: ActivationStore, memory_bytes: int) -> None:
@@ -89,9 +90,7 @@ class TrainedCheckpoint(CheckpointView):
         self.names_trained = names
         self.factors: dict[str, Tensor] = {}
         for name in (*names.weights, *names.norms):
-            value = quantized.load(name)
-            shape = value.scale.shape if isinstance(value, QuantTensor) else value.shape
-            self.factors[name] = torch.zeros(shape)
+            self.factors[name] = first_factors(quantized.load(name))
         self._trained = frozenset(self.factors)
         self._store, self._free = store, memory_bytes
         self._held: dict[str, QuantTensor] = {}
@@ -117,7 +116,7 @@ class TrainedCheckpoint(CheckpointView):
     def quantized(self, name: str) -> QuantTensor:
         """A weight as it is now."""
         value = self.start(name)
-        found = replace(value, scale=scaled(value.scale, self.factors[name]))
+        found = with_factors(value, self.factors[name])
         if not self.names_trained.codes:
             return found
         return replace(found, codes=moved(value, self.offsets(name)))
@@ -150,6 +149,24 @@ def scaled(scale: Tensor, factor: Tensor) -> Tensor:
     return torch.where(found.isfinite() & ((found != 0) | (scale == 0)), found, scale)
 
 
+def first_factors(value: Tensor | QuantTensor) -> Tensor:
+    """The factors of a tensor before any step: zeros."""
+    if not isinstance(value, QuantTensor):
+        return torch.zeros(value.shape)
+    return torch.zeros(value.scale.shape if value.minimum is None else (2, *value.scale.shape))
+
+
+def with_factors(value: QuantTensor, factors: Tensor) -> QuantTensor:
+    """A weight with scales, and minima if it has any, that are changed by its factors; see `TrainedCheckpoint`."""
+    if value.minimum is None:
+        return replace(value, scale=scaled(value.scale, factors))
+    before, middle = value.scale.float(), value.scheme.levels // 2
+    scale = scaled(value.scale, factors[0])
+    wider, moved_by = middle * (scale.float() - before), factors[1] * (before * _minimum_unit(value))
+    minimum = (value.minimum.float() + wider - moved_by).to(value.minimum.dtype)
+    return replace(value, scale=scale, minimum=torch.where(minimum.isfinite(), minimum, value.minimum))
+
+
 def moved(value: QuantTensor, offsets: Tensor) -> Tensor:
     """The codes [O, I] uint8 of a weight, moved by offsets [O, I] float32, in steps of a code, and rounded."""
     return (value.codes + offsets).round_().clamp_(0, value.scheme.levels - 1).to(torch.uint8)
@@ -173,15 +190,27 @@ def trained_error(value: QuantTensor, weight: Tensor | QuantTensor) -> float | N
     return error if error <= _SAME_WEIGHTS else None
 
 
-def scale_gradient(value: QuantTensor, gradient: Tensor) -> Tensor:
-    """The gradient by scales, [O, G], given that by the weight, [O, I]."""
+def factor_gradient(value: QuantTensor, start: QuantTensor, gradient: Tensor) -> Tensor:
+    """The gradient by factors, [O, G] or [2, O, G], given that by the weight, [O, I].
+
+    Args:
+        start: the weight before any step.
+    """
     rows, groups = value.scale.shape
-    units = value.codes.float()
+    units, scale = value.codes.float(), start.scale.float()
     if value.zero is not None:
         units.sub_(value.zero.float().repeat_interleave(value.shape[1] // groups, 1))
-    elif value.minimum is None:
+    else:
         units.sub_(value.scheme.levels // 2)
-    return (units * gradient).view(rows, groups, -1).sum(-1)
+    by_scale = (units * gradient).view(rows, groups, -1).sum(-1).mul_(scale)
+    if value.minimum is None:
+        return by_scale
+    return torch.stack([by_scale, gradient.view(rows, groups, -1).sum(-1).mul_(scale * _minimum_unit(value))])
+
+
+def _minimum_unit(value: QuantTensor) -> float:
+    """The steps that a factor of 1 moves a group: about the distance of a code from the middle."""
+    return value.scheme.levels / 4
 
 
 def move(offsets: Tensor, gradient: Tensor, scale: Tensor, step: float) -> None:

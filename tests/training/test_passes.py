@@ -14,8 +14,9 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch, layerwise_hidden
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.training.passes import Passes
-from quantkit.training.trained import TrainedCheckpoint, TrainedNames, scale_gradient
+from quantkit.training.trained import TrainedCheckpoint, TrainedNames, factor_gradient, first_factors, with_factors
 
 CPU = torch.device("cpu")
 NAMES = (
@@ -77,9 +78,12 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
         assert torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-3 * expected[name].abs().max().item())
 
 
-def test_gradients_by_scales_are_those_of_the_loss(models: tuple[Path, Path], tokens: Tensor) -> None:
-    """The change of the loss if one scale is a little larger."""
-    name, place = "model.layers.1.mlp.down_proj.weight", (5, 2)
+@pytest.mark.parametrize("place", [(5, 2), (0, 5, 2), (1, 5, 2)], ids=["scale", "scale with minima", "minimum"])
+def test_gradients_by_factors_are_those_of_the_loss(
+    models: tuple[Path, Path], tokens: Tensor, place: tuple[int, ...]
+) -> None:
+    """The change of the loss if one factor is a little larger."""
+    name = "model.layers.1.mlp.down_proj.weight"
     passes, targets = passes_of(models, tokens)
     names: list[list[str]] = [[], [name], [], [], []]
     found: dict[str, Tensor] = {}
@@ -87,13 +91,17 @@ def test_gradients_by_scales_are_those_of_the_loss(models: tuple[Path, Path], to
     quantized = open_checkpoint(models[1])
     value = quantized.load(name)
     assert isinstance(value, QuantTensor)
-    gradient = scale_gradient(value, found[name])[place].item()
-    change = 0.05 * value.scale[place].item()
-    losses = []
+    if len(place) == 3:  # the same weight with minima
+        size = value.shape[1] // value.scale.shape[1]
+        minima = QuantScheme(4, size, False, Scales.BLOCKS)
+        assert value.zero is not None
+        value = QuantTensor(value.codes, value.scale, None, minima, value.scale * value.zero)
+    gradient = factor_gradient(value, value, found[name])[place].item()
+    losses, change = [], 0.05
     for sign in (1, -1):
-        scale = value.scale.clone()
-        scale[place] += sign * change
-        model = Changed(quantized, name, QuantTensor(value.codes, scale, value.zero, value.scheme))
+        factors = first_factors(value)
+        factors[place] = sign * change
+        model = Changed(quantized, name, with_factors(value, factors))
         reference = open_checkpoint(models[0])
         losses.append(Passes(model, reference, tokens.shape[1], CPU).loss(tokens, targets) / tokens.numel())
     assert (losses[0] - losses[1]) / (2 * change) == pytest.approx(gradient, rel=0.05)

@@ -30,7 +30,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.quality.verify import Verdict
-from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.qtensor import QuantTensor, pack_int32
 from quantkit.text.tokenizer import load_tokenizer
 from quantkit.training import optimizer
 
@@ -184,6 +184,46 @@ def test_other_formats_keep_their_form_and_codes(floats: Path, int4: Path, tmp_p
     assert all(torch.equal(value.codes, after[name].codes) for name, value in before.items())
     assert open_checkpoint(src).layout == open_checkpoint(dst).layout
     assert kl(floats, dst) < kl(floats, src)
+
+
+@pytest.fixture(scope="module")
+def mlx(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As mlx-lm writes them: groups from their smallest to their largest weight, the embedding too."""
+    folder = tmp_path_factory.mktemp("mlx") / "mlx"
+    shutil.copytree(floats, folder)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in load_file(floats / "model.safetensors").items():
+        if value.dim() == 1:
+            tensors[name] = value
+            continue
+        module, groups = name.removesuffix("weight"), value.float().view(len(value), -1, 32)
+        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        scale = ((high - low) / 15).bfloat16()
+        codes = ((groups - low) / scale.float()).round().clamp(0, 15).to(torch.uint8).flatten(1)
+        tensors[name] = pack_int32(codes, 4).view(torch.uint32)
+        tensors |= {f"{module}scales": scale.squeeze(-1), f"{module}biases": low.bfloat16().squeeze(-1)}
+    save_file(tensors, folder / "model.safetensors", {"format": "mlx"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 32, "bits": 4}}))
+    (folder / "quantkit.json").unlink()
+    return folder
+
+
+def test_offsets_of_mlx_are_trained_with_their_scales(floats: Path, mlx: Path, tmp_path: Path) -> None:
+    """The files of mlx-lm have offsets that are no multiples of their scales."""
+    made = quantkit.refine(mlx, tmp_path / "dst", against=floats, **QUICK)
+    assert not any("are read as" in note for note in made.notes)
+    assert kl(floats, tmp_path / "dst") < kl(floats, mlx)
+    before, after = (load_file(one / "model.safetensors") for one in (mlx, tmp_path / "dst"))
+    assert before.keys() == after.keys()
+    same = {name for name, value in before.items() if torch.equal(value, after[name])}
+    linears = {name for name in before if ".layers." in name and name.endswith(("scales", "biases"))}
+    assert same == before.keys() - linears
+    assert open_checkpoint(mlx).layout == open_checkpoint(tmp_path / "dst").layout
+    assert quantkit.verify(tmp_path / "dst", floats).verdict is Verdict.WITHIN_BOUND
+    quantkit.refine(mlx, against=floats, delta=tmp_path / "delta", **QUICK)
+    quantkit.apply_delta(mlx, tmp_path / "delta", tmp_path / "applied")
+    assert (tmp_path / "applied/model.safetensors").read_bytes() == (tmp_path / "dst/model.safetensors").read_bytes()
 
 
 def test_int8_takes_smaller_steps(demo_model: Path, tmp_path: Path) -> None:

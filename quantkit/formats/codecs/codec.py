@@ -256,7 +256,7 @@ class CodeFormat:
         name: its name for ``--to``.
         schemes: to which weights can be rounded that it cannot store exactly; none if it is only read.
         scale_dtype: the type of all scales; None if they may have the model's.
-        scales: how scales may be held.
+        scales: how scales may be held in what is quantized for it.
         embeddings: what an embedding may be quantized to, if it may be.
         codes: what codes may be.
     """

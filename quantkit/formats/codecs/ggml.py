@@ -84,6 +84,8 @@ class BlockType:
             return reason
         rows, columns = value.shape
         if self.layout is not None and value.block_scales is not None:
+            if value.scale.dtype != torch.float16:
+                return Reason("its scales are of another type", found=DType.of(value.scale.dtype), expected="float16")
             count = rows * columns // self.type.block
             scales = value.block_scales.map(lambda values: values.reshape(count, -1))
             return self.layout.pack(value.codes.reshape(count, -1), scales).view(rows, -1)
@@ -128,10 +130,8 @@ _BY_SCHEME = {kind.scheme: kind for kind in CODED_TYPES.values() if kind.layout 
 
 
 def block_type(scheme: QuantScheme) -> BlockType:
-    """The type with the scales of a scheme and codes of its bits."""
-    if scheme.scales is not Scales.FLOATS:
-        return _BY_SCHEME[scheme]
-    return Q4_0 if scheme.bits == 4 else Q8_0
+    """The type with the scales of a scheme and codes of its bits; Q4_0 or Q8_0 if there is none."""
+    return _BY_SCHEME.get(scheme, Q4_0 if scheme.bits == 4 else Q8_0)
 
 
 class GgmlBlocks(CodeFormat):

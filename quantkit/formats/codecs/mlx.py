@@ -3,7 +3,7 @@
 Per module: ``weight`` uint32 [O, I * bits / 32], least significant bits first, ``scales`` and ``biases`` [O, I / G] in
 one float type; ``w = scale * code + bias``. All experts of a layer are one module [E, O, ...].
 Where every offset is an integer multiple of its scale, they are codes with zero points; otherwise they are read as
-floats.
+floats, or as codes with minima where the same format is written again.
 Source: mlx's documentation of ``mlx.core.quantize``; mlx-lm's ``load_model`` for the settings.
 """
 
@@ -31,7 +31,7 @@ from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, S
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import qtensor, torch
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -43,6 +43,7 @@ _KEYS = {"group_size", "bits", "mode", "quant_method", "linear_class", "quantize
 """Of the settings that are not names of modules."""
 _GROUP_SIZES = (128, 64, 32)  # that MLX supports
 _BITS = (2, 3, 4, 5, 6, 8)
+_READ_BITS = (4, 8)  # as codes
 _EXACT_OFFSETS = {
     DType.FLOAT16: (DType.FLOAT32,), DType.BFLOAT16: (DType.FLOAT32,), DType.FLOAT32: (DType.FLOAT16, DType.FLOAT32),
 }  # fmt: skip
@@ -68,19 +69,23 @@ class Affine(GroupedCodec):
         scheme: of weights that are written; None for weights that are read, whose tensors decide.
         bits, group_size: as the settings state them for a module by its name; None if the tensors decide, as in
             mlx-lm.
+        minima: whether weights with offsets that are no multiples of their scales are codes with minima, not floats.
     """
 
     scheme: QuantScheme | None = None
     bits: int | None = None
     group_size: int | None = None
+    minima: bool = False
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
         bits, group_size = self._layout(raw, expected.shape)
-        scheme = scheme_of(raw, _SCALES, _BIASES, bits, group_size) if bits in (4, 8) else None
+        scheme = scheme_of(raw, _SCALES, _BIASES, bits, group_size) if bits in _READ_BITS else None
+        if scheme is None and self.minima and bits in _READ_BITS:
+            scheme = QuantScheme(bits, group_size, False, Scales.BLOCKS)
         scales = raw.find(_SCALES)
         if scheme is not None and scales is not None:
             return TensorSpec(expected.name, expected.shape, scales.dtype, scheme)
-        stored_as = "MLX with float offsets" if bits in (4, 8) else f"MLX with {bits} bits"
+        stored_as = "MLX with float offsets" if bits in _READ_BITS else f"MLX with {bits} bits"
         return TensorSpec(expected.name, expected.shape, expected.dtype, stored_as=stored_as)
 
     def stored(self, spec: TensorSpec) -> list[StoredTensor]:
@@ -115,6 +120,9 @@ class Affine(GroupedCodec):
         if scheme is None:
             floats = affine(codes, scale, raw.read(_BIASES, groups).flatten(0, -2), spec.dtype)
             return floats.view(*packed.shape[:-1], -1)
+        if scheme.scales is Scales.BLOCKS:
+            minimum = raw.read(_BIASES, groups).flatten(0, -2).neg()
+            return qtensor.QuantTensor(codes, scale, None, scheme, minimum)
         repeats = scale.shape[1] if scheme.group_size is None else scheme.group_size // size
         zero = None
         if not scheme.symmetric:
@@ -134,16 +142,9 @@ class Affine(GroupedCodec):
         group_size = _written_group_size(scheme, columns)
         if isinstance(group_size, Reason):
             return group_size
-        scale = value.scale
-        zero = torch.tensor(scheme.levels // 2) if value.zero is None else value.zero
-        offset = (scale.double() * -zero.double()).to(scale.dtype)
-        rounded = (offset.double() != scale.double() * -zero.double()) | ~offset.isfinite()
-        lost = ~scale.isfinite() | ((scale == 0) & (zero != scheme.levels // 2))  # which an offset cannot express
-        if (wrong := rounded | lost).any():
-            step, point = (one.expand(scale.shape)[wrong][0].item() for one in (scale, zero))
-            dtype, expected = DType.of(scale.dtype), "an offset that is exact in the type of the scales"
-            problem, found = f"{dtype} does not hold the offset of a group", f"-{point} steps of {step:g}"
-            return Reason(problem, found, expected, () if lost.any() else _EXACT_OFFSETS[dtype])
+        scale, offset = value.scale, _exact_offsets(value) if value.minimum is None else value.minimum.neg()
+        if isinstance(offset, Reason):
+            return offset
         repeats = columns // group_size // scale.shape[1]
         groups = [one.repeat_interleave(repeats, 1) if repeats > 1 else one.contiguous() for one in (scale, offset)]
         return [qtensor.pack_int32(value.codes, scheme.bits).view(torch.uint32), *groups]
@@ -190,7 +191,7 @@ class Mlx(QuantMethod):
     keys: tuple[str, ...] = ("quantization", "quantization_config")
     joins_experts = True
     runtimes = ("mlx",)
-    schemes = tuple(QuantScheme(bits, size) for bits in (4, 8) for size in (32, 64, 128))
+    schemes = tuple(QuantScheme(bits, size) for bits in _READ_BITS for size in (32, 64, 128))
 
     def claims(self, settings: Settings, modules: Iterable[str], coded: Collection[str]) -> Claims:
         """The tensors decide; settings give some modules a scheme by their names."""
@@ -250,6 +251,9 @@ class Mlx(QuantMethod):
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Affine | Reason:
         if scheme.group_size is not None and isinstance(none := _written_group_size(scheme, 0), Reason):
             return none
+        minima = scheme.scales is Scales.BLOCKS and not scheme.symmetric
+        if scheme.bits not in _READ_BITS or not (minima or scheme.scales is Scales.FLOATS) or scheme.of_small_floats:
+            return Reason("MLX has no such codes and scales", found=scheme, expected=", ".join(map(str, self.schemes)))
         return Affine(scheme)
 
     def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
@@ -270,6 +274,21 @@ def _written_group_size(scheme: QuantScheme, columns: int) -> int | Reason:
         if not size % group_size:
             return group_size
     return Reason("MLX has no groups that divide it", found=f"{scheme} of {size} columns", expected="32, 64 or 128")
+
+
+def _exact_offsets(value: qtensor.QuantTensor) -> torch.Tensor | Reason:
+    """The offsets [O, G] of a weight with zero points, in the type of its scales, which must hold them exactly."""
+    scale = value.scale
+    zero = torch.tensor(value.scheme.levels // 2) if value.zero is None else value.zero
+    offset = (scale.double() * -zero.double()).to(scale.dtype)
+    rounded = (offset.double() != scale.double() * -zero.double()) | ~offset.isfinite()
+    lost = ~scale.isfinite() | ((scale == 0) & (zero != value.scheme.levels // 2))  # which an offset cannot express
+    if (wrong := rounded | lost).any():
+        step, point = (one.expand(scale.shape)[wrong][0].item() for one in (scale, zero))
+        dtype, expected = DType.of(scale.dtype), "an offset that is exact in the type of the scales"
+        problem, found = f"{dtype} does not hold the offset of a group", f"-{point} steps of {step:g}"
+        return Reason(problem, found, expected, () if lost.any() else _EXACT_OFFSETS[dtype])
+    return offset
 
 
 def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:

@@ -17,8 +17,9 @@ from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME, CompressedTensors, Int8Activations
 from quantkit.formats.container import Container, Output, StoredCheckpoint
-from quantkit.formats.containers.hf_checkpoint import HFCheckpoint, index_path, weight_kinds
+from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
 from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
+from quantkit.formats.containers.hf_files import index_path, weight_kinds
 from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs, without_settings
 from quantkit.formats.folder import json_bytes, present, side_names, with_templates
 from quantkit.tensors.dtypes import DType

@@ -4,7 +4,6 @@ modules."""
 from __future__ import annotations
 
 import copy
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -15,12 +14,11 @@ from quantkit.architectures.config import OpaqueTensor
 from quantkit.architectures.disk import DiskTensor, disk_name, found_tensors, unread_experts
 from quantkit.architectures.families import config_from_hf, config_to_hf, ignored_rope_settings
 from quantkit.architectures.families.opaque import opaque_config
-from quantkit.architectures.names import is_derived_buffer, is_embedding
+from quantkit.architectures.names import is_embedding
 from quantkit.architectures.text_part import TextNames, is_tied, media_tokens, text_family, text_settings
 from quantkit.architectures.topology import parameters
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.files import pth_io, safetensors_io
-from quantkit.files.source import SourceFile, damaged_file
+from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
 from quantkit.formats.codecs.codec import QuantMethod, RawModule, ReadAsFloats, ReadCodec, Weight
@@ -28,22 +26,17 @@ from quantkit.formats.codecs.compressed_floats import SmallFloats, float8_codes
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, packed_shapes, read_here_alone
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import by_small_floats, dequantized
+from quantkit.formats.codecs.mlx import Affine, Mlx
 from quantkit.formats.codecs.small_floats import DequantizedTensor, Float8Weight
+from quantkit.formats.containers.hf_files import read_headers
 from quantkit.formats.containers.hf_parts import decode, read_floats, share
 from quantkit.formats.containers.hf_settings import NOT_CARRIED, SETTINGS, read_codecs, settings_in, without_settings
 from quantkit.formats.folder import QUANTIZED_ELSEWHERE
 from quantkit.formats.kv_cache import KvCache, states_scheme, take_kv_cache
-from quantkit.json_values import Settings, read_json, read_settings, shown
+from quantkit.json_values import Settings, read_settings, shown
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
-
-_STEMS = {"safetensors": "model", "bin": "pytorch_model"}
-
-
-def weight_kinds(folder: Path) -> list[str]:
-    """The sets of Hugging Face weights in a folder: safetensors, bin, both or none."""
-    return [kind for kind in _STEMS if index_path(folder, kind).is_file() or _unindexed(folder, kind)]
 
 
 class HFCheckpoint:
@@ -142,13 +135,16 @@ class HFCheckpoint:
         return {**text_settings(raw, self._config_path), "tie_word_embeddings": is_tied(raw, text)}
 
     def with_codes(self) -> HFCheckpoint:
-        """The same with all codes of compressed-tensors read as such; see `Container.with_codes`."""
-        if not isinstance(self._method, CompressedTensors):
+        """The same with all codes of compressed-tensors and of MLX read as such; see `Container.with_codes`."""
+        if isinstance(self._method, CompressedTensors):
+            coded: dict[str, ReadCodec] = dict(self.small_floats())
+        elif isinstance(self._method, Mlx):
+            coded = {name: replace(own, minima=True) for name, own in self._codecs.items() if isinstance(own, Affine)}
+        else:
             return self
         found = copy.copy(self)
         found._codecs, found._home = dict(self._codecs), dict(self._home)
         found._disk_specs = dict(self._disk_specs)
-        coded = dict(found.small_floats())
         for tensor, _ in self._places.values():
             if (codec := coded.get(tensor.name)) is not None:
                 parts = codec.parts(self._raw(tensor), self._disk_specs[tensor.name])
@@ -156,6 +152,8 @@ class HFCheckpoint:
                 found._codecs[tensor.name] = codec
                 expected = TensorSpec(tensor.name, tensor.shape, self._floats_as)
                 found._disk_specs[tensor.name] = codec.spec(found._raw(tensor), expected)
+        no_more = set(self._float_notes(self._disk_specs)) - set(self._float_notes(found._disk_specs))
+        found.notes = [note for note in self.notes if note not in no_more]
         return found
 
     def small_floats(self) -> Iterator[tuple[str, SmallFloats]]:
@@ -238,6 +236,13 @@ class HFCheckpoint:
         """The type of weights that are read as floats and stored otherwise."""
         return self._requested_floats or DType(self.config.dtype)
 
+    def _float_notes(self, specs: Mapping[str, TensorSpec]) -> list[str]:
+        """A note for each kind of codes that are read as floats."""
+        kinds = Counter(specs[name].stored_as for name in self._codecs if specs[name].stored_as is not None)
+        return [
+            f"{self.path}: {count} weights in {kind} are read as {self._floats_as}" for kind, count in kinds.items()
+        ]
+
     def _raw(self, tensor: DiskTensor) -> RawModule:
         return RawModule(tensor.module, self._home, self.path, self.notes)
 
@@ -300,42 +305,10 @@ class HFCheckpoint:
 
     def _read_headers(self, kind: str, *, derived: bool = False) -> None:
         """Open all files of weights; `derived` is whether to include buffers that the config determines."""
-        index = index_path(self.path, kind)
-        if index.is_file():
-            listed = _weight_map(index)
-            self._settings.insert(0, SourceFile(index))
-            paths = sorted({self.path / file for file in listed.values()})
-        else:
-            listed = None
-            paths = _unindexed(self.path, kind)
-            _require_all_parts(paths)
-        for path in paths:
-            file = safetensors_io.open_file(path) if kind == "safetensors" else pth_io.open_file(path)
-            self.notes += file.notes
-            for name, tensor in file.tensors.items():
-                if listed is not None and listed.get(name) != path.name:
-                    if name in listed or derived or not is_derived_buffer(name):
-                        problem, hint = f"the index does not list tensor '{name}' in {path.name}", "the index is stale"
-                        found = listed.get(name, "nothing")
-                        raise CheckpointError(problem, path=index, found=found, hint=f"{hint}; download it again")
-                    continue
-                if name in self._stored:
-                    other = f"also in {self._files[name].path.name}"
-                    raise CheckpointError(f"tensor '{name}' is in two files", path=path, found=other)
-                self._stored[name] = tensor
-                self._files[name] = file
-        for name, home in (listed or {}).items():
-            if name not in self._stored:
-                expected, hint = f"as {index.name} says", "the index is stale or the shard is another model's"
-                raise CheckpointError(f"lacks tensor '{name}'", path=self.path / home, expected=expected, hint=hint)
-        stray = {p.name for p in _unindexed(self.path, kind)} - {p.name for p in paths}
-        if stray:
-            self.notes.append(f"{self.path}: {', '.join(sorted(stray))} not in the index; ignored")
-        for name in [name for name in self._stored if not derived and is_derived_buffer(name)]:
-            del self._stored[name]
-            del self._files[name]
-        if not self._stored:
-            raise CheckpointError("holds no tensors", path=self.path)
+        found = read_headers(self.path, kind, derived=derived)
+        self._stored, self._files = found.tensors, found.files
+        self._settings = [*found.settings, *self._settings]
+        self.notes += found.notes
 
     def _drop_tied_head(self) -> None:
         """Drop a tied model's stored head, which must equal the embedding."""
@@ -364,8 +337,7 @@ class HFCheckpoint:
                 problem, expected = f"'{raw.name}' is there in floats and quantized", "only its codes and scales"
                 raise CheckpointError(problem, path=self.path, found=f"'{name}'", expected=expected)
             joined[name] = spec
-        kinds = Counter(spec.stored_as for spec in joined.values() if spec.stored_as is not None)
-        self.notes += [f"{self.path}: {count} weights in {kind} are read as {dtype}" for kind, count in kinds.items()]
+        self.notes += self._float_notes(joined)
         biases = [f"{tensors[name].module}.bias" for name in joined]  # early AutoGPTQ added such
         extra = [name for name in biases if name in self._home and name not in tensors]
         if unused := [name for name in extra if not any(self._home[name].read_bytes(name))]:
@@ -378,41 +350,3 @@ class HFCheckpoint:
             stored_as = home.stored_as if isinstance(home, DequantizedTensor) else None
             found[name] = TensorSpec(name, tensor.shape, tensor.dtype, None, stored_as)
         return found | joined
-
-
-def index_path(folder: Path, kind: str) -> Path:
-    """The path of the index of a sharded set of weights."""
-    return folder / f"{_STEMS[kind]}.{kind}.index.json"
-
-
-def _unindexed(folder: Path, kind: str) -> list[Path]:
-    """Weight files by name: a single one, or parts ``-00001-of-00002``."""
-    pattern = re.compile(rf"{_STEMS[kind]}(-\d+-of-\d+)?\.{kind}")
-    return sorted(p for p in folder.iterdir() if pattern.fullmatch(p.name))
-
-
-def _require_all_parts(paths: list[Path]) -> None:
-    """Without an index, all parts must exist and belong to one set."""
-    totals = {m[1] for p in paths if (m := re.search(r"-of-(\d+)\.", p.name))}
-    whole = [p for p in paths if "-of-" not in p.name]
-    if len(totals) + len(whole) > 1:
-        problem, found = "several sets of weights and no index to say which", ", ".join(p.name for p in paths)
-        raise CheckpointError(problem, path=paths[0].parent, found=found, hint="move the stray files away")
-    for total in totals:
-        present = {p.name for p in paths}
-        for number in range(1, int(total) + 1):
-            name = re.sub(r"-\d+-of-", f"-{number:0{len(total)}d}-of-", paths[0].name)
-            if name not in present:
-                found = f"{len(present)} of {int(total)} parts"
-                raise damaged_file("the weight file is missing", paths[0].with_name(name), found)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    raw = read_json(index).get("weight_map")
-    if not isinstance(raw, dict) or not raw:
-        raise CheckpointError("lacks the key 'weight_map'", path=index)
-    for name, file in raw.items():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or "\\" in file:
-            problem = f"puts tensor '{name}' outside the folder"
-            raise CheckpointError(problem, path=index, found=repr(file), expected="a plain file name")
-    return raw

@@ -21,12 +21,12 @@ from quantkit.files.safetensors_io import open_file
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.codecs.codec import RawModule, Reason
 from quantkit.formats.codecs.mlx import Affine, Mlx
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.recipe import Override, Recipe
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -276,6 +276,39 @@ def test_experts_in_one_tensor_are_read(kind: str, tmp_path: Path) -> None:
             assert torch.equal(found, expected.bfloat16() if part is None else part.of(expected).bfloat16()), middle
     untouched = "model.layers.0.mlp.experts.2.gate_proj.weight"
     assert _equal(source.load(untouched), before[untouched])
+
+
+def test_offsets_in_floats_are_copied_to_another_folder(model: Path, tmp_path: Path) -> None:
+    """As codes with minima, which only MLX has."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        _offset("model.embed_tokens", tensors)
+        _offset(UP, tensors)
+        _offset("model.layers.0.mlp.gate_proj", tensors, exact=True)
+        _offset("model.layers.0.mlp.down_proj", tensors, 8)
+
+    folder = _edited(model, tmp_path / "mlx", edit)
+    floats = open_checkpoint(folder)
+    coded = with_codes(floats)
+    assert schemes(floats) == {"model.layers.0.mlp.gate_proj": QuantScheme(4, 32)}
+    wide, narrow = (QuantScheme(bits, 32, False, Scales.BLOCKS) for bits in (8, 4))
+    assert schemes(coded) == {
+        "model.embed_tokens": narrow, UP: narrow, "model.layers.0.mlp.gate_proj": QuantScheme(4, 32),
+        "model.layers.0.mlp.down_proj": wide,
+    }  # fmt: skip
+    assert not coded.notes
+    for name in (f"{UP}.weight", "model.layers.0.mlp.down_proj.weight"):
+        for part in (None, TensorSlice(0, ((5, 8),)), TensorSlice(1, ((32, 64),))):
+            found, value = coded.load(name, part), floats.load(name, part)
+            assert isinstance(found, QuantTensor)
+            assert torch.equal(found.floats(torch.bfloat16), value)  # type: ignore[arg-type]
+    made = quantkit.convert(folder, tmp_path / "copy", source_check=False)
+    assert not any("read as" in note for note in made.notes)
+    before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "copy"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    with pytest.raises(UnsupportedError, match="cannot be held exactly as compressed-tensors"):
+        quantkit.convert(folder, tmp_path / "ct", to="compressed-tensors", source_check=False)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])

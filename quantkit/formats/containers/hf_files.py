@@ -1,0 +1,125 @@
+"""The files of weights in a Hugging Face folder: those that an index lists, or parts by their names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quantkit.architectures.names import is_derived_buffer
+from quantkit.errors import CheckpointError
+from quantkit.files import pth_io, safetensors_io
+from quantkit.files.source import SourceFile, damaged_file
+from quantkit.files.tensor_file import StoredTensor, TensorFile
+from quantkit.json_values import read_json
+
+_STEMS = {"safetensors": "model", "bin": "pytorch_model"}
+
+
+def weight_kinds(folder: Path) -> list[str]:
+    """The sets of Hugging Face weights in a folder: safetensors, bin, both or none."""
+    return [kind for kind in _STEMS if index_path(folder, kind).is_file() or _unindexed(folder, kind)]
+
+
+@dataclass
+class Headers:
+    """What the files of weights hold.
+
+    Attributes:
+        tensors, files: by the name of a tensor; its file.
+        settings: the index, if there is one.
+        notes: what was ignored.
+    """
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    files: dict[str, TensorFile] = field(default_factory=dict)
+    settings: list[SourceFile] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
+    """Open all files of weights.
+
+    Args:
+        kind: of the files: "safetensors", "bin" or the like.
+        derived: whether to include buffers that the config determines.
+
+    Raises:
+        CheckpointError: if files are missing or damaged, or contradict the index.
+    """
+    found = Headers()
+    index = index_path(folder, kind)
+    if index.is_file():
+        listed = _weight_map(index)
+        found.settings.append(SourceFile(index))
+        paths = sorted({folder / file for file in listed.values()})
+    else:
+        listed = None
+        paths = _unindexed(folder, kind)
+        _require_all_parts(paths)
+    for path in paths:
+        file = safetensors_io.open_file(path) if kind == "safetensors" else pth_io.open_file(path)
+        found.notes += file.notes
+        for name, tensor in file.tensors.items():
+            if listed is not None and listed.get(name) != path.name:
+                if name in listed or derived or not is_derived_buffer(name):
+                    problem, hint = f"the index does not list tensor '{name}' in {path.name}", "the index is stale"
+                    other = listed.get(name, "nothing")
+                    raise CheckpointError(problem, path=index, found=other, hint=f"{hint}; download it again")
+                continue
+            if name in found.tensors:
+                other = f"also in {found.files[name].path.name}"
+                raise CheckpointError(f"tensor '{name}' is in two files", path=path, found=other)
+            found.tensors[name] = tensor
+            found.files[name] = file
+    for name, home in (listed or {}).items():
+        if name not in found.tensors:
+            expected, hint = f"as {index.name} says", "the index is stale or the shard is another model's"
+            raise CheckpointError(f"lacks tensor '{name}'", path=folder / home, expected=expected, hint=hint)
+    stray = {p.name for p in _unindexed(folder, kind)} - {p.name for p in paths}
+    if stray:
+        found.notes.append(f"{folder}: {', '.join(sorted(stray))} not in the index; ignored")
+    for name in [name for name in found.tensors if not derived and is_derived_buffer(name)]:
+        del found.tensors[name]
+        del found.files[name]
+    if not found.tensors:
+        raise CheckpointError("holds no tensors", path=folder)
+    return found
+
+
+def index_path(folder: Path, kind: str) -> Path:
+    """The path of the index of a sharded set of weights."""
+    return folder / f"{_STEMS[kind]}.{kind}.index.json"
+
+
+def _unindexed(folder: Path, kind: str) -> list[Path]:
+    """Weight files by name: a single one, or parts ``-00001-of-00002``."""
+    pattern = re.compile(rf"{_STEMS[kind]}(-\d+-of-\d+)?\.{kind}")
+    return sorted(p for p in folder.iterdir() if pattern.fullmatch(p.name))
+
+
+def _require_all_parts(paths: list[Path]) -> None:
+    """Without an index, all parts must exist and belong to one set."""
+    totals = {m[1] for p in paths if (m := re.search(r"-of-(\d+)\.", p.name))}
+    whole = [p for p in paths if "-of-" not in p.name]
+    if len(totals) + len(whole) > 1:
+        problem, found = "several sets of weights and no index to say which", ", ".join(p.name for p in paths)
+        raise CheckpointError(problem, path=paths[0].parent, found=found, hint="move the stray files away")
+    for total in totals:
+        present = {p.name for p in paths}
+        for number in range(1, int(total) + 1):
+            name = re.sub(r"-\d+-of-", f"-{number:0{len(total)}d}-of-", paths[0].name)
+            if name not in present:
+                found = f"{len(present)} of {int(total)} parts"
+                raise damaged_file("the weight file is missing", paths[0].with_name(name), found)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    raw = read_json(index).get("weight_map")
+    if not isinstance(raw, dict) or not raw:
+        raise CheckpointError("lacks the key 'weight_map'", path=index)
+    for name, file in raw.items():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or "\\" in file:
+            problem = f"puts tensor '{name}' outside the folder"
+            raise CheckpointError(problem, path=index, found=repr(file), expected="a plain file name")
+    return raw
