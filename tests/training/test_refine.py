@@ -26,7 +26,7 @@ from quantkit.errors import (
     ResumeError,
 )
 from quantkit.formats.checkpoint import schemes
-from quantkit.formats.detect import open_checkpoint
+from quantkit.formats.detect import open_checkpoint, with_codes
 from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.quality.verify import Verdict
@@ -80,7 +80,7 @@ def kl(floats: Path, other: Path) -> float:
 
 
 def weights(path: Path) -> dict[str, QuantTensor]:
-    model = open_checkpoint(path)
+    model = with_codes(open_checkpoint(path))
     found = {module: model.load(f"{module}.weight") for module in schemes(model)}
     assert all(isinstance(value, QuantTensor) for value in found.values())
     return found  # type: ignore[return-value]
@@ -173,10 +173,12 @@ def test_codes_are_trained_too(floats: Path, int4: Path, tmp_path: Path, monkeyp
     assert quantkit.verify(tmp_path / "codes", floats).verdict is Verdict.WITHIN_BOUND
 
 
-@pytest.mark.parametrize("to", ["gptq", "awq", "mlx", "gguf"])
-def test_other_formats_keep_their_form_and_codes(floats: Path, int4: Path, tmp_path: Path, to: str) -> None:
+@pytest.mark.parametrize(
+    ("to", "scheme"),
+    [("gptq", "int4-g32"), ("awq", "int4-g32-asym"), ("mlx", "int4-g32"), ("gguf", "int4-g32"), ("gguf", "q4_1")],
+)
+def test_other_formats_keep_their_form_and_codes(floats: Path, tmp_path: Path, to: str, scheme: str) -> None:
     end = ".gguf" if to == "gguf" else ""
-    scheme = "int4-g32-asym" if to == "awq" else "int4-g32"
     src, dst = tmp_path / f"src{end}", tmp_path / f"dst{end}"
     quantkit.quantize(floats, src, scheme, method="rtn", to=to, source_check=False)  # type: ignore[arg-type]
     quantkit.refine(src, dst, against=floats, **QUICK)
