@@ -11,7 +11,7 @@ from quantkit.cli import options
 from quantkit.cli.files import Outputs
 from quantkit.cli.options import Command, section
 from quantkit.cli.output import as_options, mention, note
-from quantkit.cli.processes import require_models
+from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.jobs.refine_options import OUTPUT, RefineOptions
 
@@ -33,15 +33,17 @@ def refine(quantized: Path, dst: Path | None, data: str | None, **given: Any) ->
     from quantkit.jobs.refine import refine as job
 
     output = dst if dst is not None else given["delta"]
-    outputs = Outputs(data, reads=[given["calibration"]], makes=output)
-    with ProgressDisplay() as progress:
+    with together(given, given["device"]) as group:
+        outputs = Outputs(data, reads=[given["calibration"]], makes=output)
+        with ProgressDisplay(show=group.is_rank0) as progress:
 
-        def begin(estimate: Any) -> None:
-            note(estimate.line())
-            progress.expect(estimate.steps)
+            def begin(estimate: Any) -> None:
+                note(estimate.line())
+                progress.expect(estimate.steps)
 
-        made = job(quantized, dst, **given, on_estimate=begin, progress=progress)
-    _report(outputs, made)
+            made = job(quantized, dst, **given, group=group, on_estimate=begin, progress=progress)
+    if group.is_rank0:
+        _report(outputs, made)
 
 
 @click.command("apply-delta", cls=Command)

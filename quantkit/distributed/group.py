@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from quantkit.errors import GroupError, RequestError
@@ -86,9 +87,27 @@ class ProcessGroup:
         for rank in range(self.size):
             part = self.share(total, rank)
             rows = value.contiguous() if rank == self.rank else torch.empty_like(whole[part])
-            dist.broadcast(rows, rank, group=self._world)
+            dist.broadcast(rows, group=self._world, group_src=rank)
             whole[part] = rows
         return whole
+
+    def copy_from_rank0_(self, value: Tensor) -> None:
+        """Replace a tensor by that of the first process."""
+        if self.size > 1:
+            sent = value.to(self.device)
+            dist.broadcast(sent, group=self._world, group_src=0)
+            value.copy_(sent)
+
+    def axes(self, rows: int, columns: int) -> tuple[ProcessGroup, ProcessGroup]:
+        """The processes as a table, filled row by row: those of this process's column, and those of its row. All
+        processes of the group call this, which has `rows` times `columns`."""
+        if self.size == 1:
+            return SINGLE, SINGLE
+        assert self.device is not None
+        mesh = init_device_mesh(self.device.type, (rows, columns), mesh_dim_names=("rows", "columns"))
+        own = [mesh.get_group(name) for name in ("rows", "columns")]
+        groups = [ProcessGroup(one.rank(), one.size(), self.device, one.group_name, _world=one) for one in own]
+        return groups[0], groups[1]
 
     def broadcast_from_rank0(self, value: T) -> T:
         """The value of the first process, however long it takes."""

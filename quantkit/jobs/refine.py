@@ -7,7 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
+from quantkit.arguments import require_instance
 from quantkit.calibration.data import Calibration
+from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.distributed.mesh import Mesh
+from quantkit.distributed.shard import require_same_checkpoint, require_shareable
+from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.container import weight_size
 from quantkit.formats.output.staging import Staging
@@ -30,19 +35,21 @@ from quantkit.quality.source_check import SourceCheck, check_source
 from quantkit.tensors.qtensor import Solver
 from quantkit.training.delta import delta_bytes
 from quantkit.training.trained import TrainedCheckpoint, trained_error
-from quantkit.training.training import HELD_BACK, State
+from quantkit.training.training import BATCH_SAMPLES, HELD_BACK, State
 
 
 @dataclass(frozen=True)
 class RefineArguments(RefineOptions):
-    """The arguments of `refine`: the options, and where progress is reported.
+    """The arguments of `refine`: the options, who takes part, and where progress is reported.
 
     Attributes:
+        group: the processes of the mesh. Each makes the same call; rank 0 writes, and the others wait for it.
         on_estimate: called with the estimate of memory, disk and time before anything takes long.
         progress: as in `convert`.
     """
 
     _: KW_ONLY
+    group: ProcessGroup = SINGLE
     on_estimate: Callable[[Estimate], None] | None = None
     progress: Progress | None = None
 
@@ -71,16 +78,50 @@ def refine(options: RefineArguments) -> RefineResult:
         >>> quantkit.refine("model-int4", "model-int4-refined", against="model").lines()
     """
     began = time.monotonic()
-    progress = deduplicated(options.progress)
+    require_instance("group", options.group, ProcessGroup, "a ProcessGroup")
+    group, progress = options.group, deduplicated(options.progress)
     planned = plan_refinement(options)
-    if options.on_estimate is not None:
-        options.on_estimate(estimate_refinement(planned))
-    drawn = planned.settings.draw(planned.reference, progress=progress)
-    check = checked_source(planned, progress)
-    with training_of(planned, drawn, options.output, resume=options.resume, progress=progress) as (trained, state):
-        if options.delta is not None:
-            return _write_delta(planned, trained, state, drawn, began, check, progress)
-        return _write_model(planned, trained, state, drawn, began, check, progress)
+    mesh = _mesh(planned, group)
+    if options.on_estimate is not None and group.is_rank0:
+        options.on_estimate(estimate_refinement(planned, (mesh.data.size, mesh.model.size)))
+    drawn = planned.settings.draw(planned.reference, group=group, progress=progress)
+    check = checked_source(planned, progress) if group.is_rank0 else None
+    training = training_of(planned, drawn, options.output, resume=options.resume, progress=progress, mesh=mesh)
+    with training as (trained, state):
+        if group.is_rank0:
+            write = _write_model if options.delta is None else _write_delta
+            made = write(planned, trained, state, drawn, began, check, progress)
+    if not group.is_rank0:
+        found: RefineResult = group.receive_from_rank0()
+        return found
+    group.send_from_rank0(made)
+    return made
+
+
+def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
+    """The processes in the shape that was requested.
+
+    Raises:
+        RequestError: if it has another number of them, or they cannot share the model.
+        GroupError: if their models differ.
+    """
+    options = planned.options
+    data, model = shape = options.mesh_shape or (1, group.size)
+    if data * model != group.size:
+        raise RequestError(
+            "`mesh` has another number of processes than there are", found=f"{options.mesh} for {group.size}",
+            hint="start as many with torchrun",
+        )  # fmt: skip
+    if data > BATCH_SAMPLES:
+        problem = "`mesh` has more processes for samples than a step has samples"
+        raise RequestError(problem, found=data, expected=f"at most {BATCH_SAMPLES}")
+    if group.size > 1 and planned.names.codes:
+        raise RequestError("`train_codes` is for one process", found=f"{group.size} processes")
+    mesh = Mesh.of(group, shape)
+    for checkpoint in (planned.plan.work.source, planned.reference):
+        require_same_checkpoint(checkpoint, group)
+        require_shareable(checkpoint, mesh.model)
+    return mesh
 
 
 def _write_delta(

@@ -42,42 +42,45 @@ class TrainingCost:
     @classmethod
     def of(
         cls, config: ModelConfig, settings: GptqSettings, trained: Mapping[str, tuple[tuple[int, ...], QuantScheme]],
-        *, epochs: int, codes: bool,
+        *, epochs: int, codes: bool, mesh: tuple[int, int] = (1, 1),
     ) -> TrainingCost:  # fmt: skip
-        """Of a model.
+        """Of a model, for each process.
 
         Args:
             trained: the shape and the scheme of each weight.
+            mesh: how many processes have other samples, and how many share the model.
         """
         factors = sum(
             rows * scheme.groups(columns) * (2 if scheme.has_minima else 1)
             for (rows, columns), scheme in trained.values()
         )
         weights = sum(rows * columns for (rows, columns), _ in trained.values())
-        tokens, budget = BATCH_SAMPLES * settings.length, settings.memory_bytes
-        together = min(BATCH_SAMPLES, batch_samples(config, settings.length)) * settings.length
+        data, model = mesh
+        own, budget = -(-BATCH_SAMPLES // data), settings.memory_bytes
+        tokens = own * settings.length
+        together = min(own, batch_samples(config, settings.length)) * settings.length
         offsets = OFFSET_BYTES * weights if codes else 0
         targets = 4 * settings.samples * settings.length * config.hidden_size
-        kept = sum(min(budget // 4, one) for one in (targets, offsets)) + min(budget // 2, weights)
+        kept = sum(min(budget // 4, one) for one in (targets, offsets)) + min(budget // 2, weights // model)
         states = 4 * (config.num_layers + 2) * tokens * config.hidden_size
-        block = 4 * (_OF_BLOCK * costs.largest_block(config) + _OF_BATCH * together * inner_width(config))
-        head = 4 * config.vocab_size * (_OF_LOGITS * TOKENS_THROUGH_THE_HEAD + 2 * config.hidden_size)
+        block = 4 * (_OF_BLOCK * costs.largest_block(config) + _OF_BATCH * together * inner_width(config)) // model
+        head = 4 * config.vocab_size * (_OF_LOGITS * TOKENS_THROUGH_THE_HEAD + 2 * config.hidden_size // model)
         memory = process_bytes() + FACTOR_BYTES * factors + kept + states + block + head
         held_back = max(1, settings.samples // HELD_BACK)
         training = epochs * (settings.samples - held_back) * settings.length
         passed = _PASSES * training + (epochs + 1) * held_back * settings.length
         speed = Speed(config)
-        arithmetic = speed.products(passed * costs.forward_flops(config, 1), device=settings.device)
+        arithmetic = speed.products(passed * costs.forward_flops(config, 1), device=settings.device) / (data * model)
         steps = {
-            TARGETS: speed.forward(settings.samples * settings.length),
-            TRAINING: arithmetic + 2 * _STEP_SECONDS * config.num_layers * (training // tokens),
+            TARGETS: speed.forward(settings.samples * settings.length) / (data * model),
+            TRAINING: arithmetic + 2 * _STEP_SECONDS * config.num_layers * (training // (data * tokens)),
         }
         on_disk = max(0, targets - budget // 4) + max(0, offsets - budget // 4)
         return cls(memory, on_disk + STATES * (FACTOR_BYTES * factors + offsets), steps)
 
 
-def estimate_refinement(planned: Refinement) -> Estimate:
-    """What a refinement takes."""
+def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None) -> Estimate:
+    """What a refinement takes, for each of the processes of a mesh; None is that of the options."""
     plan, options = planned.plan, planned.options
     source, quantized = plan.work.source, planned.quantized
     trained = {
@@ -87,7 +90,7 @@ def estimate_refinement(planned: Refinement) -> Estimate:
     }
     cost = TrainingCost.of(
         quantized.config, planned.settings, trained, epochs=options.num_epochs,
-        codes=planned.names.codes,
+        codes=planned.names.codes, mesh=mesh or options.mesh_shape or (1, 1),
     )  # fmt: skip
     measured = measured_tokens(source)
     phases = {"training": cost.memory_bytes, "the gate": forward_bytes(planned.reference, measured, models=3)}

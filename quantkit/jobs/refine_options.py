@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit.arguments import as_integer, as_path, as_seed, require_flags
+from quantkit.arguments import as_integer, as_path, as_seed, as_string, require_flags
 from quantkit.calibration.effort import SAMPLES, SEED
 from quantkit.errors import RequestError
 from quantkit.jobs.option_fields import COLUMN_HELP, TEXT_HELP, option
+from quantkit.json_values import shown
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +39,8 @@ class RefineOptions:
             back, and decides which step's result is kept.
         activation_memory: bytes of states and codes kept in memory, as in `quantize`.
         device: where the model is trained, as torch spells it; None is a GPU if there is one.
+        mesh: of several processes: how many have other samples, and how many share the model, such as ``2x4``; by
+            default all of them share the model.
         accept_quality_loss: keep a result that does not pass the gate; one that is no better than `src` is not kept.
         source_check, resume: as in `convert`.
     """
@@ -61,6 +65,10 @@ class RefineOptions:
         "memory", metavar="AMOUNT", changes_result=False,
     )  # fmt: skip
     device: str | torch.device | None = option(TRAINING, changes_result=False)
+    mesh: str | None = option(
+        TRAINING, "Processes by samples and by parts of the model. Default: 1xN, for N processes of torchrun.",
+        metavar="DxM", changes_result=False,
+    )  # fmt: skip
     accept_quality_loss: bool = option(
         CHECKS, "Keep a result that is better than SRC and yet too far from its float model.", bool, default=False
     )
@@ -82,11 +90,22 @@ class RefineOptions:
             as_seed("seed", self.seed)
         if self.text_column is not None and self.calibration is None:
             raise RequestError("`text_column` goes with `calibration`")
+        _ = self.mesh_shape
 
     @property
     def output(self) -> Path:
         """What is made."""
         return as_path("dst", self.dst) if self.dst is not None else as_path("delta", self.delta)
+
+    @property
+    def mesh_shape(self) -> tuple[int, int] | None:
+        """The sizes of the axes "data" and "model"; None if none are given."""
+        if self.mesh is None:
+            return None
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", as_string("mesh", self.mesh))
+        if found is None:
+            raise RequestError("`mesh` is no shape", found=shown(self.mesh), expected="DxM, such as 2x4")
+        return int(found[1]), int(found[2])
 
     @property
     def num_epochs(self) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.data import Calibration
+from quantkit.distributed.mesh import ALONE, Mesh
 from quantkit.errors import QualityError
 from quantkit.formats import manifest
 from quantkit.formats.output.staging import SCRATCH, Staging, mark_kept, partial_folder
@@ -26,39 +27,53 @@ _TRAINING = ".training"
 
 @contextlib.contextmanager
 def training_of(
-    planned: Refinement, drawn: Calibration, output: Path, *, resume: bool, progress: Progress
+    planned: Refinement, drawn: Calibration, output: Path, *, resume: bool, progress: Progress, mesh: Mesh = ALONE
 ) -> Iterator[tuple[TrainedCheckpoint, State]]:
     """Train, or continue an interrupted training: the model with the lowest KL on the samples that are held back. The
     state of training is removed if the body succeeds.
+
+    Of several processes, rank 0 keeps the state and has that model; the others have the one after the last step.
 
     Raises:
         QualityError: if no step has a lower KL than the model before.
     """
     scratch = estimate_refinement(planned).scratch_bytes
-    staging = Staging(output.with_name(output.name + _TRAINING), _fingerprint(planned, drawn), scratch, resume=resume)
-    memory, useful = planned.settings.memory_bytes, True
+    folder, staging, useful = output.with_name(output.name + _TRAINING), None, True
+    if mesh.world.is_rank0:
+        staging = Staging(folder, _fingerprint(planned, drawn), scratch, resume=resume)
+    mesh.world.wait()  # it removes what others have left
+    memory, rank = planned.settings.memory_bytes, mesh.world.rank
     targets, offsets = (
-        ActivationStore(staging.path / f"{SCRATCH}-{name}", memory // 4) for name in ("targets", "offsets")
+        ActivationStore(partial_folder(folder) / f"{SCRATCH}-{name}-{rank}", memory // 4)
+        for name in ("targets", "offsets")
     )
     try:
         model = TrainedCheckpoint(planned.quantized, planned.names, offsets, memory // 2)
         model.begin(planned.reference)
         samples = Samples(drawn.tokens, targets)
-        samples.compute_targets(planned.reference, progress)
+        samples.compute_targets(planned.reference, progress, mesh)
         training = Training(
             model, planned.reference, samples, epochs=planned.options.num_epochs, seed=planned.settings.seed,
-            device=planned.settings.device,
+            device=mesh.world.device or planned.settings.device, mesh=mesh,
         )  # fmt: skip
-        saved = SavedTraining(training, staging)
-        saved.restore()
-        state = training.run(evaluated=saved.evaluated, stepped=saved.stepped, progress=progress)
+        saved = None if staging is None else SavedTraining(training, staging)
+        if saved is not None:
+            saved.restore()
+        training.share_state(mesh.world)
+        state = training.run(
+            evaluated=_nothing if saved is None else saved.evaluated,
+            stepped=_nothing if saved is None else saved.stepped, progress=progress,
+        )  # fmt: skip
         useful = _is_better(state)
         if not useful:
             raise _not_better(state, planned.quantized.path)
-        saved.restore_best()
+        if saved is not None:
+            saved.restore_best()
         yield model, state
     except BaseException as error:
-        if useful and staging.entries:
+        if staging is None:
+            pass
+        elif useful and staging.entries:
             mark_kept(error, staging.path)
             staging.close()
         else:
@@ -67,7 +82,12 @@ def training_of(
     finally:
         targets.close()
         offsets.close()
-    staging.discard()
+    if staging is not None:
+        staging.discard()
+
+
+def _nothing(state: State) -> None:
+    """What a process does that keeps no state."""
 
 
 def refined_state(output: Path) -> Path:

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quantkit.architectures.topology import summed_modules
+from quantkit.architectures.topology import Parameter, summed_modules
 from quantkit.distributed.group import ProcessGroup
 from quantkit.distributed.shard import CheckpointShard, Split, split_model
 from quantkit.formats.checkpoint import Checkpoint, require_runnable, schemes
@@ -25,6 +27,7 @@ from quantkit.model.decoder import Attention, Decoder, RMSNorm
 from quantkit.model.feed_forward import Experts
 from quantkit.model.linear import embedding_rows
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.tensor_slice import TensorSlice
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -41,6 +44,38 @@ def all_gather(x: Tensor, group: ProcessGroup, width: int) -> Tensor:
     stacked = operators.wait_tensor(operators.all_gather_into_tensor(flat.contiguous(), group.size, group.name))
     joined: Tensor = stacked.view(group.size, *x.shape).movedim(0, -2).flatten(-2)
     return joined[..., :width]
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over processes, forward and backward as requested."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, before: bool, after: bool) -> Tensor:
+        """Sum in the forward pass if `before`, and the gradients in the backward pass if `after`."""
+        ctx.group, ctx.after = group, after
+        return all_reduce(x, group) if before else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_reduce(gradient, ctx.group) if ctx.after else gradient, None, None, None
+
+
+def sum_outputs(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of what the processes give, each of which goes on with it: its gradient is whole on each of them."""
+    found: Tensor = _Sum.apply(x, group, True, False)  # type: ignore[no-untyped-call]
+    return found
+
+
+def sum_gradients(x: Tensor, group: ProcessGroup) -> Tensor:
+    """What all processes have, and each goes on with its share of the model: its gradients are summed."""
+    found: Tensor = _Sum.apply(x, group, False, True)  # type: ignore[no-untyped-call]
+    return found
+
+
+def sum_shares(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of what the processes give, each of which goes on with its share of the model."""
+    found: Tensor = _Sum.apply(x, group, True, True)  # type: ignore[no-untyped-call]
+    return found
 
 
 def vocab_parallel_embedding(
@@ -67,9 +102,11 @@ class TensorParallel:
         RequestError: if this number of processes cannot share the model.
     """
 
-    def __init__(self, checkpoint: Checkpoint, group: ProcessGroup) -> None:
+    def __init__(self, checkpoint: Checkpoint, group: ProcessGroup, *, trained: bool = False) -> None:
+        """With `trained`, what it connects has gradients; see `enter`."""
         require_runnable(checkpoint)
         self.checkpoint, self._config, self._group = checkpoint, checkpoint.config, group
+        self._sum, self._sum_squares = (sum_outputs, sum_shares) if trained else (all_reduce, all_reduce)
         self._split: Split | None = None
         if group.size > 1:
             self._split = split_model(checkpoint.config, schemes(checkpoint), group.rank, group.size)
@@ -82,16 +119,40 @@ class TensorParallel:
             return look_up(tokens)
         return vocab_parallel_embedding(tokens, look_up, rows.shape[0], self._split.vocab_start, self._group)
 
+    def enter(self, x: Tensor) -> Tensor:
+        """What the first linears of a branch are applied to, whose gradients are those of all processes together."""
+        return x if self._split is None else sum_gradients(x, self._group)
+
+    @property
+    def head_rows(self) -> TensorSlice | None:
+        """This process's rows of the head, without padding; None for all of them."""
+        return None if self._split is None else TensorSlice(0, self._split.ranges["vocab"])
+
+    def own_logits(self, logits: Tensor) -> Tensor:
+        """Of logits [..., V] those of the rows that this process has of the head, without padding."""
+        return logits if self._split is None else logits[..., slice(*self._split.ranges["vocab"][0])]
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """The sum of all processes' tensors."""
+        return x if self._split is None else all_reduce(x, self._group)
+
+    def part(self, parameter: Parameter) -> TensorSlice | None:
+        """This process's slice of a tensor; None for all of it."""
+        return None if self._split is None else self._split.tensor_slice(parameter)
+
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] from those of the rows that this process has of the head."""
-        return logits if self._split is None else all_gather(logits, self._group, self._config.vocab_size)
+        """Logits [..., V] from those of the rows that this process has of the head, with padding or without."""
+        if self._split is None:
+            return logits
+        padded = F.pad(logits, (0, self._split.vocab_rows - logits.shape[-1]))
+        return all_gather(padded, self._group, self._config.vocab_size)
 
     def connect(self, module: nn.Module, prefix: str) -> None:
         """Add up what row-parallel linears and mixtures of experts give, of all whose names begin with that of
         `module`, and what norms over the whole width of queries and keys need."""
         if self._split is None:
             return
-        add_up = partial(all_reduce, group=self._group)
+        add_up = partial(self._sum, group=self._group)
         for name in summed_modules(self._config):
             if not name.startswith(prefix):
                 continue
@@ -106,8 +167,9 @@ class TensorParallel:
             for attention in [part for part in module.modules() if isinstance(part, Attention)]:
                 assert attention.q_norm is not None and attention.k_norm is not None
                 attention.shared_norms = WidthParallelNorms(
-                    attention.q_norm, attention.k_norm, widths, self._split.kv_shares, self._group
-                )
+                    attention.q_norm, attention.k_norm, widths, self._split.kv_shares,
+                    partial(self._sum_squares, group=self._group),
+                )  # fmt: skip
 
     def connect_vocabulary(self, model: Decoder) -> None:
         """Let the embedding and the head of a model, whatever multiplies by it, work with those of the others."""
@@ -161,21 +223,23 @@ class WidthParallelNorms(nn.Module):
     Args:
         widths: of all queries and of all keys of a token.
         kv_shares: for each of this process's KV heads, what counts of it: others may have it as well.
+        add_up: gives the sum over all processes.
     """
 
     def __init__(
-        self, queries: RMSNorm, keys: RMSNorm, widths: Sequence[int], kv_shares: Sequence[float], group: ProcessGroup
-    ) -> None:
+        self, queries: RMSNorm, keys: RMSNorm, widths: Sequence[int], kv_shares: Sequence[float],
+        add_up: Callable[[Tensor], Tensor],
+    ) -> None:  # fmt: skip
         super().__init__()
         self.queries, self.keys = queries, keys
-        self.group = group
+        self.add_up = add_up
         self._widths, self._kv_shares = tuple(widths), tuple(kv_shares)
 
     def forward(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Normed queries [..., Q] and keys [..., K]."""
         heads = torch.unflatten(keys.float(), -1, (len(self._kv_shares), -1)).square().sum(-1)
         own = queries.float().square().sum(-1), (heads * heads.new_tensor(self._kv_shares)).sum(-1)
-        squares = all_reduce(torch.stack(own, dim=-1), self.group)
+        squares = self.add_up(torch.stack(own, dim=-1))
         of_queries, of_keys = squares.unsqueeze(-2).unbind(-1)
         queries = self.queries.scaled(queries, of_queries / self._widths[0])
         return queries, self.keys.scaled(keys, of_keys / self._widths[1])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.training.shares import Shares
 from quantkit.training.trained import TrainedCheckpoint, factor_gradient, move
 
 FACTOR_RATE = 2e-3
@@ -48,26 +49,32 @@ class Optimizer:
             and `FIRST` or `SECOND`.
     """
 
-    def __init__(self, model: TrainedCheckpoint, schedule: Schedule) -> None:
-        self._model, self._schedule = model, schedule
+    def __init__(self, model: TrainedCheckpoint, schedule: Schedule, shares: Shares) -> None:
+        self._model, self._schedule, self._shares = model, schedule, shares
         self.moments = {
             name + end: torch.zeros_like(factor) for name, factor in model.factors.items() for end in (FIRST, SECOND)
         }
 
-    def update(self, step: int, name: str, gradient: Tensor) -> None:
-        """Change one tensor's values at a step, given the gradient by the tensor, float32."""
-        model, gradient = self._model, gradient.cpu()
-        value = model.load(name)
-        if isinstance(value, QuantTensor):
-            start = model.start(name)
-            rate = FACTOR_RATE * min(1.0, _LEVELS / value.scheme.levels)
-            self._step(step, name, factor_gradient(value, start, gradient), rate)
-            if model.names_trained.codes:
-                offsets = model.offsets(name)
-                move(offsets, gradient, start.scale, self._schedule.code_step(step))
-                model.set_offsets(name, offsets)
-        else:
-            self._step(step, name, gradient * (value.float() + model.config.norm_offset), FACTOR_RATE)
+    def update(self, step: int, name: str, gradient: Tensor | None) -> None:
+        """Change one tensor's values at a step, given the gradient by this process's part of the tensor, float32; None
+        if its samples had none. All processes call this in the same order."""
+        model, part, rate, own = self._model, self._shares.part(name), FACTOR_RATE, None
+        if gradient is not None:
+            value, gradient = model.load(name, part), gradient.cpu()
+            if isinstance(value, QuantTensor):
+                own = factor_gradient(value, model.start(name, part), gradient)
+            else:
+                own = gradient * (value.float() + model.config.norm_offset)
+        total = self._shares.total(name, own)
+        if total is None:
+            return
+        if (scheme := model.info(name).scheme) is not None:
+            rate *= min(1.0, _LEVELS / scheme.levels)
+        self._step(step, name, total, rate)
+        if gradient is not None and model.has_offsets(name):
+            offsets = model.offsets(name)
+            move(offsets, gradient, model.start(name).scale, self._schedule.code_step(step))
+            model.set_offsets(name, offsets)
 
     def _step(self, step: int, name: str, gradient: Tensor, rate: float) -> None:
         first, second = self.moments[name + FIRST], self.moments[name + SECOND]

@@ -1,12 +1,14 @@
 """The loss of a model on samples, and its gradients, block by block: one block's weights are in memory at a time.
 
 A forward pass keeps the inputs of every block; the backward pass computes each block again (three times the work of
-a forward pass, all in float32), and hands the gradients of its weights over before it goes on.
+a forward pass, all in float32), and hands the gradients of its weights over before it goes on. Of several processes
+each computes with its share of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,36 +16,40 @@ from torch import Tensor
 from quantkit.calibration.effort import batch_samples
 from quantkit.calibration.fisher import through_logits
 from quantkit.calibration.streams import step_of_samples
-from quantkit.formats.checkpoint import Checkpoint, CheckpointView, stored_name
+from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.model.decoder import Block, RMSNorm, final_logits, rms_norm, scaled_embeddings
-from quantkit.model.linear import embedding_rows
 from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, meta_init
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, row_chunks
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
+from quantkit.training.shares import SharedBlock, Shares, own_parameter
 
 TOKENS_THROUGH_THE_HEAD = 256
 _HEAD_WEIGHTS = 1 << 24  # of the head that are float32 at a time
 
-Gradients = Callable[[str, Tensor], None]
-"""Receives the name of a tensor, and the gradient by its values, float32 on the device of the pass."""
+Gradients = Callable[[str, Tensor | None], None]
+"""Receives the name of a tensor, and the gradient by its values, float32 on the device of the pass; by those of this
+process's part of it, and None if no token reached it, as an expert's."""
 
 
 class Passes:
     """Runs a model whose weights may change between two calls, on samples of one length."""
 
-    def __init__(self, model: Checkpoint, reference: Checkpoint, length: int, device: torch.device) -> None:
+    def __init__(
+        self, model: Checkpoint, reference: Checkpoint, length: int, device: torch.device, shares: Shares
+    ) -> None:
         """
         Args:
             reference: the model whose logits are the target.
             length: the tokens of each sample.
         """
-        self._model, self._device, self._config = model, device, model.config
-        self._step = step_of_samples(model.config, length, device)
+        self._model, self._device, self._shares = shares.model.checkpoint, device, shares
+        self._config = self._model.config
+        self._step = step_of_samples(self._config, length, device)
         self._together = batch_samples(model.config, length)
-        self._embedding = model.load("model.embed_tokens.weight")
-        self._heads = [_floats(one.load(stored_name(one, "lm_head.weight"))) for one in (model, reference)]
+        self._embedding = self._model.load("model.embed_tokens.weight")
+        self._heads = [_floats(shares.head_of(one)) for one in (model, reference)]
 
     @torch.no_grad()
     def loss(self, tokens: Tensor, targets: Tensor) -> float:
@@ -56,13 +62,16 @@ class Passes:
         normed = self._norm()(torch.cat(states)).flatten(0, 1)
         return self._divergence(normed, targets.flatten(0, 1), None)
 
-    def gradients(self, tokens: Tensor, targets: Tensor, trained: Sequence[Sequence[str]], receive: Gradients) -> float:
-        """The mean KL(reference || model) over tokens [B, T]; its gradients are handed over, layer by layer from the
-        last one, and a layer's weights may then change.
+    def gradients(
+        self, tokens: Tensor, targets: Tensor, trained: Sequence[Sequence[str]], receive: Gradients, count: int
+    ) -> float:
+        """The sum of KL(reference || model) over tokens [B, T], divided by a count of tokens; its gradients are handed
+        over, layer by layer from the last one, and a layer's weights may then change.
 
         Args:
             targets: as in `loss`.
             trained: the names of tensors whose gradients are wanted, by layer; last those without a layer.
+            count: of all tokens of a step, those of other processes too.
         """
         states, inputs = self._embedded(tokens), []
         with torch.no_grad():
@@ -76,7 +85,7 @@ class Passes:
         normed = norm(last)
         gradient = torch.empty_like(normed).flatten(0, 1)
         total = self._divergence(normed.detach().flatten(0, 1), targets.flatten(0, 1), gradient)
-        normed.backward(gradient.view_as(normed).div_(tokens.numel()))
+        normed.backward(gradient.view_as(normed).div_(count))
         assert last.grad is not None
         if norm.weight.grad is not None:
             receive("model.norm.weight", norm.weight.grad)
@@ -84,7 +93,7 @@ class Passes:
         lowest = next((layer for layer, names in enumerate(trained[:-1]) if names), self._config.num_layers)
         for layer in reversed(range(lowest, self._config.num_layers)):
             gradients = self._backward(layer, inputs.pop(), gradients, trained[layer], receive, is_last=layer == lowest)
-        return total / tokens.numel()
+        return total / count
 
     def _backward(
         self, layer: int, inputs: list[Tensor], gradients: list[Tensor], trained: Sequence[str], receive: Gradients,
@@ -92,7 +101,7 @@ class Passes:
     ) -> list[Tensor]:  # fmt: skip
         """Gradients by a block's inputs, given those by its outputs; none where no block follows."""
         block, prefix = self._block(layer), BLOCK_PREFIX.format(layer)
-        parameters = {name: block.get_parameter(name.removeprefix(prefix)) for name in trained}
+        parameters = {name: own_parameter(block, name.removeprefix(prefix)) for name in trained}
         for parameter in parameters.values():
             parameter.requires_grad_()
         found = []
@@ -102,20 +111,22 @@ class Passes:
             if states.grad is not None:
                 found.append(states.grad)
         for name, parameter in parameters.items():
-            if parameter.grad is not None:  # an expert may have got no tokens
-                receive(name, parameter.grad)
+            receive(name, parameter.grad)
         return found
 
     def _embedded(self, tokens: Tensor) -> list[Tensor]:
         """The first block's inputs, float32, some samples at a time."""
         multiplier, embedding = self._config.embedding_multiplier, self._embedding
-        rows = (embedding_rows(one, embedding).float().to(self._device) for one in torch.split(tokens, self._together))
+        look_up = partial(self._shares.model.embed, rows=embedding)
+        rows = (look_up(one).float().to(self._device) for one in torch.split(tokens, self._together))
         return [scaled_embeddings(one, multiplier) for one in rows]
 
     def _block(self, layer: int) -> Block:
         with meta_init():
-            block = Block(self._config, layer)
-        fill(block, _Float32(self._model), BLOCK_PREFIX.format(layer), self._device, torch.float32, ())
+            block = SharedBlock(self._config, layer, self._shares)
+        prefix = BLOCK_PREFIX.format(layer)
+        fill(block, _Float32(self._model), prefix, self._device, torch.float32, ())
+        self._shares.model.connect(block, prefix)
         return block.eval()
 
     def _norm(self) -> RMSNorm:
@@ -136,15 +147,16 @@ class Passes:
             p = log_p.exp()
             total += (p * (log_p - log_q)).sum(-1, dtype=torch.float64).sum().item()
             if gradient is not None:
-                by_logits = log_q.exp_().sub_(p)
-                gradient[rows] = through_logits(by_logits, logits, self._heads[0], self._config)
+                by_logits, own = log_q.exp_().sub_(p), self._shares.model.own_logits
+                found = through_logits(own(by_logits), own(logits), self._heads[0], self._config)
+                gradient[rows] = self._shares.model.add_up(found)
         return total
 
     def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         products = torch.cat(
             [hidden @ head[slice(*rows)].to(self._device, torch.float32).t() for rows in _rows(head)], -1
         )
-        return final_logits(products, self._config)
+        return final_logits(self._shares.model.gather_logits(products), self._config)
 
 
 class _Float32(CheckpointView):

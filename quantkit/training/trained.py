@@ -20,6 +20,7 @@ from quantkit.formats.checkpoint import Checkpoint, CheckpointView
 from quantkit.model.load import BLOCK_PREFIX, floats_of
 from quantkit.tensors.qtensor import QuantTensor, relative_error
 from quantkit.tensors.scheme import QuantScheme, Scales
+from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
 
 OFFSET_BYTES = 4
@@ -90,33 +91,37 @@ class TrainedCheckpoint(CheckpointView):
         self.names_trained = names
         self.factors: dict[str, Tensor] = {}
         for name in (*names.weights, *names.norms):
-            self.factors[name] = first_factors(quantized.load(name))
+            self.factors[name] = torch.zeros(factor_shape(quantized.info(name)))
         self._trained = frozenset(self.factors)
         self._store, self._free = store, memory_bytes
-        self._held: dict[str, QuantTensor] = {}
+        self._held: dict[tuple[str, TensorSlice | None], QuantTensor] = {}
 
     def load(self, name: str, part: TensorSlice | None = None) -> Tensor | QuantTensor:
         if name not in self._trained:
             return self._source.load(name, part)
-        value = self.quantized(name) if self._source.info(name).scheme is not None else self._norm(name)
+        if self._source.info(name).scheme is not None and not self.names_trained.codes:
+            return self.quantized(name, part)
+        value = self._norm(name) if self._source.info(name).scheme is None else self.quantized(name)
         return value if part is None else part.of_weight(value)
 
-    def start(self, name: str) -> QuantTensor:
-        """A weight as it was before."""
-        if (held := self._held.get(name)) is not None:
+    def start(self, name: str, part: TensorSlice | None = None) -> QuantTensor:
+        """A weight, or a part of it, as it was before."""
+        if (held := self._held.get((name, part))) is not None:
             return held
-        value = self._source.load(name)
+        value = self._source.load(name, part)
         assert isinstance(value, QuantTensor)
         size = value.codes.nbytes + value.scale.nbytes
         if size <= self._free:
             self._free -= size
-            self._held[name] = value
+            self._held[name, part] = value
         return value
 
-    def quantized(self, name: str) -> QuantTensor:
-        """A weight as it is now."""
-        value = self.start(name)
-        found = with_factors(value, self.factors[name])
+    def quantized(self, name: str, part: TensorSlice | None = None) -> QuantTensor:
+        """A weight as it is now, or, if codes are not trained, a part of it."""
+        value, factors = self.start(name, part), self.factors[name]
+        if part is not None:
+            factors = factors.index_select(*factor_places(part, self._source.info(name), value.scale.shape[1]))
+        found = with_factors(value, factors)
         if not self.names_trained.codes:
             return found
         return replace(found, codes=moved(value, self.offsets(name)))
@@ -149,11 +154,28 @@ def scaled(scale: Tensor, factor: Tensor) -> Tensor:
     return torch.where(found.isfinite() & ((found != 0) | (scale == 0)), found, scale)
 
 
-def first_factors(value: Tensor | QuantTensor) -> Tensor:
-    """The factors of a tensor before any step: zeros."""
-    if not isinstance(value, QuantTensor):
-        return torch.zeros(value.shape)
-    return torch.zeros(value.scale.shape if value.minimum is None else (2, *value.scale.shape))
+def factor_shape(info: TensorSpec) -> tuple[int, ...]:
+    """The shape of a tensor's factors."""
+    if info.scheme is None:
+        return info.shape
+    groups = info.shape[0], info.scheme.groups(info.shape[1])
+    return (2, *groups) if info.scheme.has_minima else groups
+
+
+def factor_places(part: TensorSlice | None, info: TensorSpec, groups: int) -> tuple[int, Tensor]:
+    """Which factors of a tensor are those of a part of it: an axis, and their numbers on it in the part's order.
+
+    Args:
+        part: None is the whole tensor.
+        groups: a row, that the part has: a cut through a group gives each side one.
+    """
+    shape = factor_shape(info)
+    if info.scheme is None or part is None or part.axis == 0:
+        axis = -1 if info.scheme is None else -2
+        ranges = ((0, shape[axis]),) if part is None else part.ranges
+        return axis, torch.cat([torch.arange(*one) for one in ranges])
+    ((start, stop),) = part.ranges
+    return -1, torch.arange(start, stop, (stop - start) // groups) // (info.shape[1] // shape[-1])
 
 
 def with_factors(value: QuantTensor, factors: Tensor) -> QuantTensor:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.activation_store import ActivationStore
+from quantkit.distributed.group import ProcessGroup
+from quantkit.distributed.mesh import ALONE, Mesh
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.layerwise import Batch
@@ -22,6 +24,7 @@ from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.measures import part_of
 from quantkit.training.optimizer import Optimizer, Schedule
 from quantkit.training.passes import Passes
+from quantkit.training.shares import Shares
 from quantkit.training.trained import TrainedCheckpoint
 from quantkit.via_transformers.forward import final_hidden
 
@@ -78,14 +81,17 @@ class Samples:
         self.held_back = max(1, len(tokens) // HELD_BACK)
         self.training = len(tokens) - self.held_back
 
-    def compute_targets(self, reference: Checkpoint, progress: Progress) -> None:
+    def compute_targets(self, reference: Checkpoint, progress: Progress, mesh: Mesh = ALONE) -> None:
         """Run the float model, and keep its hidden states before the head."""
         step = max(1, _TOKENS_AT_ONCE // self.tokens.shape[1])
         parts = torch.split(torch.arange(len(self.tokens)), step)
         for index, part in enumerate(parts):
-            batches = [Batch.from_start(self.tokens[one]) for one in torch.split(part, BATCH_SAMPLES)]
+            own_part = torch.split(part[mesh.data.share(len(part))], BATCH_SAMPLES)
+            batches = [Batch.from_start(self.tokens[one]) for one in own_part if len(one)]
             observed = part_of(in_phase(progress, TARGETS), index, len(parts))
-            states = torch.cat(final_hidden(reference, batches, progress=observed))
+            found = final_hidden(reference, batches, group=mesh.model, progress=observed) if batches else []
+            none = torch.empty(0, self.tokens.shape[1], reference.config.hidden_size)
+            states = mesh.data.join(torch.cat([none, *found]).to(mesh.data.device or "cpu"), len(part)).cpu()
             for number, own in zip(part.tolist(), states, strict=True):
                 self._store.put(number, own.contiguous().clone())
 
@@ -111,17 +117,25 @@ class Training:
 
     def __init__(
         self, model: TrainedCheckpoint, reference: Checkpoint, samples: Samples, *, epochs: int, seed: int,
-        device: torch.device,
+        device: torch.device, mesh: Mesh = ALONE,
     ) -> None:  # fmt: skip
+        """Raises `RequestError` if the processes of a mesh cannot share the model."""
         self.model, self.samples, self._seed = model, samples, seed
+        self._shares = Shares(model, mesh)
         self.steps = epochs * samples.steps
         self.state = State()
-        self.optimizer = Optimizer(model, Schedule(self.steps))
-        self._passes = Passes(model, reference, samples.tokens.shape[1], device)
+        self.optimizer = Optimizer(model, Schedule(self.steps), self._shares)
+        self._passes = Passes(model, reference, samples.tokens.shape[1], device, self._shares)
         layers = [model.names_trained.in_layer(layer) for layer in range(model.config.num_layers)]
         self._names = [[*own.weights, *own.norms] for own in layers]
         named = {name for own in self._names for name in own}
         self._names.append([name for name in model.factors if name not in named])
+
+    def share_state(self, group: ProcessGroup) -> None:
+        """Give all processes the state of the first one."""
+        self.state = group.broadcast_from_rank0(self.state)
+        for value in (*self.model.factors.values(), *self.optimizer.moments.values()):
+            group.copy_from_rank0_(value)
 
     def run(
         self, *, evaluated: Callable[[State], None], stepped: Callable[[State], None], progress: Progress = silent
@@ -139,10 +153,13 @@ class Training:
             self._report(progress)
             epoch, index = divmod(state.step, self.samples.steps)
             numbers = self.samples.order(epoch, self._seed)[index]
-            state.sum += self._passes.gradients(
-                self.samples.tokens[numbers], self.samples.targets(numbers), self._names,
+            own = self._shares.samples(numbers)
+            found = self._passes.gradients(
+                self.samples.tokens[own], self.samples.targets(own), self._names,
                 lambda name, gradient: self.optimizer.update(state.step, name, gradient),
+                count=len(numbers) * self.samples.tokens.shape[1],
             )  # fmt: skip
+            state.sum += self._shares.sum_over_samples(found)
             state.count += 1
             state.step += 1
             if state.step % self.samples.steps == 0:
@@ -154,9 +171,10 @@ class Training:
     def _evaluate(self, evaluated: Callable[[State], None]) -> None:
         samples, state = self.samples, self.state
         numbers, total = torch.arange(samples.training, len(samples.tokens)), 0.0
-        for part in torch.split(numbers, BATCH_SAMPLES):
-            total += self._passes.loss(samples.tokens[part], samples.targets(part))
-        mean = total / (len(numbers) * samples.tokens.shape[1])
+        for part in torch.split(self._shares.samples(numbers), BATCH_SAMPLES):
+            if len(part):
+                total += self._passes.loss(samples.tokens[part], samples.targets(part))
+        mean = self._shares.sum_over_samples(total) / (len(numbers) * samples.tokens.shape[1])
         if not math.isfinite(mean):
             raise NonFiniteError(
                 "the KL from the float model is NaN or Inf", path=self.model.path, found=f"after {state.step} steps",

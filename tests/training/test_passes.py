@@ -10,13 +10,15 @@ from torch import Tensor
 
 import quantkit
 from quantkit.calibration.activation_store import ActivationStore
+from quantkit.distributed.mesh import ALONE
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch, layerwise_hidden
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.training.passes import Passes
-from quantkit.training.trained import TrainedCheckpoint, TrainedNames, factor_gradient, first_factors, with_factors
+from quantkit.training.shares import Shares
+from quantkit.training.trained import TrainedCheckpoint, TrainedNames, factor_gradient, with_factors
 
 CPU = torch.device("cpu")
 NAMES = (
@@ -57,7 +59,7 @@ def by_transformers(models: tuple[Path, Path], tokens: Tensor, folder: Path) -> 
 def passes_of(models: tuple[Path, Path], tokens: Tensor) -> tuple[Passes, Tensor]:
     reference, quantized = map(open_checkpoint, models)
     (targets,) = layerwise_hidden(reference, [Batch.from_start(tokens)])
-    return Passes(quantized, reference, tokens.shape[1], CPU), targets
+    return Passes(quantized, reference, tokens.shape[1], CPU, Shares(quantized, ALONE)), targets
 
 
 def test_loss_and_gradients_are_those_of_the_whole_model(
@@ -70,7 +72,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
     passes, targets = passes_of(models, tokens)
     layers = [[name for name in NAMES if name.startswith(f"model.layers.{layer}.")] for layer in range(4)]
     found: dict[str, Tensor] = {}
-    mean = passes.gradients(tokens, targets, [*layers, ["model.norm.weight"]], found.__setitem__)
+    mean = passes.gradients(tokens, targets, [*layers, ["model.norm.weight"]], found.__setitem__, tokens.numel())
     assert mean == pytest.approx(loss, rel=1e-4)
     assert passes.loss(tokens, targets) == pytest.approx(tokens.numel() * loss, rel=1e-4)
     assert found.keys() == expected.keys() == set(NAMES)
@@ -87,7 +89,7 @@ def test_gradients_by_factors_are_those_of_the_loss(
     passes, targets = passes_of(models, tokens)
     names: list[list[str]] = [[], [name], [], [], []]
     found: dict[str, Tensor] = {}
-    passes.gradients(tokens, targets, names, found.__setitem__)
+    passes.gradients(tokens, targets, names, found.__setitem__, tokens.numel())
     quantized = open_checkpoint(models[1])
     value = quantized.load(name)
     assert isinstance(value, QuantTensor)
@@ -99,11 +101,12 @@ def test_gradients_by_factors_are_those_of_the_loss(
     gradient = factor_gradient(value, value, found[name])[place].item()
     losses, change = [], 0.05
     for sign in (1, -1):
-        factors = first_factors(value)
+        factors = torch.zeros((2,) * (len(place) - 2) + value.scale.shape)
         factors[place] = sign * change
         model = Changed(quantized, name, with_factors(value, factors))
         reference = open_checkpoint(models[0])
-        losses.append(Passes(model, reference, tokens.shape[1], CPU).loss(tokens, targets) / tokens.numel())
+        passes = Passes(model, reference, tokens.shape[1], CPU, Shares(model, ALONE))
+        losses.append(passes.loss(tokens, targets) / tokens.numel())
     assert (losses[0] - losses[1]) / (2 * change) == pytest.approx(gradient, rel=0.05)
 
 

@@ -41,20 +41,6 @@ OTHER_TEXT = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.fixture(scope="module")
-def floats(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("floats") / "floats"
-    quantkit.convert(demo_model, folder, dtype="bf16", source_check=False)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def int4(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("int4") / "int4"
-    quantkit.quantize(floats, folder, "int4-g32", method="rtn", source_check=False)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def refined(floats: Path, int4: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("refined") / "refined"
     quantkit.refine(int4, folder, against=floats, **TEXT, epochs=3)
