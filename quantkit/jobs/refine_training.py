@@ -41,7 +41,9 @@ def training_of(
     folder, staging, useful = output.with_name(output.name + _TRAINING), None, True
     if mesh.world.is_rank0:
         staging = Staging(folder, _fingerprint(planned, drawn), scratch, resume=resume)
-    mesh.world.wait()  # it removes what others have left
+        mesh.world.send_from_rank0(None)
+    else:
+        mesh.world.receive_from_rank0()  # when it has removed what an earlier run has left
     memory, rank = planned.settings.memory_bytes, mesh.world.rank
     targets, offsets = (
         ActivationStore(partial_folder(folder) / f"{SCRATCH}-{name}-{rank}", memory // 4)

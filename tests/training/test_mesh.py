@@ -116,6 +116,9 @@ def test_a_state_is_continued_on_another_mesh(int4: Path, floats: Path, tmp_path
     command = [str(one) for one in ("refine", int4, tmp_path / "dst", "--against", floats, *TEXT)]
     killed, other = forked.group(2, STOPPED + forked.COMMAND, *command)
     assert (killed.returncode, other.returncode) == (-signal.SIGKILL, 9)
+    first, second = forked.group(2, forked.COMMAND, *command)
+    assert first.returncode == second.returncode == 6
+    assert (first.stderr + second.stderr).count("--resume") == 1
     done = forked.group(2, forked.COMMAND, *command, "--mesh", "2x1", "--resume")
     assert [one.returncode for one in done] == [0, 0], done[0].stderr
     assert "KL on text that was held back" in done[0].stdout
