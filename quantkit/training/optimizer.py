@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.training.shares import Shares
 from quantkit.training.trained import TrainedCheckpoint, factor_gradient, move
 
 FACTOR_RATE = 2e-3
-"""The largest step of a factor, for int4 and norms; with more levels it is smaller, as codes are larger."""
+"""The largest step of a factor, for int4 and norms of a small model; with more levels it is smaller, as codes are
+larger, and in a larger model, where the noise of more factors adds up."""
+_SMALL = 256 * 6  # width times layers, up to which a model is small
 _LEVELS = 16
 _CODE_TRAVEL = 0.1  # steps of a code that an offset moves in all if its gradient keeps its sign
 _MAX_CODE_STEP = 5e-4  # so that few steps do not move many codes by the noise of their gradients
@@ -41,6 +44,11 @@ class Schedule:
         return self.share(step) * min(_MAX_CODE_STEP, 2 * _CODE_TRAVEL / self.steps)
 
 
+def factor_rate(config: ModelConfig) -> float:
+    """The largest step of a factor in a model."""
+    return FACTOR_RATE * min(1.0, math.sqrt(_SMALL / (config.hidden_size * config.num_layers)))
+
+
 class Optimizer:
     """Changes the trained values of a model with their gradients.
 
@@ -58,7 +66,7 @@ class Optimizer:
     def update(self, step: int, name: str, gradient: Tensor | None) -> None:
         """Change one tensor's values at a step, given the gradient by this process's part of the tensor, float32; None
         if its samples had none. All processes call this in the same order."""
-        model, part, rate, own = self._model, self._shares.part(name), FACTOR_RATE, None
+        model, part, rate, own = self._model, self._shares.part(name), factor_rate(self._model.config), None
         if gradient is not None:
             value, gradient = model.load(name, part), gradient.cpu()
             if isinstance(value, QuantTensor):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
+from quantkit.formats.detect import open_checkpoint
 from quantkit.tensors.qtensor import QuantTensor, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.training.optimizer import Schedule
+from quantkit.training.optimizer import FACTOR_RATE, Schedule, factor_rate
 from quantkit.training.trained import first_offsets, move, moved, scaled, trained_error
 
 INT4 = QuantScheme(4, 32)
@@ -62,6 +66,14 @@ def test_scales_that_would_overflow_or_vanish_stay() -> None:
     scale = torch.tensor([[60000.0, 6e-8, 0.0, 1.0]], dtype=torch.float16)
     found = scaled(scale, torch.tensor([[0.5, -0.9, 0.5, 0.5]]))
     assert found.tolist() == [[60000.0, scale[0, 1].item(), 0.0, 1.5]]
+
+
+def test_steps_are_smaller_in_a_larger_model(demo_model: Path) -> None:
+    """On SmolLM2-135M, steps as large as those of a small model bring it away from its float model."""
+    config = open_checkpoint(demo_model).config
+    assert factor_rate(config) == FACTOR_RATE
+    larger = factor_rate(replace(config, hidden_size=576, layers=config.layers[:1] * 30))
+    assert 5e-4 < larger < 7e-4
 
 
 def test_the_schedule_falls_to_zero_and_moves_codes_by_a_tenth_at_most() -> None:
