@@ -35,7 +35,7 @@ from quantkit.quality.source_check import SourceCheck, check_source
 from quantkit.tensors.qtensor import Solver
 from quantkit.training.delta import delta_bytes
 from quantkit.training.trained import TrainedCheckpoint, trained_error
-from quantkit.training.training import BATCH_SAMPLES, HELD_BACK, State
+from quantkit.training.training import BATCH_SAMPLES, HELD_BACK, State, held_back
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,10 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
             "`mesh` has another number of processes than there are", found=f"{options.mesh} for {group.size}",
             hint="start as many with torchrun",
         )  # fmt: skip
-    if data > BATCH_SAMPLES:
+    samples = planned.settings.samples
+    if data > (most := min(BATCH_SAMPLES, samples - held_back(samples))):
         problem = "`mesh` has more processes for samples than a step has samples"
-        raise RequestError(problem, found=data, expected=f"at most {BATCH_SAMPLES}")
+        raise RequestError(problem, found=data, expected=f"at most {most}")
     if group.size > 1 and planned.names.codes:
         raise RequestError("`train_codes` is for one process", found=f"{group.size} processes")
     mesh = Mesh.of(group, shape)

@@ -22,7 +22,7 @@ from quantkit.training.optimizer import FACTOR_BYTES
 from quantkit.training.passes import TOKENS_THROUGH_THE_HEAD
 from quantkit.training.state import STATES
 from quantkit.training.trained import OFFSET_BYTES
-from quantkit.training.training import BATCH_SAMPLES, HELD_BACK, TARGETS, TRAINING
+from quantkit.training.training import BATCH_SAMPLES, TARGETS, TRAINING, held_back
 
 _PASSES = 4  # forward, forward again, and gradients by inputs and by weights
 _OF_BATCH = 10  # of the size of its widest states, at a time: what a block keeps for its gradients
@@ -66,9 +66,9 @@ class TrainingCost:
         block = 4 * (_OF_BLOCK * costs.largest_block(config) + _OF_BATCH * together * inner_width(config)) // model
         head = 4 * config.vocab_size * (_OF_LOGITS * TOKENS_THROUGH_THE_HEAD + 2 * config.hidden_size // model)
         memory = process_bytes() + FACTOR_BYTES * factors + kept + states + block + head
-        held_back = max(1, settings.samples // HELD_BACK)
-        training = epochs * (settings.samples - held_back) * settings.length
-        passed = _PASSES * training + (epochs + 1) * held_back * settings.length
+        kept_back = held_back(settings.samples)
+        training = epochs * (settings.samples - kept_back) * settings.length
+        passed = _PASSES * training + (epochs + 1) * kept_back * settings.length
         speed = Speed(config)
         arithmetic = speed.products(passed * costs.forward_flops(config, 1), device=settings.device) / (data * model)
         steps = {

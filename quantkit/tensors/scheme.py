@@ -42,7 +42,7 @@ _FLOAT_BITS = {Codes.E2M1: 4, Codes.E4M3: 8}
 _FLOAT_NAMES = {
     Scales.FLOATS: "fp8", Scales.TILES: "fp8-block", Scales.POWERS: "mxfp4", Scales.NESTED: "nvfp4",
 }  # fmt: skip
-_BLOCK_SIZES = (16, 32)  # of the types of GGUF
+_BLOCK = 32  # the group size of GGUF's blocks without scales of scales
 _OF_SMALL_FLOATS = (Scales.TILES, Scales.POWERS, Scales.NESTED)
 TILE = 128
 """The rows, and the columns, that share a scale; see `Scales.TILES`."""
@@ -126,7 +126,8 @@ class QuantScheme:
             return _FLOAT_NAMES[self.scales]
         if self.scales is not Scales.FLOATS:
             kind = "k" if self.scales is Scales.SUPER_BLOCKS else f"{int(not self.symmetric)}"
-            return f"q{self.bits}_{kind}{'' if self.group_size in _BLOCK_SIZES else f'-g{self.group_size}'}"
+            other = self.scales is Scales.BLOCKS and self.group_size != _BLOCK
+            return f"q{self.bits}_{kind}{f'-g{self.group_size}' if other else ''}"
         group = "" if self.group_size is None else f"-g{self.group_size}"
         return f"int{self.bits}{group}{'' if self.symmetric else '-asym'}"
 

@@ -73,12 +73,17 @@ class State:
         return min(self.curve, key=lambda one: one.held_back)
 
 
+def held_back(samples: int) -> int:
+    """How many of some samples are held back."""
+    return max(1, samples // HELD_BACK)
+
+
 class Samples:
     """Tokens [N, T] for training, and those that are held back, with the float model's hidden states for each."""
 
     def __init__(self, tokens: Tensor, store: ActivationStore) -> None:
         self.tokens, self._store = tokens, store
-        self.held_back = max(1, len(tokens) // HELD_BACK)
+        self.held_back = held_back(len(tokens))
         self.training = len(tokens) - self.held_back
 
     def compute_targets(self, reference: Checkpoint, progress: Progress, mesh: Mesh = ALONE) -> None:

@@ -140,6 +140,10 @@ def test_a_state_is_continued_on_another_mesh(int4: Path, floats: Path, tmp_path
     [
         (["--mesh", "2x2"], "another number of processes than there are (found 2x2 for 2)"),
         (["--mesh", "2"], "--mesh is no shape (found '2', expected DxM, such as 2x4)"),
+        (
+            ["--mesh", "2x1", "--samples", "2"],
+            "more processes for samples than a step has samples (found 2",
+        ),
         (["--train-codes"], "--train-codes is for one process (found 2 processes)"),
     ],
 )

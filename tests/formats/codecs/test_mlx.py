@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,7 @@ def test_offsets_in_floats_are_copied_to_another_folder(model: Path, tmp_path: P
         "model.layers.0.mlp.down_proj": wide,
     }  # fmt: skip
     assert not coded.notes
+    assert (str(wide), str(narrow), str(replace(narrow, group_size=64))) == ("q8_1", "q4_1", "q4_1-g64")
     for name in (f"{UP}.weight", "model.layers.0.mlp.down_proj.weight"):
         for part in (None, TensorSlice(0, ((5, 8),)), TensorSlice(1, ((32, 64),))):
             found, value = coded.load(name, part), floats.load(name, part)
