@@ -15,7 +15,6 @@ from quantkit.cli.options import BROKEN, Command, exit_codes, section
 from quantkit.cli.output import as_options, columns, mention, note
 from quantkit.cli.processes import require_models, together
 from quantkit.cli.progress import ProgressDisplay
-from quantkit.cli.refine import refine
 from quantkit.doctor.findings import RUNTIMES
 from quantkit.errors import RequestError
 from quantkit.jobs.convert_options import ConvertOptions
@@ -76,7 +75,7 @@ def inspect(path: Path, weights: WeightKind | None, tensors_only: bool, data: st
     """Describe the model in PATH, from headers alone."""
     from quantkit.jobs.inspect import inspect as job
 
-    _report(Outputs(data), job(path, weights=weights, tensors_only=tensors_only))
+    report_result(Outputs(data), job(path, weights=weights, tensors_only=tensors_only))
 
 
 @click.command(cls=Command, epilog=exit_codes(0, BROKEN))
@@ -124,7 +123,7 @@ def verify(a: Path, b: Path | None, allow_bound: bool, trust_remote_code: bool, 
     with ProgressDisplay() as progress:
         given: Any = {"trust_remote_code": trust_remote_code, "progress": progress}
         report = job(a, **given) if b is None else job(a, b, **given)
-    _report(outputs, report)
+    report_result(outputs, report)
     if isinstance(report, VerifyReport) and not (allow_bound and report.ok):
         sys.exit(report.verdict.value)
 
@@ -146,7 +145,7 @@ def imatrix(src: str, dst: Path, data: str | None, **given: Any) -> None:
 
     with ProgressDisplay() as progress:
         made = job(src, dst, **{name: value for name, value in given.items() if value is not None}, progress=progress)
-    _report(outputs, made)
+    report_result(outputs, made)
 
 
 @click.command(cls=Command, epilog=exit_codes(0, 2, 3))
@@ -172,7 +171,7 @@ def push(data: str | None, **given: Any) -> None:
     outputs = Outputs(data)
     with ProgressDisplay() as progress:
         found = job(**given, on_steps=progress.expect, progress=progress)
-    _report(outputs, found)
+    report_result(outputs, found)
 
 
 _CONVERT = {
@@ -223,7 +222,7 @@ def quantize(data: str | None, **given: Any) -> None:
     DST appears. If it differs too much, DST is not written and the exit code is 8. Under torchrun all processes share
     the calibration, and rank 0 does the rounding.
     """
-    reads, arguments = _files_read(given), _job_arguments(given)
+    reads, arguments = files_read(given), job_arguments(given)
     require_models(arguments["src"], makes=arguments["dst"])
 
     from quantkit.distributed.shard import require_same_checkpoint
@@ -248,7 +247,7 @@ def quantize(data: str | None, **given: Any) -> None:
         _report_written(outputs, made)
 
 
-def _files_read(given: dict[str, Any]) -> list[Any]:
+def files_read(given: dict[str, Any]) -> list[Any]:
     """The files that `quantkit quantize` reads in addition to the model; None for options that are not given."""
     return [given[name] for name in ("calibration", "recipe", "plan", "certify_text")]
 
@@ -262,7 +261,7 @@ def _has_int4(scheme: str | QuantScheme | Recipe | None) -> bool:
     return any(one is not None and one.bits == 4 for one in named)
 
 
-def _job_arguments(given: dict[str, Any]) -> dict[str, Any]:
+def job_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `quantkit.quantize` for the options of the command. Raises `RequestError` unless there is one of
     a scheme, a recipe and a size, or if a head goes with a recipe."""
     from quantkit.tensors.recipe import Recipe
@@ -292,81 +291,7 @@ def _job_arguments(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "scheme": Recipe.from_json(path)}
 
 
-class _PlanGroup(click.Group):
-    """Without the name of a command, plans generation: ``quantkit plan DIR --target v5e-16``."""
-
-    context_class = options.Context
-
-    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and not args[0].startswith("-"):
-            args = ["generate", *args]
-        return super().parse_args(context, args)
-
-
-@click.group(cls=_PlanGroup)
-def plan() -> None:
-    """Estimate the memory, disk and time of a command.
-
-    Makes the checks of the command and writes nothing. `quantkit plan DIR --target v5e-16` does the same for
-    generation on a TPU slice.
-    """
-
-
-@plan.command("generate", cls=options.BareJson)
-@click.argument("model", shell_complete=options.complete_files)
-@click.option("--target", required=True, metavar="SLICE", help="Kind and number of chips: v5e-16, v6e-8, ...")
-@click.option("--batch", type=int, default=1, show_default=True, help="Number of sequences.")
-@click.option("--context", type=int, help="Tokens of a sequence with its prompt. Default: the model's context.")
-@click.option(
-    "--scheme", type=options.Scheme(), help="Scheme of a model without weights, such as int4-g128. Default: floats."
-)
-@options.dtype
-@options.data
-def _plan_generate(model: str, scheme: str | None, data: str | None, **given: Any) -> None:
-    """Show what each chip of a TPU slice would hold and exchange.
-
-    The compiler for the slice computes it; no TPU is needed. MODEL is a folder, a folder with only a config.json, or
-    the name of a shape such as llama-2-70b. This takes minutes. A model that does not fit is an error.
-    """
-    from quantkit.evals.synthetic import shaped
-    from quantkit.jobs.plan import generate as job
-
-    _report(Outputs(data), job(shaped(model, scheme), **given))
-
-
-def _plan_convert(data: str | None, **given: Any) -> None:
-    require_models(given["src"], makes=given["dst"])
-
-    from quantkit.jobs.plan import convert as job
-
-    _report(Outputs(data, makes=given["dst"]), job(**given))
-
-
-def _plan_quantize(data: str | None, **given: Any) -> None:
-    outputs = Outputs(data, reads=_files_read(given), makes=given["dst"])
-    arguments = _job_arguments(given)
-    require_models(arguments["src"], makes=arguments["dst"])
-
-    from quantkit.jobs.plan import quantize as job
-
-    _report(outputs, job(**arguments))
-
-
-def _plan_refine(data: str | None, quantized: Path, dst: Path | None, **given: Any) -> None:
-    require_models(quantized, given["against"], makes=dst)
-
-    from quantkit.jobs.plan import refine as job
-
-    outputs = Outputs(data, reads=[given["calibration"]], makes=dst if dst is not None else given["delta"])
-    _report(outputs, job(quantized, dst, **given))
-
-
-for _command, _planned in ((convert, _plan_convert), (quantize, _plan_quantize), (refine, _plan_refine)):
-    _about = f"Estimate `quantkit {_command.name}` with the same arguments.\n\nNothing is written."
-    plan.add_command(options.BareJson(_command.name, params=_command.params, callback=_planned, help=_about))
-
-
-def _report(outputs: Outputs, found: Any) -> None:
+def report_result(outputs: Outputs, found: Any) -> None:
     """Write a job's result as JSON if that was requested, and print its lines."""
     outputs.write(found.to_json(), show=lambda: outputs.say(found.lines()))
 

@@ -12,12 +12,13 @@ import click
 from click.shell_completion import shell_complete
 
 from quantkit.cli.chat import chat
-from quantkit.cli.commands import convert, demo, doctor, imatrix, inspect, plan, push, quantize, verify
+from quantkit.cli.commands import convert, demo, doctor, imatrix, inspect, push, quantize, verify
 from quantkit.cli.entry import interrupted_code, interruptible, open_missing_streams, report_interrupted, with_kept
 from quantkit.cli.generate import generate
 from quantkit.cli.measure import bench, evaluate
 from quantkit.cli.options import COMPLETION, Context, add_threads, completion, exit_codes
 from quantkit.cli.output import as_options, drop_output, mention, say
+from quantkit.cli.plan import plan
 from quantkit.cli.processes import INTERNAL_ERROR
 from quantkit.cli.refine import apply_delta, refine
 from quantkit.errors import DestinationError, QuantkitError
@@ -71,7 +72,7 @@ def quantkit() -> None:
 
 
 _JOBS = (demo, inspect, doctor, convert, quantize, refine, imatrix, verify, evaluate, generate, chat, bench)
-add_threads(*_JOBS, plan.commands["generate"])
+add_threads(*_JOBS, plan.commands["generate"], plan.commands["refine"])
 for command in (*_JOBS, apply_delta, plan, push, completion):
     quantkit.add_command(command)
 

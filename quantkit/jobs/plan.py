@@ -3,7 +3,7 @@
     >>> print(*quantkit.plan.quantize("model", "model-int4", "int4-g128").lines(), sep="\\n")
 
 `convert`, `quantize` and `refine` take the arguments of the jobs of these names, check what those check, and write
-nothing. `generate` does the same for generation on a TPU slice.
+nothing. `generate` and `training` do the same for generation and for steps of `refine` on a TPU slice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.arguments import as_integer, as_path, as_string
+from quantkit.arguments import as_integer, as_path, as_string, require_flags
+from quantkit.calibration import effort
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.container import Encoder
 from quantkit.formats.detect import open_checkpoint
@@ -27,16 +28,18 @@ from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.prepare import prepare, size_fit
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.refine_estimate import estimate_refinement
-from quantkit.jobs.refine_options import RefineOptions
+from quantkit.jobs.refine_options import RefineOptions, mesh_shape
 from quantkit.jobs.refine_plan import plan_refinement
 from quantkit.model.device import float_type
 from quantkit.tensors.dtypes import FloatName
+from quantkit.training.trained import TrainedNames
 from quantkit.xla import require_compiler
 
 if TYPE_CHECKING:
     from quantkit.xla.estimate import SliceEstimate
+    from quantkit.xla.training.estimate import TrainingEstimate
 
-__all__ = ["Estimate", "convert", "generate", "quantize", "refine"]
+__all__ = ["Estimate", "convert", "generate", "quantize", "refine", "training"]
 
 
 @called_with(ConvertOptions)
@@ -124,6 +127,48 @@ def generate(
     checkpoint: Checkpoint = open_checkpoint(model) if isinstance(model, (str, Path)) else model
     require_runnable(checkpoint)
     return estimate_slice(checkpoint, target, batch=batch, context=context, dtype=float_dtype)
+
+
+def training(
+    model: str | Path | Checkpoint, target: str, *, mesh: str | None = None, batch: int | None = None,
+    length: int | None = None, train_norms: bool = False,
+) -> TrainingEstimate:  # fmt: skip
+    """What a step of `quantkit.refine` takes of each chip of a TPU slice, as its compiler says; no TPU is needed.
+
+    Args:
+        model: the quantized model: a folder, or an open checkpoint; only its shapes are looked at.
+        target: kind and number of chips, such as ``v5e-64``; ``2xv5e-64`` for two slices.
+        mesh: how many parts the samples have in each slice, and how many the model, such as ``8x8``; None compares
+            one dimension, the samples, with two.
+        batch: samples of a step; None is one for each part of the samples, and at least 4.
+        length: tokens of a sample; None is as `quantkit.refine` draws them.
+        train_norms: as in `quantkit.refine`.
+
+    Returns:
+        What each chip holds, computes and exchanges, by mesh.
+
+    Raises:
+        RequestError: for an unknown slice, or one that the model does not fit on any mesh; if jax, torchax or the
+            compiler for TPUs is not installed.
+        UnsupportedError: if the model has no scales that can be trained, or XLA does not serve it.
+    """
+    target, shape = as_string("target", target), mesh_shape(mesh)
+    require_flags(train_norms=train_norms)
+    batch, length = (
+        None if value is None else as_integer(name, value, 1) for name, value in (("batch", batch), ("length", length))
+    )
+    if not hasattr(model, "config"):
+        model = as_path("model", model)
+    require_compiler()
+    from quantkit.xla.training.estimate import estimate_training
+
+    checkpoint: Checkpoint = open_checkpoint(model) if isinstance(model, (str, Path)) else model
+    require_runnable(checkpoint)
+    names = TrainedNames.of(checkpoint, norms=train_norms, codes=False)
+    return estimate_training(
+        checkpoint, target, names=names, meshes=[] if shape is None else [shape], batch=batch,
+        length=effort.EFFORTS["default"].length(checkpoint.config) if length is None else length,
+    )  # fmt: skip
 
 
 def _require_room(dst: Path, encoder: Encoder, estimate: Estimate, options: ConvertOptions | QuantizeOptions) -> None:

@@ -24,7 +24,7 @@ from quantkit.jobs.quantize_proof import details, result_of
 from quantkit.jobs.quantize_work import work_of
 from quantkit.jobs.refine import records_of, refined_details
 from quantkit.jobs.refine_estimate import TrainingCost
-from quantkit.jobs.refine_options import EPOCHS, RefineOptions
+from quantkit.jobs.refine_options import BATCH, EPOCHS, RefineOptions
 from quantkit.jobs.refine_plan import plan_refinement
 from quantkit.jobs.refine_training import training_of
 from quantkit.jobs.result import QuantizeResult
@@ -61,7 +61,7 @@ def with_training(estimate: Estimate, prepared: Prepared) -> Estimate:
             found=" and ".join(prepared.scheme_map.counts()), expected="int4 or int8",
         )  # fmt: skip
     epochs = EPOCHS if options.epochs is None else options.epochs
-    cost = TrainingCost.of(source.config, settings, trained, epochs=epochs, codes=options.train_codes)
+    cost = TrainingCost.of(source.config, settings, trained, epochs=epochs, batch=BATCH, codes=options.train_codes)
     steps = {**estimate.steps, **cost.steps}
     phase = "training" if cost.memory_bytes > estimate.memory_bytes else estimate.phase
     return replace(

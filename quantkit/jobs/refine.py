@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.arguments import require_instance
 from quantkit.calibration.data import Calibration
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.distributed.mesh import Mesh
+from quantkit.distributed.mesh import ALONE, Mesh
 from quantkit.distributed.shard import require_same_checkpoint, require_shareable
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
@@ -35,7 +35,8 @@ from quantkit.quality.source_check import SourceCheck, check_source
 from quantkit.tensors.qtensor import Solver
 from quantkit.training.delta import delta_bytes
 from quantkit.training.trained import TrainedCheckpoint, trained_error
-from quantkit.training.training import BATCH_SAMPLES, HELD_BACK, State, held_back
+from quantkit.training.training import HELD_BACK, State, held_back
+from quantkit.xla import require_packages
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,11 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
         GroupError: if their models differ.
     """
     options = planned.options
+    if options.backend is not None:
+        if group.size > 1:
+            raise RequestError('`backend="xla"` is for one process', found=f"{group.size} processes")
+        require_packages()
+        return ALONE
     data, model = shape = options.mesh_shape or (1, group.size)
     if data * model != group.size:
         raise RequestError(
@@ -113,7 +119,7 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
             hint="start as many with torchrun",
         )  # fmt: skip
     samples = planned.settings.samples
-    if data > (most := min(BATCH_SAMPLES, samples - held_back(samples))):
+    if data > (most := min(options.step_samples, samples - held_back(samples))):
         problem = "`mesh` has more processes for samples than a step has samples"
         raise RequestError(problem, found=data, expected=f"at most {most}")
     if group.size > 1 and planned.names.codes:

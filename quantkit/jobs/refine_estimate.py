@@ -22,7 +22,7 @@ from quantkit.training.optimizer import FACTOR_BYTES
 from quantkit.training.passes import TOKENS_THROUGH_THE_HEAD
 from quantkit.training.state import STATES
 from quantkit.training.trained import OFFSET_BYTES
-from quantkit.training.training import BATCH_SAMPLES, TARGETS, TRAINING, held_back
+from quantkit.training.training import TARGETS, TRAINING, held_back
 
 _PASSES = 4  # forward, forward again, and gradients by inputs and by weights
 _OF_BATCH = 10  # of the size of its widest states, at a time: what a block keeps for its gradients
@@ -42,12 +42,13 @@ class TrainingCost:
     @classmethod
     def of(
         cls, config: ModelConfig, settings: GptqSettings, trained: Mapping[str, tuple[tuple[int, ...], QuantScheme]],
-        *, epochs: int, codes: bool, mesh: tuple[int, int] = (1, 1),
+        *, epochs: int, batch: int, codes: bool, mesh: tuple[int, int] = (1, 1),
     ) -> TrainingCost:  # fmt: skip
         """Of a model, for each process.
 
         Args:
             trained: the shape and the scheme of each weight.
+            batch: samples of a step.
             mesh: how many processes have other samples, and how many share the model.
         """
         factors = sum(
@@ -56,7 +57,7 @@ class TrainingCost:
         )
         weights = sum(rows * columns for (rows, columns), _ in trained.values())
         data, model = mesh
-        own, budget = -(-BATCH_SAMPLES // data), settings.memory_bytes
+        own, budget = -(-batch // data), settings.memory_bytes
         tokens = own * settings.length
         together = min(own, batch_samples(config, settings.length)) * settings.length
         offsets = OFFSET_BYTES * weights if codes else 0
@@ -89,7 +90,7 @@ def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None
         if (info := quantized.info(name)).scheme is not None
     }
     cost = TrainingCost.of(
-        quantized.config, planned.settings, trained, epochs=options.num_epochs,
+        quantized.config, planned.settings, trained, epochs=options.num_epochs, batch=options.step_samples,
         codes=planned.names.codes, mesh=mesh or options.mesh_shape or (1, 1),
     )  # fmt: skip
     measured = measured_tokens(source)

@@ -17,9 +17,22 @@ from quantkit.json_values import shown
 if TYPE_CHECKING:
     import torch
 
+BATCH = 4
+"""Samples of a step by default."""
+XLA = "xla"
 EPOCHS = 4
 """Passes over the samples by default."""
 TRAINING, CALIBRATION, CHECKS, OUTPUT = "Training", "Calibration text", "Checks", "Output"
+
+
+def mesh_shape(mesh: str | None) -> tuple[int, int] | None:
+    """The sizes of the axes "data" and "model"; None for None. Raises `RequestError` if it is no shape."""
+    if mesh is None:
+        return None
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", as_string("mesh", mesh))
+    if found is None:
+        raise RequestError("`mesh` is no shape", found=shown(mesh), expected="DxM, such as 2x4")
+    return int(found[1]), int(found[2])
 
 
 @dataclass(frozen=True)
@@ -34,13 +47,15 @@ class RefineOptions:
         delta: a file to make instead of `dst`, with the changed tensors alone; see `apply_delta`.
         train_codes: also train the codes, which stay as they are by default.
         train_norms: also train the weights of norms.
+        batch: samples of a step, 4 by default.
         epochs: passes over the samples, 4 by default.
         calibration, text_column, samples, length, seed: the text, as in `quantize`. An eighth of the samples is held
             back, and decides which step's result is kept.
         activation_memory: bytes of states and codes kept in memory, as in `quantize`.
         device: where the model is trained, as torch spells it; None is a GPU if there is one.
-        mesh: of several processes: how many have other samples, and how many share the model, such as ``2x4``; by
-            default all of them share the model.
+        mesh: of several processes, or of the devices of XLA: how many have other samples, and how many share the model,
+            such as ``2x4``; by default all of them share the model.
+        backend: ``xla`` trains on the devices that JAX finds, in the shape of `mesh`; None is torch.
         accept_quality_loss: keep a result that does not pass the gate; one that is no better than `src` is not kept.
         source_check, resume: as in `convert`.
     """
@@ -54,6 +69,7 @@ class RefineOptions:
     )
     train_codes: bool = option(TRAINING, "Also train the codes. Default: only scales.", bool, default=False)
     train_norms: bool = option(TRAINING, "Also train the weights of norms.", bool, default=False)
+    batch: int | None = option(TRAINING, f"Samples of a step. Default: {BATCH}.", int)
     epochs: int | None = option(TRAINING, f"Passes over the samples. Default: {EPOCHS}.", int)
     calibration: str | Path | Iterable[object] | None = option(CALIBRATION, TEXT_HELP, "file")
     text_column: str | None = option(CALIBRATION, COLUMN_HELP, metavar="NAME")
@@ -66,8 +82,12 @@ class RefineOptions:
     )  # fmt: skip
     device: str | torch.device | None = option(TRAINING, changes_result=False)
     mesh: str | None = option(
-        TRAINING, "Processes by samples and by parts of the model. Default: 1xN, for N processes of torchrun.",
+        TRAINING, "Processes of torchrun, or devices of XLA, by samples and by parts of the model. Default: 1xN.",
         metavar="DxM", changes_result=False,
+    )  # fmt: skip
+    backend: str | None = option(
+        TRAINING, "xla: train on the devices that JAX finds, such as TPU chips. Default: torch.", choices=(XLA,),
+        changes_result=False,
     )  # fmt: skip
     accept_quality_loss: bool = option(
         CHECKS, "Keep a result that is better than SRC and yet too far from its float model.", bool, default=False
@@ -83,13 +103,17 @@ class RefineOptions:
         if (self.dst is None) == (self.delta is None):
             given = "both" if self.dst is not None else "neither"
             raise RequestError("give a destination or `delta`", found=given, expected="one of them")
-        for name in ("epochs", "samples", "length"):
+        for name in ("batch", "epochs", "samples", "length"):
             if (value := getattr(self, name)) is not None:
                 as_integer(name, value, 1)
         if self.seed is not None:
             as_seed("seed", self.seed)
         if self.text_column is not None and self.calibration is None:
             raise RequestError("`text_column` goes with `calibration`")
+        if self.backend not in (None, XLA):
+            raise RequestError("unknown `backend`", found=shown(self.backend), expected=XLA)
+        if self.backend is not None and self.train_codes:
+            raise RequestError('`train_codes` does not go with `backend="xla"`')
         _ = self.mesh_shape
 
     @property
@@ -100,12 +124,12 @@ class RefineOptions:
     @property
     def mesh_shape(self) -> tuple[int, int] | None:
         """The sizes of the axes "data" and "model"; None if none are given."""
-        if self.mesh is None:
-            return None
-        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", as_string("mesh", self.mesh))
-        if found is None:
-            raise RequestError("`mesh` is no shape", found=shown(self.mesh), expected="DxM, such as 2x4")
-        return int(found[1]), int(found[2])
+        return mesh_shape(self.mesh)
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of a step."""
+        return BATCH if self.batch is None else self.batch
 
     @property
     def num_epochs(self) -> int:
@@ -115,5 +139,6 @@ class RefineOptions:
     def recorded(self) -> dict[str, object]:
         """What the manifest and the resume fingerprint record: what determines the result, apart from the samples."""
         return {
-            "epochs": self.num_epochs, "train_codes": self.train_codes, "train_norms": self.train_norms,
+            "epochs": self.num_epochs, "batch": self.step_samples, "train_codes": self.train_codes,
+            "train_norms": self.train_norms,
         }  # fmt: skip

@@ -17,9 +17,11 @@ from quantkit.jobs.quantize_work import machine
 from quantkit.jobs.refine_estimate import estimate_refinement
 from quantkit.jobs.refine_plan import Refinement
 from quantkit.progress import Progress
+from quantkit.training.blockwise import Blockwise, float_states
+from quantkit.training.optimizer import Schedule
 from quantkit.training.state import SavedTraining
 from quantkit.training.trained import TrainedCheckpoint
-from quantkit.training.training import Samples, State, Training
+from quantkit.training.training import Engine, Samples, State, Training
 
 _TRAINING = ".training"
 """What the name of the folder with the state of training has after that of the output."""
@@ -52,12 +54,9 @@ def training_of(
     try:
         model = TrainedCheckpoint(planned.quantized, planned.names, offsets, memory // 2)
         model.begin(planned.reference)
-        samples = Samples(drawn.tokens, targets)
-        samples.compute_targets(planned.reference, progress, mesh)
-        training = Training(
-            model, planned.reference, samples, epochs=planned.options.num_epochs, seed=planned.settings.seed,
-            device=mesh.world.device or planned.settings.device, mesh=mesh,
-        )  # fmt: skip
+        samples = Samples(drawn.tokens, targets, planned.options.step_samples)
+        engine = _engine(planned, model, samples, mesh, progress)
+        training = Training(model, samples, engine, epochs=planned.options.num_epochs, seed=planned.settings.seed)
         saved = None if staging is None else SavedTraining(training, staging)
         if saved is not None:
             saved.restore()
@@ -86,6 +85,20 @@ def training_of(
         offsets.close()
     if staging is not None:
         staging.discard()
+
+
+def _engine(planned: Refinement, model: TrainedCheckpoint, samples: Samples, mesh: Mesh, progress: Progress) -> Engine:
+    """What trains, once the float model has given its states for the samples."""
+    schedule = Schedule(planned.options.num_epochs * samples.steps)
+    if planned.options.backend is None:
+        samples.compute_targets(float_states(planned.reference, samples.batch, mesh), progress)
+        device = mesh.world.device or planned.settings.device
+        return Blockwise(model, planned.reference, samples, schedule, device, mesh)
+    from quantkit.xla.training import engine as xla  # it changes torch
+
+    devices = xla.mesh_of(planned.options.mesh_shape)
+    samples.compute_targets(xla.float_states(planned.reference, devices, samples.batch), progress)
+    return xla.OnDevices(model, planned.quantized, planned.reference, samples, schedule, devices)
 
 
 def _nothing(state: State) -> None:

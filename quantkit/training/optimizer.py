@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
 from quantkit.training.shares import Shares
 from quantkit.training.trained import TrainedCheckpoint, factor_gradient, move
 
@@ -49,12 +51,33 @@ def factor_rate(config: ModelConfig) -> float:
     return FACTOR_RATE * min(1.0, math.sqrt(_SMALL / (config.hidden_size * config.num_layers)))
 
 
+def adam(first: Any, second: Any, gradient: Any, corrections: tuple[Any, Any]) -> tuple[Any, Any, Any]:
+    """The running means of gradients and of their squares, and the step at a rate of 1 (Adam, 1412.6980); torch's
+    tensors or JAX's arrays.
+
+    Args:
+        corrections: see `corrections`.
+    """
+    first = first + (1 - _BETAS[0]) * (gradient - first)
+    second = _BETAS[1] * second + (1 - _BETAS[1]) * (gradient * gradient)
+    return first, second, (first / corrections[0]) / ((second / corrections[1]) ** 0.5 + _EPSILON)
+
+
+def corrections(step: int) -> tuple[float, float]:
+    """What running means are divided by after a step, as they began at zero."""
+    return 1 - _BETAS[0] ** (step + 1), 1 - _BETAS[1] ** (step + 1)
+
+
+def tensor_rate(config: ModelConfig, scheme: QuantScheme | None) -> float:
+    """The largest step of a tensor's factors."""
+    return factor_rate(config) * (1.0 if scheme is None else min(1.0, _LEVELS / scheme.levels))
+
+
 class Optimizer:
     """Changes the trained values of a model with their gradients.
 
     Attributes:
-        moments: running means of each factor's gradients and of their squares (Adam, 1412.6980), by the tensor's name
-            and `FIRST` or `SECOND`.
+        moments: the running means of `adam` by the tensor's name and `FIRST` or `SECOND`.
     """
 
     def __init__(self, model: TrainedCheckpoint, schedule: Schedule, shares: Shares) -> None:
@@ -66,7 +89,7 @@ class Optimizer:
     def update(self, step: int, name: str, gradient: Tensor | None) -> None:
         """Change one tensor's values at a step, given the gradient by this process's part of the tensor, float32; None
         if its samples had none. All processes call this in the same order."""
-        model, part, rate, own = self._model, self._shares.part(name), factor_rate(self._model.config), None
+        model, part, own = self._model, self._shares.part(name), None
         if gradient is not None:
             value, gradient = model.load(name, part), gradient.cpu()
             if isinstance(value, QuantTensor):
@@ -76,8 +99,7 @@ class Optimizer:
         total = self._shares.total(name, own)
         if total is None:
             return
-        if (scheme := model.info(name).scheme) is not None:
-            rate *= min(1.0, _LEVELS / scheme.levels)
+        rate = self._schedule.share(step) * tensor_rate(model.config, model.info(name).scheme)
         self._step(step, name, total, rate)
         if gradient is not None and model.has_offsets(name):
             offsets = model.offsets(name)
@@ -85,9 +107,7 @@ class Optimizer:
             model.set_offsets(name, offsets)
 
     def _step(self, step: int, name: str, gradient: Tensor, rate: float) -> None:
-        first, second = self.moments[name + FIRST], self.moments[name + SECOND]
-        first.lerp_(gradient, 1 - _BETAS[0])
-        second.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
-        mean = first / (1 - _BETAS[0] ** (step + 1))
-        root = (second / (1 - _BETAS[1] ** (step + 1))).sqrt_().add_(_EPSILON)
-        self._model.factors[name].sub_(mean.div_(root), alpha=rate * self._schedule.share(step))
+        found = adam(self.moments[name + FIRST], self.moments[name + SECOND], gradient, corrections(step))
+        for kept, new in zip((self.moments[name + FIRST], self.moments[name + SECOND]), found[:2], strict=True):
+            kept.copy_(new)
+        self._model.factors[name].sub_(found[2], alpha=rate)

@@ -82,6 +82,7 @@ class SavedTraining:
 
     def _write(self, step: int) -> dict[str, str]:
         """Write a state; the sha256 of its files by name."""
+        self._training.engine.fetch()
         written = {}
         for part, names in self._parts().items():
             content = save({key: value for name in names for key, value in self._values(name).items()})
@@ -102,7 +103,7 @@ class SavedTraining:
                 raise not_ours(self._staging.path / file) from error
 
     def _set(self, values: Mapping[str, Tensor]) -> None:
-        model, moments = self._training.model, self._training.optimizer.moments
+        model, moments = self._training.model, self._training.engine.moments
         for key, value in values.items():
             name, _, kind = key.rpartition(".")
             if f".{kind}" == _FACTOR:
@@ -114,7 +115,7 @@ class SavedTraining:
 
     def _values(self, name: str) -> dict[str, Tensor]:
         """What a tensor's training consists of."""
-        model, moments = self._training.model, self._training.optimizer.moments
+        model, moments = self._training.model, self._training.engine.moments
         found = {name + _FACTOR: model.factors[name], **{name + end: moments[name + end] for end in (FIRST, SECOND)}}
         if model.has_offsets(name):
             found[name + _OFFSETS] = model.offsets(name)

@@ -10,32 +10,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.distributed.group import ProcessGroup
-from quantkit.distributed.mesh import ALONE, Mesh
 from quantkit.errors import NonFiniteError
-from quantkit.formats.checkpoint import Checkpoint
-from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality.measures import part_of
-from quantkit.training.optimizer import Optimizer, Schedule
-from quantkit.training.passes import Passes
-from quantkit.training.shares import Shares
 from quantkit.training.trained import TrainedCheckpoint
-from quantkit.via_transformers.forward import final_hidden
 
-BATCH_SAMPLES = 4
-"""Samples of a step."""
 HELD_BACK = 8
 """One of this many samples is held back."""
 TARGETS, TRAINING = "float model", "training"
 """The phases of progress."""
 _TOKENS_AT_ONCE = 1 << 15  # of the float model, whose states are in memory
 _DIGITS = 4
+
+
+Hidden = Callable[[Tensor, Progress], Tensor]
+"""The float model's hidden states after its final norm, [B, T, D] float32 on the CPU, for tokens [B, T]."""
 
 
 @dataclass(frozen=True)
@@ -79,25 +75,21 @@ def held_back(samples: int) -> int:
 
 
 class Samples:
-    """Tokens [N, T] for training, and those that are held back, with the float model's hidden states for each."""
+    """Tokens [N, T] for training, and those that are held back, with the float model's hidden states for each; a step
+    has `batch` of them."""
 
-    def __init__(self, tokens: Tensor, store: ActivationStore) -> None:
-        self.tokens, self._store = tokens, store
+    def __init__(self, tokens: Tensor, store: ActivationStore, batch: int) -> None:
+        self.tokens, self.batch, self._store = tokens, batch, store
         self.held_back = held_back(len(tokens))
         self.training = len(tokens) - self.held_back
 
-    def compute_targets(self, reference: Checkpoint, progress: Progress, mesh: Mesh = ALONE) -> None:
+    def compute_targets(self, hidden: Hidden, progress: Progress) -> None:
         """Run the float model, and keep its hidden states before the head."""
         step = max(1, _TOKENS_AT_ONCE // self.tokens.shape[1])
         parts = torch.split(torch.arange(len(self.tokens)), step)
         for index, part in enumerate(parts):
-            own_part = torch.split(part[mesh.data.share(len(part))], BATCH_SAMPLES)
-            batches = [Batch.from_start(self.tokens[one]) for one in own_part if len(one)]
             observed = part_of(in_phase(progress, TARGETS), index, len(parts))
-            found = final_hidden(reference, batches, group=mesh.model, progress=observed) if batches else []
-            none = torch.empty(0, self.tokens.shape[1], reference.config.hidden_size)
-            states = mesh.data.join(torch.cat([none, *found]).to(mesh.data.device or "cpu"), len(part)).cpu()
-            for number, own in zip(part.tolist(), states, strict=True):
+            for number, own in zip(part.tolist(), hidden(self.tokens[part], observed), strict=True):
                 self._store.put(number, own.contiguous().clone())
 
     def targets(self, numbers: Tensor) -> Tensor:
@@ -105,10 +97,10 @@ class Samples:
         return torch.stack([self._store.get(number) for number in numbers.tolist()])
 
     def order(self, epoch: int, seed: int) -> Tensor:
-        """The samples of an epoch, in the order of its steps, [S, `BATCH_SAMPLES`], of which some may be left out."""
+        """The samples of an epoch, in the order of its steps, [S, `batch`], of which some may be left out."""
         generator = torch.Generator().manual_seed((seed << 16) + epoch)
         mixed = torch.randperm(self.training, generator=generator)
-        size = min(BATCH_SAMPLES, self.training)
+        size = min(self.batch, self.training)
         return mixed[: len(mixed) // size * size].view(-1, size)
 
     @property
@@ -117,30 +109,50 @@ class Samples:
         return len(self.order(0, 0))
 
 
-class Training:
-    """Trains a model for some epochs; each step can be the last one of a process, and another one goes on from it."""
+class Engine(Protocol):
+    """Computes the steps of a training.
 
-    def __init__(
-        self, model: TrainedCheckpoint, reference: Checkpoint, samples: Samples, *, epochs: int, seed: int,
-        device: torch.device, mesh: Mesh = ALONE,
-    ) -> None:  # fmt: skip
-        """Raises `RequestError` if the processes of a mesh cannot share the model."""
-        self.model, self.samples, self._seed = model, samples, seed
-        self._shares = Shares(model, mesh)
+    Attributes:
+        moments: running means of gradients and their squares, by tensor; see `Optimizer`.
+    """
+
+    moments: dict[str, Tensor]
+
+    def step(self, step: int, numbers: Tensor) -> float:
+        """Train on some samples; the mean KL of a token before."""
+        ...
+
+    def loss(self, numbers: Tensor) -> float:
+        """The mean KL of a token of some samples."""
+        ...
+
+    def fetch(self) -> None:
+        """Give the model's factors, and moments, the values that they have now."""
+        ...
+
+    def put(self) -> None:
+        """Go on from the values that the model's factors, and moments, have been given."""
+        ...
+
+
+class Training:
+    """Trains a model for some epochs; each step can be the last one of a process, and another one goes on from it.
+
+    Attributes:
+        steps: in all.
+    """
+
+    def __init__(self, model: TrainedCheckpoint, samples: Samples, engine: Engine, *, epochs: int, seed: int) -> None:
+        self.model, self.samples, self.engine, self._seed = model, samples, engine, seed
         self.steps = epochs * samples.steps
         self.state = State()
-        self.optimizer = Optimizer(model, Schedule(self.steps), self._shares)
-        self._passes = Passes(model, reference, samples.tokens.shape[1], device, self._shares)
-        layers = [model.names_trained.in_layer(layer) for layer in range(model.config.num_layers)]
-        self._names = [[*own.weights, *own.norms] for own in layers]
-        named = {name for own in self._names for name in own}
-        self._names.append([name for name in model.factors if name not in named])
 
     def share_state(self, group: ProcessGroup) -> None:
         """Give all processes the state of the first one."""
         self.state = group.broadcast_from_rank0(self.state)
-        for value in (*self.model.factors.values(), *self.optimizer.moments.values()):
+        for value in (*self.model.factors.values(), *self.engine.moments.values()):
             group.copy_from_rank0_(value)
+        self.engine.put()
 
     def run(
         self, *, evaluated: Callable[[State], None], stepped: Callable[[State], None], progress: Progress = silent
@@ -158,13 +170,7 @@ class Training:
             self._report(progress)
             epoch, index = divmod(state.step, self.samples.steps)
             numbers = self.samples.order(epoch, self._seed)[index]
-            own = self._shares.samples(numbers)
-            found = self._passes.gradients(
-                self.samples.tokens[own], self.samples.targets(own), self._names,
-                lambda name, gradient: self.optimizer.update(state.step, name, gradient),
-                count=len(numbers) * self.samples.tokens.shape[1],
-            )  # fmt: skip
-            state.sum += self._shares.sum_over_samples(found)
+            state.sum += self.engine.step(state.step, numbers)
             state.count += 1
             state.step += 1
             if state.step % self.samples.steps == 0:
@@ -175,11 +181,7 @@ class Training:
 
     def _evaluate(self, evaluated: Callable[[State], None]) -> None:
         samples, state = self.samples, self.state
-        numbers, total = torch.arange(samples.training, len(samples.tokens)), 0.0
-        for part in torch.split(self._shares.samples(numbers), BATCH_SAMPLES):
-            if len(part):
-                total += self._passes.loss(samples.tokens[part], samples.targets(part))
-        mean = self._shares.sum_over_samples(total) / (len(numbers) * samples.tokens.shape[1])
+        mean = self.engine.loss(torch.arange(samples.training, len(samples.tokens)))
         if not math.isfinite(mean):
             raise NonFiniteError(
                 "the KL from the float model is NaN or Inf", path=self.model.path, found=f"after {state.step} steps",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,28 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.experimental import topologies
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.tensors.dtypes import DType
+from quantkit.xla.hlo import KINDS
 from quantkit.xla.model import AXIS, sharded_decoder
 from quantkit.xla.programs import Rows, cache_shape, chunk_program, prefill_program
+from quantkit.xla.slices import Slice, compiled_for, gib, too_much
 from quantkit.xla.split import DeviceSplit
 from quantkit.xla.weights import abstract, abstract_state, jax_dtype
-
-_MEMORY = {"v5e": 15.75, "v6e": 31.25}  # GiB of a chip that the compiler gives out
-_SHAPES = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}  # by chips
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_COMPILER_ONLY = {
-    "TPU_SKIP_MDS_QUERY": "1",  # no request to a metadata server about this machine
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a chip that may be here is not taken
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-}
-_REFUSED = "RESOURCE_EXHAUSTED: "  # how the compiler says it
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -58,7 +45,7 @@ class Phase:
     def line(self) -> str:
         """For people."""
         exchanged = ", ".join(f"{count} {kind}" for kind, count in self.collectives.items()) or "no collectives"
-        arguments, temporaries, total = map(_gib, (self.arguments, self.temporaries, self.total))
+        arguments, temporaries, total = map(gib, (self.arguments, self.temporaries, self.total))
         return f"{self.name}: {arguments} of arguments, {temporaries} of temporaries, {total} in all; {exchanged}"
 
 
@@ -92,10 +79,10 @@ class SliceEstimate:
     def lines(self) -> list[str]:
         """The report for people."""
         return [
-            f"{self.model} on {self.target}: {self.chips} chips of {_gib(self.memory)}, batch {self.batch}, "
+            f"{self.model} on {self.target}: {self.chips} chips of {gib(self.memory)}, batch {self.batch}, "
             f"context {self.context}; per chip:",
             *(phase.line() for phase in self.phases),
-            f"it fits: {_gib(self.memory - self.needed)} of each chip are left",
+            f"it fits: {gib(self.memory - self.needed)} of each chip are left",
         ]
 
 
@@ -116,7 +103,10 @@ def estimate_slice(
             fit, with the figures.
     """
     config = checkpoint.config
-    kind, memory, chips = _slice(target)
+    slice_ = Slice.parse(target)
+    chips, memory = slice_.chips, slice_.chip.memory
+    if slice_.count > 1:
+        raise RequestError("generation runs on one slice", found=target, expected=target.partition("x")[2])
     context = config.max_unscaled_context if context is None else context
     if batch < 1 or not 1 <= context <= config.max_unscaled_context:
         raise RequestError(
@@ -124,14 +114,14 @@ def estimate_slice(
             expected=f"at least 1, and a context of at most {config.max_unscaled_context}",
         )  # fmt: skip
     split = DeviceSplit(config, schemes(checkpoint), chips)
-    mesh = _mesh(kind, chips)
+    mesh = topologies.make_mesh(slice_.topology(), (chips,), (AXIS,))
     decoder, dtype = sharded_decoder(split), dtype or DType(config.dtype).torch
     state = abstract_state({name: checkpoint.info(name) for name in checkpoint.names()}, split, mesh, dtype)
     one = abstract(mesh, cache_shape(split, batch, context), jax_dtype(dtype))
     cache = ([one] * config.num_layers, [one] * config.num_layers)
     held = sum(math.ceil(_bits(array) / 8 / chips) for array in jax.tree.leaves((state, cache)))
     if held > memory:
-        raise _too_much(target, f"{_gib(held)} a chip of weights and cache alone", _gib(memory))
+        raise too_much(target, f"{gib(held)} a chip of weights and cache alone", gib(memory))
 
     def whole(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return abstract(mesh, shape, dtype, PartitionSpec())
@@ -141,48 +131,23 @@ def estimate_slice(
     step, prompt = chunk_program(decoder, mesh), prefill_program(decoder, mesh)
     tokens = whole((batch, context), np.int32)
     phases = [
-        _phase("a step of decoding", target, lambda: step.lower(state, cache, logits, rows, ends, None)),
-        _phase(f"a prompt of {context}", target, lambda: prompt.lower(state, cache, tokens, numbers)),
+        _phase("a step of decoding", target, step.lower(state, cache, logits, rows, ends, None)),
+        _phase(f"a prompt of {context}", target, prompt.lower(state, cache, tokens, numbers)),
     ]
     estimate = SliceEstimate(checkpoint.path.name, target, chips, memory, batch, context, phases)
     if estimate.needed > memory:
-        raise _too_much(target, f"{_gib(estimate.needed)} a chip", _gib(memory))
+        raise too_much(target, f"{gib(estimate.needed)} a chip", gib(memory))
     return estimate
 
 
 def collectives(program: str) -> dict[str, int]:
     """How many of each kind a compiled program has, from its text. A loop's are those of one round."""
-    counts = {kind: len(re.findall(rf"\b{kind}(?:-start)?\(", program)) for kind in _COLLECTIVES}
+    counts = {kind: len(re.findall(rf"\b{kind}(?:-start)?\(", program)) for kind in KINDS}
     return {kind: count for kind, count in counts.items() if count}
 
 
-def _slice(target: str) -> tuple[str, int, int]:
-    """Kind, bytes on a chip and number of chips."""
-    kind, _, count = target.partition("-")
-    if kind not in _MEMORY or not count.isdigit() or int(count) not in _SHAPES:
-        expected = f"{' or '.join(_MEMORY)}, a hyphen and {', '.join(map(str, _SHAPES))}"
-        raise RequestError("unknown TPU slice", found=target, expected=expected)
-    return kind, int(_MEMORY[kind] * _GIB), int(count)
-
-
-def _mesh(kind: str, chips: int) -> Mesh:
-    os.environ.update(_COMPILER_ONLY)
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        slice_ = topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{_SHAPES[chips]}")
-    except jax.errors.JaxRuntimeError as error:
-        raise RequestError(f"libtpu does not start: {error}") from error
-    return topologies.make_mesh(slice_, (chips,), (AXIS,))
-
-
-def _phase(name: str, target: str, lower: Callable[[], Any]) -> Phase:
-    try:
-        compiled = lower().compile()
-    except jax.errors.JaxRuntimeError as error:
-        reason = str(error).partition(_REFUSED)[2].partition("\n")[0]
-        if not reason:
-            raise
-        raise _too_much(target, f"for {name}: {reason}", None) from error
+def _phase(name: str, target: str, lowered: Any) -> Phase:
+    compiled = compiled_for(target, lowered, name)
     memory = compiled.memory_analysis()
     given = memory.output_size_in_bytes - memory.alias_size_in_bytes
     taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -192,17 +157,6 @@ def _phase(name: str, target: str, lower: Callable[[], Any]) -> Phase:
     )  # fmt: skip
 
 
-def _too_much(target: str, found: str, memory: str | None) -> RequestError:
-    return RequestError(
-        f"the model does not fit {target}", found=found, expected=None if memory is None else f"at most {memory}",
-        hint="take more chips, fewer bits, a smaller batch or a shorter context",
-    )  # fmt: skip
-
-
 def _bits(array: jax.ShapeDtypeStruct) -> int:
     count: int = math.prod(array.shape)
     return count * (4 if array.dtype == jnp.int4 else 8 * int(array.dtype.itemsize))
-
-
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.2f} GiB"

@@ -31,6 +31,16 @@ _FEATURES = frozenset(
 """Model features other than the basic ones; tests compare each with torch."""
 
 
+def require_served(config: ModelConfig) -> None:
+    """Raise an `UnsupportedError` if a model has features that programs for XLA do not serve."""
+    unserved = config.features - _FEATURES
+    if config.qk_norm == "width":
+        unserved |= {"qk_norm"}
+    if unserved:
+        names = ", ".join(name.replace("_", " ") for name in sorted(unserved))
+        raise UnsupportedError(f"{config.architecture} is not run by XLA", found=names)
+
+
 @dataclass(frozen=True)
 class Shards:
     """What each device has of a tensor.
@@ -72,12 +82,7 @@ class DeviceSplit:
     devices: int
 
     def __post_init__(self) -> None:
-        unserved = self.config.features - _FEATURES
-        if self.config.qk_norm == "width":
-            unserved |= {"qk_norm"}
-        if unserved:
-            names = ", ".join(name.replace("_", " ") for name in sorted(unserved))
-            raise UnsupportedError(f"{self.config.architecture} is not run by XLA", found=names)
+        require_served(self.config)
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         if self.devices < 1 or heads % self.devices or (kv_heads % self.devices and self.devices % kv_heads):
             raise RequestError(

@@ -6,7 +6,7 @@ Each array is [N, ...], of which each of the N devices has one; what every devic
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,31 @@ from quantkit.xla.split import DeviceSplit, Leaf
 SHARDED = PartitionSpec(AXIS)
 
 
+def found_devices(*, multi_host: bool = False) -> list[Any]:
+    """The devices that JAX finds; see `device_mesh`. What is compiled for them is kept for later runs.
+
+    Raises:
+        RequestError: if there are none.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    try:
+        if multi_host:
+            jax.distributed.initialize(num_processes=_number("JAX_NUM_PROCESSES"), process_id=_number("JAX_PROCESS_ID"))
+        return list(jax.devices())
+    except (RuntimeError, ValueError) as error:
+        raise RequestError(f"JAX finds no devices: {error}") from error
+
+
+def too_few_devices(found: Sequence[Any], count: int) -> RequestError:
+    """The error for a number of devices that there are not."""
+    flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes virtual ones"
+    return RequestError(
+        "too few devices", found=f"{len(found)} of kind {found[0].device_kind}", expected=count,
+        hint=flag if found[0].platform == "cpu" else None,
+    )  # fmt: skip
+
+
 def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
     """A line of devices.
 
@@ -45,23 +70,12 @@ def device_mesh(count: int | None, *, multi_host: bool = False) -> Mesh:
     Raises:
         RequestError: if there are fewer devices, or a host's would be left out.
     """
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    try:
-        if multi_host:
-            jax.distributed.initialize(num_processes=_number("JAX_NUM_PROCESSES"), process_id=_number("JAX_PROCESS_ID"))
-        devices = jax.devices()
-    except (RuntimeError, ValueError) as error:
-        raise RequestError(f"JAX finds no devices: {error}") from error
+    devices = found_devices(multi_host=multi_host)
     count = len(devices) if count is None else count
     if count < 1:
         raise RequestError("devices must be at least 1", found=count)
     if count > len(devices):
-        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes virtual ones"
-        raise RequestError(
-            "too few devices", found=f"{len(devices)} of kind {devices[0].device_kind}", expected=count,
-            hint=flag if devices[0].platform == "cpu" else None,
-        )  # fmt: skip
+        raise too_few_devices(devices, count)
     if multi_host and count < len(devices):
         raise RequestError("with several hosts all devices take part", found=count, expected=len(devices))
     if count < len(devices):

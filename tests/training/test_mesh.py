@@ -38,6 +38,8 @@ from quantkit.distributed.mesh import Mesh
 from quantkit.formats.detect import open_checkpoint
 from quantkit.progress import silent
 from quantkit.training.trained import TrainedCheckpoint, TrainedNames
+from quantkit.training.blockwise import Blockwise, float_states
+from quantkit.training.optimizer import Schedule
 from quantkit.training.training import Samples, Training
 folder, out, shape = Path(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3].split("x")))
 with joined("cpu") as group:
@@ -46,9 +48,10 @@ with joined("cpu") as group:
         floats, int4 = open_checkpoint(folder / case / "floats"), open_checkpoint(folder / case / "int4")
         model = TrainedCheckpoint(int4, TrainedNames.of(int4, norms=True, codes=False), store, 1 << 30)
         tokens = torch.randint(3, 60, (12, 7), generator=torch.Generator().manual_seed(0))
-        samples = Samples(tokens, ActivationStore(out / f"targets-{group.rank}", 1 << 30))
-        samples.compute_targets(floats, silent, mesh)
-        training = Training(model, floats, samples, epochs=10, seed=0, device=torch.device("cpu"), mesh=mesh)
+        samples = Samples(tokens, ActivationStore(out / f"targets-{group.rank}", 1 << 30), 4)
+        samples.compute_targets(float_states(floats, 4, mesh), silent)
+        engine = Blockwise(model, floats, samples, Schedule(10 * samples.steps), torch.device("cpu"), mesh)
+        training = Training(model, samples, engine, epochs=10, seed=0)
         state = training.run(evaluated=lambda state: None, stepped=lambda state: None)
         curve = [[one.held_back, one.training] for one in state.curve]
         (out / f"{case}-{group.rank}.json").write_text(json.dumps(curve))

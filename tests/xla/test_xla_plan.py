@@ -99,3 +99,50 @@ def test_a_folder_needs_no_name_of_a_command(folder: Path, capfd: Capture) -> No
     code, _, errors = run(capfd, "plan", folder)
     assert code == 2
     assert "Missing option '--target'" in errors
+
+
+def test_training_is_compiled_for_meshes_of_a_slice(folder: Path) -> None:
+    done = _plan("refine", folder, "--target", "v5e-4", "--length", "128", "--scheme", "int4-g128", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["chips"], found["batch"], found["length"], found["refused"]) == (4, 4, 128, {})
+    assert [one["mesh"] for one in found["meshes"]] == ["4x1", "2x2"]
+    bits = 2 * (2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 2048) * 4
+    for one in found["meshes"]:
+        assert one["total"] > one["arguments"] + one["temporaries"]
+        assert bits / 8 / 4 < one["arguments"] < bits / 8
+        assert 0 < one["utilization"] <= 3 / 4  # a quarter is computed again
+    data, both = ({(sent["kind"], sent["axis"]) for sent in one["exchanges"]} for one in found["meshes"])
+    assert {axis for _, axis in data} <= {"data", "none"}
+    assert {("all-gather", "data"), ("reduce-scatter", "model")} <= both
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--target", "2xv5e-3"], "unknown TPU slice (found 2xv5e-3"),
+        (["--target", "v5e-4", "--mesh", "2x4"], "the mesh is not all of the slice (found 2x4, expected 4 chips)"),
+        (["--target", "v5e-4", "--mesh", "4x1", "--batch", "6"], "can't be divided among the devices (found 6, "),
+    ],
+)
+def test_what_training_cannot_be_divided_into_is_refused(options: list[str], line: str, folder: Path) -> None:
+    done = _plan("refine", folder, *options, "--scheme", "int4-g128")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ([], "give the float model with --against; or --target SLICE for a TPU slice"),
+        (["--against", "floats", "--scheme", "int4-g128"], "--scheme goes with --target"),
+        (["--target", "v5e-4", "--epochs", "2"], "--epochs does not go with --target"),
+        (["--target", "v5e-4", "--no-source-check"], "--source-check does not go with --target"),
+    ],
+)
+def test_options_of_a_slice_and_of_a_run_exclude_each_other(
+    options: list[str], line: str, folder: Path, capfd: Capture
+) -> None:
+    code, _, errors = run(capfd, "plan", "refine", folder, *options)
+    assert code == 2
+    assert line in errors

@@ -1,0 +1,135 @@
+"""TPU slices that a program can be compiled for without them: their names, sizes and speeds."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from quantkit.errors import RequestError
+
+GIB = 1 << 30
+_PLANE = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}  # by chips
+_SPACE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
+_COMPILER_ONLY = {
+    "TPU_SKIP_MDS_QUERY": "1",  # no request to a metadata server about this machine
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a chip that may be here is not taken
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+_REFUSED = "RESOURCE_EXHAUSTED: "  # how the compiler says it
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A kind of chip.
+
+    Attributes:
+        memory: bytes that the compiler gives out.
+        flops: a second at most, for products of bfloat16.
+        bandwidth: of its memory, bytes a second.
+        links: what it sends to other chips of its slice, bytes a second, all links together.
+        cores: which the names of slices count.
+        shapes: of slices, by their number of chips.
+
+    The figures but `memory` are those of Google's documentation of Cloud TPU.
+    """
+
+    memory: int
+    flops: float
+    bandwidth: float
+    links: float
+    cores: int
+    shapes: dict[int, str]
+
+
+CHIPS = {
+    "v4": Chip(int(30.75 * GIB), 275e12, 1228e9, 300e9, 2, _SPACE),
+    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 200e9, 1, _PLANE),
+    "v5p": Chip(int(94.75 * GIB), 459e12, 2765e9, 600e9, 2, _SPACE),
+    "v6e": Chip(int(31.25 * GIB), 918e12, 1640e9, 400e9, 1, _PLANE),
+}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One or several slices of the same kind.
+
+    Attributes:
+        name: such as ``v5e-64``, or ``2xv5e-64`` for two of them.
+        chips: of one slice.
+    """
+
+    name: str
+    kind: str
+    chips: int
+    count: int = 1
+
+    @classmethod
+    def parse(cls, name: str) -> Slice:
+        """Raises `RequestError` for an unknown slice."""
+        match = re.fullmatch(r"(?:([1-9]\d?)x)?(v\w+)-(\d+)", name)
+        if match is not None and (chip := CHIPS.get(match[2])) is not None:
+            chips, rest = divmod(int(match[3]), chip.cores)
+            if not rest and chips in chip.shapes:
+                return cls(name, match[2], chips, int(match[1] or 1))
+        known = "; ".join(f"{kind}-{', '.join(str(n * one.cores) for n in one.shapes)}" for kind, one in CHIPS.items())
+        raise RequestError("unknown TPU slice", found=name, expected=known)
+
+    @property
+    def chip(self) -> Chip:
+        return CHIPS[self.kind]
+
+    def devices(self) -> list[Any]:
+        """Its chips, as the compiler has them, slice after slice.
+
+        Raises:
+            RequestError: if libtpu does not start.
+        """
+        return list(self.topology().devices)
+
+    def topology(self) -> Any:
+        """Its description by the compiler. Raises as `devices` does."""
+        os.environ.update(_COMPILER_ONLY)
+        jax.config.update("jax_platforms", "cpu")
+        more: dict[str, Any] = {"chip_config_name": "megacore"} if self.chip.cores > 1 else {}
+        if self.count > 1:
+            more["num_slices"] = self.count
+        name = f"{self.kind}:{self.chip.shapes[self.chips]}"
+        try:
+            return topologies.get_topology_desc(platform="tpu", topology_name=name, **more)
+        except jax.errors.JaxRuntimeError as error:
+            raise RequestError(f"libtpu does not start: {error}") from error
+
+
+def too_much(target: str, found: str, memory: str | None) -> RequestError:
+    """The error for a model that a slice has too little memory for."""
+    return RequestError(
+        f"the model does not fit {target}", found=found, expected=None if memory is None else f"at most {memory}",
+        hint="take more chips, fewer bits, a smaller batch or a shorter context",
+    )  # fmt: skip
+
+
+def compiled_for(target: str, lowered: Any, what: str) -> Any:
+    """A lowered program, compiled.
+
+    Raises:
+        RequestError: if it needs more memory than a chip has.
+    """
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition(_REFUSED)[2].partition("\n")[0]
+        if not reason:
+            raise
+        raise too_much(target, f"for {what}: {reason}", None) from error
+
+
+def gib(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,1 @@
+"""Training of scales over a mesh of devices in two dimensions, compiled by XLA."""

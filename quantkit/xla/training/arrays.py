@@ -1,0 +1,147 @@
+"""The arrays of a model over a mesh, from a checkpoint, or without weights for a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.architectures.topology import Parameter, parameters
+from quantkit.errors import UnsupportedError
+from quantkit.formats.checkpoint import Checkpoint, schemes
+from quantkit.model.load import BLOCK_PREFIX
+from quantkit.model.rope import Rotary
+from quantkit.tensors.dtypes import DType
+from quantkit.tensors.qtensor import QuantTensor
+from quantkit.tensors.scheme import QuantScheme
+from quantkit.xla.training.model import ROTARY, segments
+from quantkit.xla.training.partitions import DeviceMesh, Spec, parameter_spec
+from quantkit.xla.weights import jax_dtype
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array of a model.
+
+    Attributes:
+        key: its name in `Arrays`.
+        tensors: the checkpoint's, one for each layer of the segment; a single one that is not in a layer.
+        kind: ``scale``, ``codes`` or ``zero`` of a quantized weight; None for floats.
+        shape: the segment's layers included.
+        spec: where its last axes lie.
+    """
+
+    key: str
+    tensors: tuple[str, ...]
+    kind: str | None
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: Spec
+    stacked: bool
+
+    def read(self, checkpoint: Checkpoint, index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        """A part of it."""
+        if not self.stacked:
+            return _numpy(self._of(checkpoint.load(self.tensors[0]))[index], self.dtype)
+        layers = range(len(self.tensors))[index[0]]
+        found = [self._of(checkpoint.load(self.tensors[layer]))[index[1:]] for layer in layers]
+        return _numpy(torch.stack(found), self.dtype)
+
+    def _of(self, value: Tensor | QuantTensor) -> Tensor:
+        if self.kind is None:
+            return value.dequantize() if isinstance(value, QuantTensor) else value
+        assert isinstance(value, QuantTensor)
+        if self.kind == "scale":
+            return value.scale
+        middle = value.scheme.levels // 2
+        if self.kind == "codes":
+            return (value.codes.short() - middle).char()
+        assert value.zero is not None
+        return (value.zero.short() - middle).char()
+
+
+def leaves(checkpoint: Checkpoint) -> list[Leaf]:
+    """The arrays of a model; quantized embeddings and heads are floats."""
+    config, found = checkpoint.config, schemes(checkpoint)
+    by_layer: dict[int | None, list[Parameter]] = {}
+    for parameter in parameters(config):
+        by_layer.setdefault(parameter.layer, []).append(parameter)
+    out: list[Leaf] = []
+    for index, layers in enumerate(segments(config, found)):
+        for parameter in by_layer[layers.start]:
+            name = parameter.name.removeprefix(BLOCK_PREFIX.format(layers.start))
+            names = tuple(BLOCK_PREFIX.format(layer) + name for layer in layers)
+            out += _of_parameter(checkpoint, parameter, f"{index}.{name}", names, found.get(parameter.module), True)
+    for parameter in by_layer[None]:
+        out += _of_parameter(checkpoint, parameter, parameter.name, (parameter.name,), None, False)
+    return out
+
+
+def _of_parameter(
+    checkpoint: Checkpoint, parameter: Parameter, key: str, names: tuple[str, ...], scheme: QuantScheme | None,
+    stacked: bool,
+) -> Iterator[Leaf]:  # fmt: skip
+    spec, before = parameter_spec(parameter), (len(names),) if stacked else ()
+    if scheme is None or not parameter.is_linear_weight:
+        yield Leaf(key, names, None, (*before, *parameter.shape), _dtype(checkpoint, names, floats=True), spec, stacked)
+        return
+    rows, columns = parameter.shape
+    steps, module = (*before, rows, scheme.groups(columns)), key.removesuffix(".weight")
+    yield Leaf(f"{module}.scale", names, "scale", steps, _dtype(checkpoint, names), spec, stacked)
+    codes = jnp.int4 if scheme.bits == 4 else jnp.int8
+    yield Leaf(f"{module}.codes", names, "codes", (*before, rows, columns), codes, spec, stacked)
+    if not scheme.symmetric:
+        yield Leaf(f"{module}.zero", names, "zero", steps, jnp.int8, spec, stacked)
+
+
+def _dtype(checkpoint: Checkpoint, names: tuple[str, ...], *, floats: bool = False) -> Any:
+    """The type of scales that several tensors have, or of their values as floats.
+
+    Raises:
+        UnsupportedError: if they differ.
+    """
+    found = {DType.FLOAT32 if floats and one.scheme else one.dtype for one in map(checkpoint.info, names)}
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"tensors like '{names[0]}' have several types", path=checkpoint.path,
+            found=" and ".join(sorted(one.value for one in found)), expected="one type in all layers",
+        )  # fmt: skip
+    return jax_dtype(found.pop().torch)
+
+
+def load_arrays(checkpoint: Checkpoint, mesh: DeviceMesh, *, only: str | None = None) -> dict[str, jax.Array]:
+    """A checkpoint's arrays on the devices of this process, or one of them; each device's part is read by itself."""
+    found: dict[str, jax.Array] = {}
+    for leaf in leaves(checkpoint):
+        if only in (None, leaf.key):
+            read = partial(leaf.read, checkpoint)
+            found[leaf.key] = jax.make_array_from_callback(leaf.shape, mesh.sharding(leaf.spec, leaf.shape), read)
+    if only is None:
+        found |= {name: mesh.put(value.numpy()) for name, value in _rotary(checkpoint).items()}
+    return found
+
+
+def abstract_arrays(checkpoint: Checkpoint, mesh: DeviceMesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `load_arrays` gives, without weights."""
+    found = {leaf.key: mesh.abstract(leaf.shape, leaf.dtype, leaf.spec) for leaf in leaves(checkpoint)}
+    rotary = _rotary(checkpoint)
+    return found | {name: mesh.abstract(tuple(one.shape), jax_dtype(one.dtype), ()) for name, one in rotary.items()}
+
+
+def _rotary(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
+    return {ROTARY + name: value for name, value in Rotary(checkpoint.config).named_buffers()}
+
+
+def _numpy(value: Tensor, dtype: Any) -> np.ndarray[Any, Any]:
+    value = value.contiguous()
+    if value.dtype == torch.bfloat16:
+        return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return value.numpy().astype(dtype, copy=False)
