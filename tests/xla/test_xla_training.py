@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import forked
@@ -14,6 +16,7 @@ import torch
 from virtual_devices import environment, require_torchax
 
 import quantkit
+from quantkit.data.files import EXCERPT
 
 pytestmark = pytest.mark.xla
 
@@ -100,3 +103,64 @@ def test_a_layer_exchanges_what_the_tables_imply(mesh: str, found: dict[str, Any
 def test_what_a_plan_counts_is_what_devices_have(found: dict[str, Any]) -> None:
     """Of int8; CPUs keep int4 in bytes."""
     assert found["bytes"]["planned"] == pytest.approx(found["bytes"]["held"], rel=0.02)
+
+
+STOPPED = """
+import os, signal
+import quantkit.training.state as state
+saved = state.SavedTraining.evaluated
+def once(self, found):
+    saved(self, found)
+    if len(found.curve) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+state.SavedTraining.evaluated = once
+"""
+
+
+def test_the_command_trains_and_torch_goes_on(demo_model: Path, tmp_path: Path) -> None:
+    """Killed after its first epoch over a mesh, it is continued by torch, as torch would have trained."""
+    require_torchax()
+    floats, int4 = tmp_path / "floats", tmp_path / "int4"
+    quantkit.convert(demo_model, floats, dtype="bf16", source_check=False)
+    quantkit.quantize(floats, int4, "int4-g32", method="rtn", source_check=False)
+    given: dict[str, Any] = {"calibration": EXCERPT, "samples": 48, "length": 32, "epochs": 2, "source_check": False}
+    options = ["--calibration", EXCERPT, "--samples", 48, "--length", 32, "--epochs", 2, "--no-source-check"]
+    command = [str(one) for one in ("refine", int4, tmp_path / "dst", "--against", floats, *options)]
+    killed = subprocess.run(
+        forked.command("-c", STOPPED + forked.COMMAND, *command, "--backend", "xla", "--mesh", "2x4"),
+        env=environment(8, tmp_path / "cache"), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    quantkit.refine(int4, tmp_path / "dst", against=floats, resume=True, **given)
+    quantkit.refine(int4, tmp_path / "torch", against=floats, **given)
+    curves = [
+        [one["held_back"] for one in json.loads((tmp_path / name / "quantkit.json").read_text())["refined"]["curve"]]
+        for name in ("dst", "torch")
+    ]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-3)  # scales in bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--backend", "xla", "--train-codes"], "--train-codes does not go with --backend xla"),
+        (["--backend", "xla", "--mesh", "4x4"], "too few devices (found 8 of kind cpu, expected 16)"),
+        (
+            ["--backend", "xla", "--mesh", "8x1"],
+            "can't be divided among the devices (found 4, expected a multiple of 8)",
+        ),
+    ],
+)
+def test_what_devices_cannot_do_is_refused(options: list[str], message: str, demo_model: Path, tmp_path: Path) -> None:
+    require_torchax()
+    floats, int4 = tmp_path / "floats", tmp_path / "int4"
+    quantkit.convert(demo_model, floats, dtype="bf16", source_check=False)
+    quantkit.quantize(floats, int4, "int8", method="rtn", source_check=False)
+    command = ["refine", str(int4), str(tmp_path / "dst"), "--against", str(floats), *options, "--no-source-check"]
+    done = subprocess.run(
+        forked.command("-c", forked.COMMAND, *command, "--samples", "16", "--length", "16"),
+        env=environment(8, tmp_path / "cache"), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert sorted(one.name for one in tmp_path.iterdir() if one.name != "cache") == ["floats", "int4"]
