@@ -15,6 +15,7 @@ import torch
 
 from quantkit.arguments import as_integer, as_path, as_string, require_flags
 from quantkit.calibration import effort
+from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.container import Encoder
 from quantkit.formats.detect import open_checkpoint
@@ -86,7 +87,13 @@ def refine(options: RefineOptions) -> Estimate:
 
     Raises:
         QuantkitError: as `quantkit.refine` does before it trains.
+        RequestError: for `backend`; see `training`.
     """
+    if options.backend is not None:
+        raise RequestError(
+            f'training with `backend="{options.backend}"` is not estimated for this machine',
+            hint="plan it for a `target`",
+        )
     planned = plan_refinement(options)
     estimate = estimate_refinement(planned)
     if options.delta is None:

@@ -45,7 +45,8 @@ class RefineArguments(RefineOptions):
 
     Attributes:
         group: the processes of the mesh. Each makes the same call; rank 0 writes, and the others wait for it.
-        on_estimate: called with the estimate of memory, disk and time before anything takes long.
+        on_estimate: called with the estimate of memory, disk and time before anything takes long, except with
+            `backend`.
         progress: as in `convert`.
     """
 
@@ -83,7 +84,7 @@ def refine(options: RefineArguments) -> RefineResult:
     group, progress = options.group, deduplicated(options.progress)
     planned = plan_refinement(options)
     mesh = _mesh(planned, group)
-    if options.on_estimate is not None and group.is_rank0:
+    if options.on_estimate is not None and group.is_rank0 and options.backend is None:
         options.on_estimate(estimate_refinement(planned, (mesh.data.size, mesh.model.size)))
     drawn = planned.settings.draw(planned.reference, group=group, progress=progress)
     check = checked_source(planned, progress) if group.is_rank0 else None

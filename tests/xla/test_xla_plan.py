@@ -146,3 +146,11 @@ def test_options_of_a_slice_and_of_a_run_exclude_each_other(
     code, _, errors = run(capfd, "plan", "refine", folder, *options)
     assert code == 2
     assert line in errors
+
+
+def test_this_machine_is_not_planned_for_xla(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+    code, _, errors = run(
+        capfd, "plan", "refine", demo_model, tmp_path / "dst", "--against", demo_model, "--backend", "xla"
+    )
+    assert code == 2
+    assert "plan it for a --target" in errors
