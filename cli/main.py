@@ -21,19 +21,20 @@ from quantkit.cli.output import as_options, drop_output, mention, say
 from quantkit.cli.plan import plan
 from quantkit.cli.processes import INTERNAL_ERROR
 from quantkit.cli.refine import apply_delta, refine
+from quantkit.cli.serve import serve
 from quantkit.errors import DestinationError, QuantkitError
 from quantkit.version import __version__
 
 
 class _Commands(click.Group):
-    """Suggests ``generate`` for the names of that command in other tools."""
+    """Suggests ``generate`` for the name of that command in other tools."""
 
     context_class = Context
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] in ("run", "serve"):
+        if args and args[0] == "run":
             ctx.fail(f"No such command '{args[0]}'. Did you mean 'generate'?")
         return super().resolve_command(ctx, args)
 
@@ -71,7 +72,7 @@ def quantkit() -> None:
     """Convert, quantize, verify and run Llama-family language models."""
 
 
-_JOBS = (demo, inspect, doctor, convert, quantize, refine, imatrix, verify, evaluate, generate, chat, bench)
+_JOBS = (demo, inspect, doctor, convert, quantize, refine, imatrix, verify, evaluate, generate, chat, serve, bench)
 add_threads(*_JOBS, plan.commands["generate"], plan.commands["refine"])
 for command in (*_JOBS, apply_delta, plan, push, completion):
     quantkit.add_command(command)

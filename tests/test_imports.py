@@ -30,7 +30,7 @@ ROOMS = (
     ("bit_allocation", "training"),
     ("xla",),
     ("jobs", "doctor"),
-    ("evals",),
+    ("evals", "serve"),
     ("cli",),
 )
 RANKS = {name: rank for rank, names in enumerate(ROOMS) for name in names}

@@ -45,9 +45,9 @@ from quantkit.formats.output.destination import require_absent
 from quantkit.formats.output.lines import ResumableLines
 from quantkit.formats.output.staging import partial_folder, require_room_to_build
 from quantkit.jobs.openai_batch import batch_answer, line_number
+from quantkit.jobs.prompt_lines import TokenTexts, line_of
 from quantkit.jobs.prompts_file import Prompt, PromptReader, checked, input_bytes
 from quantkit.progress import Progress, deduplicated
-from quantkit.runtime.detokenizer import text_offsets
 from quantkit.runtime.request import BATCH_SIZE, MAX_NEW_TOKENS, no_prompt_logprobs
 from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
@@ -345,7 +345,7 @@ def _answers(
     """The lines of each prompt, with its number, as soon as all its continuations have ended."""
     from quantkit.runtime.generate_batch import completions
 
-    texts = _TokenTexts(tokenizer)
+    texts = TokenTexts(tokenizer)
     requests, stops = [prompt.request for _, prompt in prompts], [prompt.stop for _, prompt in prompts]
     ended: dict[int, list[Completion]] = {}
     for one in completions(engine, requests, tokenizer, stops, counted):
@@ -355,46 +355,5 @@ def _answers(
         if len(group) == prompt.request.samples:
             del ended[number]
             group.sort(key=lambda one: one.sample)
-            lines = [_line(number, prompt, one, texts) for one in group]
+            lines: list[Line] = [line_of(number, prompt, one, texts) for one in group]
             yield number, [batch_answer(number, prompt.batch, lines)] if prompt.batch else lines
-
-
-def _line(number: int, prompt: Prompt, found: Completion, texts: _TokenTexts) -> Line:
-    echoed = len(prompt.request.prompt) if prompt.request.echo else 0
-    text = found.text or ""
-    if prompt.messages and not prompt.request.echo and not texts.tokenizer.byte_level:
-        text = text.removeprefix(" ")  # sentencepiece puts it before a word
-    line: dict[str, Any] = {
-        "index": number, **prompt.known_by, "sample": found.sample, "text": text,
-        "finish_reason": found.finish_reason, "stop": found.stop, "prompt_tokens": found.prompt_tokens,
-        "completion_tokens": len(found.token_ids) - echoed,
-    }  # fmt: skip
-    if prompt.truncated:
-        line["truncated"] = True
-    if prompt.token_ids:
-        line["token_ids"] = found.token_ids
-    if found.logprobs is not None:
-        line["logprobs"] = [
-            {**texts.entry(token, value), "top_logprobs": [texts.entry(*one) for one in top.items()]}
-            for token, value, top in zip(found.token_ids, found.logprobs.tokens, found.logprobs.top, strict=True)
-        ]
-        if prompt.batch and not prompt.messages:
-            before = [] if prompt.request.echo else prompt.request.prompt
-            line["text_offset"] = text_offsets(texts.tokenizer, before, found.token_ids, text)
-    return line
-
-
-class _TokenTexts(dict[int, str]):
-    """The text of each single token, decoded when it is first needed."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__({token: text for text, token in (tokenizer.special_tokens or {}).items()})
-        self.tokenizer = tokenizer
-
-    def __missing__(self, token: int) -> str:
-        alone = self.tokenizer.decode([token])
-        text = self[token] = self.tokenizer.decode([token, token])[len(alone) :]  # it keeps the space before it
-        return text
-
-    def entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": self[token], "token_id": token, "logprob": logprob}

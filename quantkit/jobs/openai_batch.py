@@ -105,14 +105,10 @@ def batch_answer(number: int, request: BatchRequest, lines: Sequence[Mapping[str
         lines: its continuations, as a file of prompts gets them, with the `text_offset` of tokens that have
             log-probabilities.
     """
-    prompt_tokens, new_tokens = lines[0]["prompt_tokens"], sum(line["completion_tokens"] for line in lines)
     body = {
         "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{number}",
         "object": "chat.completion" if request.chat else "text_completion", "created": 0, "model": request.answered_by,
-        "choices": [_chat_choice(line) if request.chat else _text_choice(line) for line in lines],
-        "usage": {
-            "prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": prompt_tokens + new_tokens
-        },
+        "choices": [choice_of(line, chat=request.chat) for line in lines], "usage": usage_of(lines),
     }  # fmt: skip
     response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
     return {"id": f"batch_req_{number}", "custom_id": request.custom_id, "response": response, "error": None}
@@ -123,13 +119,39 @@ def line_number(line: Mapping[str, Any]) -> Any:
     return int(line["id"].rpartition("_")[2]) if "response" in line else line["index"]
 
 
+def choice_of(line: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
+    """A continuation in the form of the API's responses."""
+    return _chat_choice(line) if chat else _text_choice(line)
+
+
+def usage_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """The tokens of a prompt and of its continuations."""
+    prompt_tokens, new_tokens = lines[0]["prompt_tokens"], sum(line["completion_tokens"] for line in lines)
+    return {
+        "prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": prompt_tokens + new_tokens
+    }  # fmt: skip
+
+
+def chat_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Log-probabilities of an answer's tokens."""
+    content = [{**_entry(one), "top_logprobs": [_entry(top) for top in one["top_logprobs"]]} for one in entries]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(entries: Sequence[Mapping[str, Any]], offsets: Sequence[int]) -> dict[str, Any]:
+    """Log-probabilities of a text's tokens, and where each begins."""
+    return {
+        "tokens": [one["token"] for one in entries], "token_logprobs": [one["logprob"] for one in entries],
+        "top_logprobs": [
+            None if one["logprob"] is None else {top["token"]: top["logprob"] for top in one["top_logprobs"]}
+            for one in entries
+        ],
+        "text_offset": list(offsets),
+    }  # fmt: skip
+
+
 def _chat_choice(line: Mapping[str, Any]) -> dict[str, Any]:
-    logprobs = None
-    if "logprobs" in line:
-        content = [
-            {**_entry(one), "top_logprobs": [_entry(top) for top in one["top_logprobs"]]} for one in line["logprobs"]
-        ]
-        logprobs = {"content": content, "refusal": None}
+    logprobs = chat_logprobs(line["logprobs"]) if "logprobs" in line else None
     message = {"role": "assistant", "content": line["text"], "refusal": None}
     return {
         "index": line["sample"], "message": message, "logprobs": logprobs, "finish_reason": line["finish_reason"]
@@ -137,17 +159,7 @@ def _chat_choice(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_choice(line: Mapping[str, Any]) -> dict[str, Any]:
-    logprobs = None
-    if "logprobs" in line:
-        tokens = [one["token"] for one in line["logprobs"]]
-        logprobs = {
-            "tokens": tokens, "token_logprobs": [one["logprob"] for one in line["logprobs"]],
-            "top_logprobs": [
-                None if one["logprob"] is None else {top["token"]: top["logprob"] for top in one["top_logprobs"]}
-                for one in line["logprobs"]
-            ],
-            "text_offset": line["text_offset"],
-        }  # fmt: skip
+    logprobs = text_logprobs(line["logprobs"], line["text_offset"]) if "logprobs" in line else None
     return {
         "index": line["sample"], "text": line["text"], "logprobs": logprobs, "finish_reason": line["finish_reason"]
     }  # fmt: skip

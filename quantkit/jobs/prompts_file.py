@@ -25,24 +25,20 @@ back as they are: of no value in 64 bits, and in an ``id`` of more digits than t
 from __future__ import annotations
 
 import difflib
-import json
 import logging
-import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from decimal import Decimal, InvalidOperation
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import require_flags, wrong_type
-from quantkit.errors import CheckpointError, QuantkitError, RequestError
+from quantkit.errors import RequestError
+from quantkit.jobs.json_lines import EXPECTED, at_place, objects, repeated
 from quantkit.jobs.openai_batch import BatchRequest, from_batch_line, is_batch_line
-from quantkit.json_values import LINES_OF_ARRAY, MAX_DEPTH, depth, shown, within
+from quantkit.json_values import shown
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.runtime.request import (
     BEAM_SEARCH,
@@ -74,10 +70,6 @@ _ELSEWHERE = {
     "conversation": "messages", "conversations": "messages", "custom_id": "id", "prompt_token_ids": "token_ids",
     "num_return_sequences": "n", "stop_strings": "stop", "top_logprobs": "logprobs",
 }  # fmt: skip
-_EXPECTED = '{"prompt": "..."} or {"messages": [...]}'
-_SPELLED = re.compile(r"`(\w+)`")
-_WORD = re.compile(r"\w+")
-_NO_NAMES: Mapping[str, str] = {}
 _NUMBER = re.compile(r"-?\d{1,20}", re.ASCII)
 
 
@@ -135,9 +127,9 @@ class PromptReader:
             CheckpointError: if the model's chat template or generation_config.json is damaged.
         """
         found, seen = [], dict[str, int]()
-        for number, values in _lines(content, name):
+        for number, values in objects(content, name):
             batch = None
-            with _at(f"{name}:{number}"):
+            with at_place(f"{name}:{number}"):
                 if is_batch_line(values):
                     batch, values = from_batch_line(values, self._folder.name)
                     if (before := seen.setdefault(batch.custom_id, number)) != number:
@@ -147,7 +139,7 @@ class PromptReader:
                 kind = _kind(given)
             if kind == "messages":
                 _ = self._chat, self._chat_defaults  # an error in the model's folder is not the line's
-            with _at(f"{name}:{number}", batch.names if batch else {}):
+            with at_place(f"{name}:{number}", batch.names if batch else {}):
                 known_by = {"id": values["id"]} if "id" in values else {}
                 found.append(replace(self._prompt(kind, given, known_by), batch=batch))
         others = {one.batch.model for one in found if one.batch and one.batch.model not in (None, self._folder.name)}
@@ -157,10 +149,21 @@ class PromptReader:
             )
         return found
 
+    def answered(self, url: str, number: str, body: Mapping[str, Any]) -> Prompt:
+        """The prompt of a request to OpenAI's API, by its path; `number` is the request's. Raises as `read` does."""
+        batch, values = from_batch_line({"custom_id": number, "url": url, "body": body}, self._folder.name)
+        given = {key: value for key, value in values.items() if value is not None}
+        kind = _kind(given)
+        if kind == "messages":
+            _ = self._chat, self._chat_defaults
+        with at_place(None, batch.names):
+            return replace(self._prompt(kind, given, {}), batch=batch)
+
     def _prompt(self, kind: str, given: Mapping[str, Any], known_by: dict[str, Any]) -> Prompt:
         defaults = self._chat_defaults if kind == "messages" else {}
         chosen = {**defaults, **self._options, **{key: given[key] for key in OPTIONS & given.keys()}}
-        request, stop = checked(chosen)
+        fills = chosen.get("max_new_tokens") is None
+        request, stop = checked({**chosen, "max_new_tokens": 1} if fills else chosen)
         if request.scores_prompt and not self._prompt_logprobs:
             raise no_prompt_logprobs("echo" if "echo" in given else "logprobs")
         ids = self._ids(kind, given)
@@ -169,6 +172,8 @@ class PromptReader:
         cut = ids
         if self._truncate and ids:
             cut = shortened(ids, self._max_tokens, request.max_new_tokens, self._config.bos_token_id)
+        if fills:
+            request = replace(request, max_new_tokens=max(1, self._max_tokens - len(cut)))
         request = with_prompt(self._config, request, cut, self._max_tokens)
         return Prompt(request, stop, known_by, kind == "messages", kind == "token_ids", len(cut) < len(ids))
 
@@ -227,7 +232,7 @@ def checked(chosen: Mapping[str, Any]) -> tuple[Request, list[str]]:
     sampling: Any = {key: chosen[key] for key in SamplingOptions.__annotations__ if key in chosen}
     if isinstance(bias := sampling.get("logit_bias"), dict):
         tokens = [_as_token(key) for key in bias]
-        if (twice := _repeated(tokens)) is not None:
+        if (twice := repeated(tokens)) is not None:
             raise RequestError("`logit_bias` names a token twice", found=twice)
         sampling["logit_bias"] = dict(zip(tokens, bias.values(), strict=True))
     echo = chosen.get("echo", False)
@@ -248,7 +253,7 @@ def _kind(given: Mapping[str, Any]) -> str:
     another."""
     kinds = [key for key in _PROMPTS if key in given]
     if not kinds:
-        raise RequestError("there is no prompt", found=", ".join(given) or "no keys", expected=_EXPECTED)
+        raise RequestError("there is no prompt", found=", ".join(given) or "no keys", expected=EXPECTED)
     if len(kinds) > 1:
         raise RequestError("the prompt is given twice", found=" and ".join(kinds), expected="one of them")
     for key in ("specials", *_OF_MESSAGES):
@@ -267,103 +272,3 @@ def _require_known(values: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(key, _KEYS, 1)
             meant = _ELSEWHERE.get(key) or (close[0] if close else None)
             raise RequestError(f"unknown key {shown(key)}", hint=f"did you mean '{meant}'?" if meant else None)
-
-
-def _lines(content: bytes, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file, by numbers of their lines; blank lines at the end are none. Raises `RequestError` if it is
-    empty, not text, or of another kind."""
-    try:
-        text = content.decode("utf-8-sig").rstrip()
-    except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1
-        raise RequestError("cannot be decoded", path=f"{name}:{number}", expected="UTF-8") from error
-    if not text:
-        raise RequestError("the file is empty", path=name, expected=f"on each line {_EXPECTED}")
-    for number, line in enumerate(text.split("\n"), 1):
-        yield number, _object(line, f"{name}:{number}", first=number == 1)
-
-
-def _object(line: str, place: str, *, first: bool) -> dict[str, Any]:
-    if not line.strip():
-        raise RequestError("the line is empty", path=place, expected=_EXPECTED)
-    value: Any = None
-    with suppress(ValueError, RecursionError), _at(place):
-        value = json.loads(line, parse_constant=_refuse, parse_int=_integer, object_pairs_hook=_object_of)
-    if isinstance(value, dict):
-        with _at(place):
-            _require_exact(value, line)
-        return value
-    if first and line.lstrip().startswith("["):
-        raise RequestError("holds a JSON array", path=place, expected=f"on each line {_EXPECTED}", hint=LINES_OF_ARRAY)
-    raise RequestError("is no JSON object", path=place, found=shown(line.strip()), expected=_EXPECTED)
-
-
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if (twice := _repeated([key for key, _ in pairs])) is not None:
-        raise RequestError(f"the key {shown(twice)} is there twice")
-    return dict(pairs)
-
-
-def _repeated(keys: list[Any]) -> Any:
-    """One that is among them twice; None if none is."""
-    return next((key for key, times in Counter(keys).items() if times > 1), None)
-
-
-def _integer(text: str) -> float:
-    try:
-        return int(text)
-    except ValueError:  # of more digits than Python takes
-        return math.inf
-
-
-class _Spelled(str):
-    """A number with a point or an exponent, as it stands in the file."""
-
-
-def _require_exact(values: Mapping[str, Any], line: str) -> None:
-    """Raise a `RequestError` if a value is nested too deep, or a number is not what it was in the line."""
-    for key, value in values.items():
-        if depth(value) > MAX_DEPTH:
-            raise RequestError(
-                f"{shown(key)} holds lists or objects in one another", expected=f"at most {MAX_DEPTH} deep"
-            )
-        if any(isinstance(one, float) and not math.isfinite(one) for one in within(value)):
-            raise RequestError(f"{shown(key)} holds a number that is too large", expected="at most 1.79e308")
-    if not any(isinstance(one, float) for one in within(values.get("id"))):
-        return
-    for one in within(json.loads(line, parse_float=_Spelled)["id"]):
-        if isinstance(one, _Spelled) and not _comes_back(one):
-            raise RequestError(
-                "'id' holds a number that does not come back as it is", found=shown(str(one)),
-                expected=f"{float(one)}, or a string",
-            )  # fmt: skip
-
-
-def _comes_back(text: str) -> bool:
-    """Whether a finite number is the same when written again."""
-    try:
-        return Decimal(repr(float(text))) == Decimal(text)
-    except InvalidOperation:  # exponents beyond all bounds
-        return False
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-@contextmanager
-def _at(place: str, names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
-    """Report errors at their place in the file: keys, which are arguments elsewhere, as the file spells and calls
-    them."""
-    try:
-        yield
-    except (RequestError, CheckpointError) as error:
-        kind: type[QuantkitError] = RequestError if isinstance(error, RequestError) else CheckpointError
-        problem = error.problem if error.path is None else f"{error.path}: {error.problem}"
-        texts: dict[str, Any] = {"problem": problem, "expected": error.expected, "hint": error.hint}
-        spelled = {
-            key: _WORD.sub(lambda word: names.get(word[0], word[0]), _SPELLED.sub(r"'\1'", one))
-            if isinstance(one, str) else one
-            for key, one in texts.items()
-        }  # fmt: skip
-        raise kind(**spelled, path=place, found=error.found) from error

@@ -14,10 +14,10 @@ from quantkit.errors import RequestError
 from quantkit.formats.folder import require_rows
 from quantkit.model.decoder import Decoder
 from quantkit.progress import Progress, deduplicated
-from quantkit.runtime.detokenizer import Detokenizer
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.generate import Runner, text_pieces
+from quantkit.runtime.generate import Runner
 from quantkit.runtime.generation import Continuation
+from quantkit.runtime.reader import Reader
 from quantkit.runtime.request import (
     BATCH_SIZE,
     MAX_NEW_TOKENS,
@@ -152,12 +152,12 @@ def completions(
     for request in requests:
         runner.require(request)
     waiting = deque(enumerate(requests))
-    begun: dict[Continuation, _Reader] = {}
+    begun: dict[Continuation, Reader] = {}
     while waiting or begun:
         while waiting and len(begun) < 2 * runner.slots:  # enough to fill the slots that become free
             number, request = waiting.popleft()
             for one in runner.add(request):
-                begun[one] = _Reader(number, one, tokenizer, stops[number])
+                begun[one] = Reader(number, one, tokenizer, stops[number])
         for one in runner.step():
             reader = begun[one]
             before = reader.tokens
@@ -168,43 +168,3 @@ def completions(
             if one.finish_reason is not None:
                 yield reader.completion()
                 del begun[one]
-
-
-class _Reader:
-    """Turns the tokens of a continuation into text, as they come."""
-
-    def __init__(self, number: int, generation: Continuation, tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
-        self._number, self._of = number, generation
-        self._text = None if tokenizer is None else Detokenizer(tokenizer, generation.request.prompt, stop)
-        self._prompt = ""
-        if tokenizer is not None and generation.request.echo:
-            self._prompt = "".join(text_pieces(tokenizer, (), generation.request.prompt))
-        self._pieces: list[str] = []
-        self.tokens = 0  # new ones that were read
-
-    def read(self) -> bool:
-        """Read the tokens that are new; whether a stop string was found."""
-        if self._text is None:
-            self.tokens = len(self._of.tokens)
-            return False
-        while self.tokens < len(self._of.tokens) and self._text.stopped is None:
-            self._pieces.append(self._text.add(self._of.tokens[self.tokens]))
-            self.tokens += 1
-        if self._of.finish_reason is not None:
-            self._pieces.append(self._text.close())
-        return self._text.stopped is not None
-
-    def completion(self) -> Completion:
-        """The completion, once the continuation has ended."""
-        request, reason = self._of.request, self._of.finish_reason
-        assert reason is not None
-        tokens, logprobs = self._of.tokens[: self.tokens], self._of.logprobs
-        echoed = request.prompt if request.echo else []
-        if logprobs is not None:
-            logprobs = logprobs.cut(len(echoed) + self.tokens)
-        stopped = None if self._text is None else self._text.stopped
-        return Completion(
-            self._number, self._of.sample, [*echoed, *tokens],
-            None if self._text is None else self._prompt + "".join(self._pieces),
-            reason if stopped is None else "stop", stopped, len(request.prompt), logprobs,
-        )  # fmt: skip

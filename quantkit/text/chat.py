@@ -17,6 +17,8 @@ from quantkit.text.tokenizer import Tokenizer
 
 _LLAMA3_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 _TOOL_ROLES = ("tool", "ipython", "function")
+_SAYING_ROLES = ("user", "system", "developer", "tool")
+_MESSAGE = '{"role": "user", "content": "..."}'
 _LLAMA2_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 
 
@@ -68,6 +70,9 @@ class TemplateChat:
     ) -> str:
         """The text whose tokens `encode` returns."""
         _require_messages(messages)
+        for one in messages:  # a template would show nothing in its place
+            if isinstance(one, Mapping) and one.get("role") in _SAYING_ROLES and one.get("content") is None:
+                raise RequestError("a message has no content", found=shown(one), expected=_MESSAGE)
         template = self._choose(tools is not None)
         chat = [_with_text(one, keep_parts=template.reads_parts) for one in messages]
         return template.render(chat, tools=tools, **variables)
@@ -215,10 +220,7 @@ def message_text(message: Message) -> str:
     or its content is not text."""
     content = _with_text(message).get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
-        raise RequestError(
-            "a message is an object with a role and a content", found=shown(message),
-            expected='{"role": "user", "content": "..."}',
-        )  # fmt: skip
+        raise RequestError("a message is an object with a role and a content", found=shown(message), expected=_MESSAGE)
     return content
 
 

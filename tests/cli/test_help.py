@@ -118,7 +118,7 @@ def test_the_backends_offered_are_those_there_are(capfd: Capture) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("run", "x"), "Did you mean 'generate'?"), (("serve", "x"), "Did you mean 'generate'?"),
+        (("run", "x"), "Did you mean 'generate'?"),
         (("generate", "x", "-dash"), "; for a prompt that begins with a dash: --prompt=TEXT"),
     ],
 )  # fmt: skip

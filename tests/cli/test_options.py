@@ -33,7 +33,7 @@ def _commands() -> dict[str, click.Command]:
 
 COMMANDS = _commands()
 NO_GPU = r"device cannot be used \(found cuda"
-WITH_JSON = set(COMMANDS) - {"generate", "chat", "completion"}
+WITH_JSON = set(COMMANDS) - {"generate", "chat", "serve", "completion"}
 
 
 def _options(name: str) -> dict[str, click.Option]:
@@ -62,7 +62,7 @@ def test_json_takes_a_path_in_every_command_that_finds_something() -> None:
 def test_a_device_is_a_gpu_if_there_is_one_wherever_one_is_chosen() -> None:
     options = _options("device")
     assert set(options) == {
-        "plan quantize", "quantize", "plan refine", "refine", "eval", "generate", "chat", "bench",
+        "plan quantize", "quantize", "plan refine", "refine", "eval", "generate", "chat", "serve", "bench",
     }  # fmt: skip
     assert all("a GPU if there is one" in (option.help or "") for option in options.values())
 

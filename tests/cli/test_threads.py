@@ -16,7 +16,7 @@ from quantkit.cli.main import quantkit
 
 COMMANDS = {
     "demo", "inspect", "doctor", "convert", "quantize", "refine", "imatrix", "verify", "eval", "generate", "chat",
-    "bench",
+    "serve", "bench",
 }  # fmt: skip
 
 

@@ -1,0 +1,53 @@
+"""``quantkit serve``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantkit.cli import options
+from quantkit.cli.options import RUN, Command, section
+from quantkit.cli.output import mention
+from quantkit.cli.processes import require_models
+from quantkit.cli.progress import ProgressDisplay
+
+_KEY = "QUANTKIT_API_KEY"
+
+
+@click.command(cls=Command)
+@click.argument("path", type=options.PATH)
+@section(
+    "Server",
+    click.option("--host", default="127.0.0.1", show_default=True, help="Address; any but this machine's needs a key."),
+    click.option("--port", type=int, default=8000, show_default=True, help="Port; 0 takes a free one."),
+    click.option(
+        "--api-key", envvar=_KEY, show_envvar=True, metavar="KEY", help="Key that requests must have as Bearer token."
+    ),
+    click.option("--name", metavar="NAME", help="Name of the model in requests. Default: the folder's."),
+    click.option("--waiting", type=int, default=64, show_default=True, help="Requests that may wait; others get 429."),
+)  # fmt: skip
+@section(
+    RUN,
+    click.option("--slots", type=int, default=8, show_default=True, help="Sequences that run at the same time."),
+    click.option("--context", type=int, help="Tokens of a sequence. Default: the model's context, at most 8192."),
+    click.option("--template", metavar="NAME", shell_complete=options.complete_files, help="Chat template; see chat."),
+    options.dtype, options.backend(), options.allow_slow, options.device, options.int8_cache,
+)  # fmt: skip
+@options.weights
+def serve(path: Path, **given: Any) -> None:
+    """Serve the model in PATH with OpenAI's API.
+
+    Paths: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /metrics. Answers are
+    those of `quantkit generate`. Ctrl-C or SIGTERM lets running requests end, for half a minute at most.
+    """
+    require_models(path)
+
+    from quantkit.serve.server import ServeOptions, served
+    from quantkit.serve.server import serve as job
+
+    requested = ServeOptions(**given)
+    with ProgressDisplay() as progress:
+        found = served(path, requested, progress=progress)
+    job(found, requested, lambda address: mention(f"serving {found.name} at {address}/v1; Ctrl-C ends it"))

@@ -1,0 +1,56 @@
+"""A continuation's tokens as text, as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quantkit.runtime.detokenizer import Detokenizer
+from quantkit.runtime.generate import text_pieces
+from quantkit.runtime.generation import Continuation
+from quantkit.runtime.request import Completion
+from quantkit.text.tokenizer import Tokenizer
+
+
+class Reader:
+    """Turns the tokens of a continuation into text, as they come.
+
+    Attributes:
+        pieces: the text so far, without an echoed prompt.
+        tokens: the new ones that were read.
+    """
+
+    def __init__(self, number: int, generation: Continuation, tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
+        self._number, self._of = number, generation
+        self._text = None if tokenizer is None else Detokenizer(tokenizer, generation.request.prompt, stop)
+        self._prompt = ""
+        if tokenizer is not None and generation.request.echo:
+            self._prompt = "".join(text_pieces(tokenizer, (), generation.request.prompt))
+        self.pieces: list[str] = []
+        self.tokens = 0
+
+    def read(self) -> bool:
+        """Read the tokens that are new; whether a stop string was found."""
+        if self._text is None:
+            self.tokens = len(self._of.tokens)
+            return False
+        while self.tokens < len(self._of.tokens) and self._text.stopped is None:
+            self.pieces.append(self._text.add(self._of.tokens[self.tokens]))
+            self.tokens += 1
+        if self._of.finish_reason is not None:
+            self.pieces.append(self._text.close())
+        return self._text.stopped is not None
+
+    def completion(self) -> Completion:
+        """The completion, once the continuation has ended."""
+        request, reason = self._of.request, self._of.finish_reason
+        assert reason is not None
+        tokens, logprobs = self._of.tokens[: self.tokens], self._of.logprobs
+        echoed = request.prompt if request.echo else []
+        if logprobs is not None:
+            logprobs = logprobs.cut(len(echoed) + self.tokens)
+        stopped = None if self._text is None else self._text.stopped
+        return Completion(
+            self._number, self._of.sample, [*echoed, *tokens],
+            None if self._text is None else self._prompt + "".join(self.pieces),
+            reason if stopped is None else "stop", stopped, len(request.prompt), logprobs,
+        )  # fmt: skip

@@ -1,0 +1,15 @@
+"""A server for one model: OpenAI's API over HTTP. It needs the packages of `quantkit[serve]`; this file imports none
+of them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from quantkit.errors import RequestError
+
+
+def require_packages() -> None:
+    """Raise a `RequestError` if a package of `quantkit[serve]` is not installed."""
+    for name in ("starlette", "uvicorn", "prometheus_client"):
+        if find_spec(name) is None:
+            raise RequestError(f"{name} is not installed", hint='pip install "quantkit[serve]"')

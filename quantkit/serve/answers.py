@@ -1,0 +1,116 @@
+"""Answers in the form of OpenAI's API: whole, or in pieces as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantkit.errors import QuantkitError
+from quantkit.jobs.openai_batch import chat_logprobs, choice_of, text_logprobs, usage_of
+from quantkit.jobs.prompt_lines import TokenTexts, entries_of, line_of
+from quantkit.jobs.prompts_file import Prompt
+from quantkit.runtime.request import Completion
+from quantkit.serve.worker import Delta
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How the answer to one request looks.
+
+    Attributes:
+        number: the request's identifier.
+        model: the name that the server gives its model.
+        created: in seconds since 1970.
+        usage: whether pieces end with one that counts tokens.
+    """
+
+    prompt: Prompt
+    texts: TokenTexts
+    number: str
+    model: str
+    usage: bool = False
+    created: int = 0
+    _ends: dict[int, int] = field(default_factory=dict)
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """All continuations."""
+        ordered = sorted(completions, key=lambda one: one.sample)
+        lines = [line_of(0, self.prompt, one, self.texts) for one in ordered]
+        choices = [choice_of(line, chat=self.prompt.messages) for line in lines]
+        return {**self._head(), "choices": choices, "usage": usage_of(lines)}
+
+    def begin(self) -> Iterator[bytes]:
+        """The pieces before the first token."""
+        if self.prompt.messages:
+            for sample in range(self.prompt.request.samples):
+                yield self._event(sample, {"delta": {"role": "assistant", "content": ""}})
+
+    def piece(self, delta: Delta, *, first: bool) -> Iterator[bytes]:
+        """The pieces for what a step added; `first` where it is the beginning of its continuation."""
+        text = delta.text
+        if first and self.prompt.messages and not self.texts.tokenizer.byte_level:
+            text = text.removeprefix(" ")
+        logprobs = None
+        if delta.logprobs is not None and delta.token_ids:
+            found = entries_of(delta.token_ids, delta.logprobs, self.texts)
+            logprobs = chat_logprobs(found) if self.prompt.messages else text_logprobs(found, self._offsets(delta))
+        if text or logprobs is not None:
+            said: dict[str, Any] = {"delta": {"content": text}} if self.prompt.messages else {"text": text}
+            yield self._event(delta.sample, {**said, "logprobs": logprobs})
+        if delta.completion is not None:
+            nothing: dict[str, Any] = {"delta": {}} if self.prompt.messages else {"text": ""}
+            yield self._event(delta.sample, {**nothing, "finish_reason": delta.completion.finish_reason})
+
+    def end(self, completions: Sequence[Completion]) -> Iterator[bytes]:
+        """The pieces after all continuations."""
+        if self.usage:
+            lines = [line_of(0, self.prompt, one, self.texts) for one in completions]
+            yield _data({**self._head(stream=True), "choices": [], "usage": usage_of(lines)})
+        yield DONE
+
+    def _offsets(self, delta: Delta) -> list[int]:
+        """Where new tokens begin in the text of their continuation."""
+        offsets, end = [], self._ends.get(delta.sample, 0)
+        for token in delta.token_ids:
+            offsets.append(end)
+            end += len(self.texts[token])
+        self._ends[delta.sample] = end
+        return offsets
+
+    def _event(self, sample: int, choice: dict[str, Any]) -> bytes:
+        whole = {"index": sample, "logprobs": None, "finish_reason": None, **choice}
+        usage = {"usage": None} if self.usage else {}
+        return _data({**self._head(stream=True), "choices": [whole], **usage})
+
+    def _head(self, *, stream: bool = False) -> dict[str, Any]:
+        kind = f"chat.completion{'.chunk' if stream else ''}" if self.prompt.messages else "text_completion"
+        name = "chatcmpl" if self.prompt.messages else "cmpl"
+        return {"id": f"{name}-{self.number}", "object": kind, "created": self.created, "model": self.model}
+
+
+def error_of(
+    error: QuantkitError | str, *, kind: str = "invalid_request_error", code: str | None = None
+) -> dict[str, Any]:
+    """An error as JSON."""
+    if isinstance(error, QuantkitError):  # clients need not know where the model is
+        error = QuantkitError(error.problem, found=error.found, expected=error.expected, hint=error.hint)
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}
+
+
+def failed(error: QuantkitError) -> bytes:
+    """The last piece of a stream that an error ends."""
+    return _data(error_of(error, kind="server_error"))
+
+
+def now() -> int:
+    """Seconds since 1970."""
+    return int(time.time())
+
+
+def _data(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace") + b"\n\n"

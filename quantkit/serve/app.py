@@ -1,0 +1,290 @@
+"""The server's paths: OpenAI's chat completions, completions and models, tokens of texts, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from quantkit.arguments import as_string, require_flags
+from quantkit.errors import QuantkitError, RequestError
+from quantkit.jobs.json_lines import strict_object
+from quantkit.jobs.prompt_lines import TokenTexts
+from quantkit.jobs.prompts_file import Prompt, PromptReader
+from quantkit.json_values import shown
+from quantkit.runtime.request import Completion
+from quantkit.serve.answers import Answer, error_of, failed, now
+from quantkit.serve.guard import Guard
+from quantkit.serve.metrics import Metrics
+from quantkit.serve.worker import Delta, Job, Worker
+from quantkit.text.tokenizer import Tokenizer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_RETRY_SECONDS = "1"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is served.
+
+    Attributes:
+        name: by which requests name it.
+        chats, texts: make prompts of requests for answers to messages and for continuations.
+        context, vocabulary: tokens of a sequence, and those that the model knows.
+        body_bytes, body_seconds: what a request's body may have, and take.
+    """
+
+    name: str
+    worker: Worker
+    tokenizer: Tokenizer
+    chats: PromptReader
+    texts: PromptReader
+    context: int
+    vocabulary: int
+    body_bytes: int
+    body_seconds: float
+
+
+def application(served: Served, *, api_key: str | None, hosts: frozenset[str] | None) -> Any:
+    """The ASGI application.
+
+    Args:
+        api_key: that requests must have, but for the health; None for none.
+        hosts: the names that requests may have for this server; None for any.
+    """
+    paths = _Paths(served, Metrics(served.worker))
+    routes = [
+        Route("/health", lambda request: _health(served)),
+        Route(CHAT, paths.answered(paths.generate), methods=["POST"]),
+        Route(COMPLETIONS, paths.answered(paths.generate), methods=["POST"]),
+        Route("/v1/models", paths.answered(paths.models)),
+        Route("/v1/models/{name:path}", paths.answered(paths.model)),
+        Route("/tokenize", paths.answered(paths.tokenize), methods=["POST"]),
+        Route("/detokenize", paths.answered(paths.detokenize), methods=["POST"]),
+        Route("/metrics", paths.metrics),
+    ]
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(served.worker.stop)
+
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
+    return Guard(app, api_key, hosts, open_paths=frozenset({"/health"}))
+
+
+class _Paths:
+    """What is done for each path."""
+
+    def __init__(self, served: Served, metrics: Metrics) -> None:
+        self._served, self._metrics = served, metrics
+        self._texts = TokenTexts(served.tokenizer)
+        self._created = now()
+
+    def answered(self, path: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """A path whose errors are answered as OpenAI's API does."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await path(request)
+            except RequestError as error:
+                code = "context_length_exceeded" if "context" in error.problem else None
+                return _error(400, error_of(error, code=code))
+            except QuantkitError as error:
+                return _error(500, error_of(error, kind="server_error"))
+            except ClientDisconnect:
+                return Response(status_code=499)
+
+        return answer
+
+    async def generate(self, request: Request) -> Response:
+        """Answer messages, or continue a text."""
+        body = await self._body(request)
+        stream, options = body.pop("stream", None) or False, body.pop("stream_options", None) or {}
+        require_flags(stream=stream)
+        usage = _usage_requested(options, stream)
+        if (model := body.get("model")) is not None and as_string("model", model) != self._served.name:
+            return self._unknown_model(model)
+        number = secrets.token_hex(12)
+        reader = self._served.chats if request.url.path == CHAT else self._served.texts
+        prompt = await asyncio.to_thread(reader.answered, request.url.path, number, body)
+        events: asyncio.Queue[Delta | QuantkitError] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def deliver(event: Delta | QuantkitError) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        job = self._served.worker.submit(prompt.request, prompt.stop, deliver)
+        if job is None:
+            self._metrics.refused.inc()
+            busy = error_of("too many requests at once; try again", kind="rate_limit_error", code="rate_limit_exceeded")
+            return _error(429, busy, {"Retry-After": _RETRY_SECONDS})
+        answer = Answer(prompt, self._texts, number, self._served.name, usage, now())
+        counted = self._metrics.of(prompt.request)
+        if stream:
+            pieces = self._pieces(answer, prompt, job, events, counted)
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
+        return await self._whole(request, answer, prompt, job, events, counted)
+
+    async def models(self, request: Request) -> Response:
+        """The one model."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """A model by its name."""
+        name = request.path_params["name"]
+        return JSONResponse(self._model()) if name == self._served.name else self._unknown_model(name)
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text."""
+        body = await self._body(request)
+        _require_keys(body, {"model", "prompt", "add_special_tokens"})
+        text, specials = as_string("prompt", body.get("prompt")), body.get("add_special_tokens", True)
+        require_flags(add_special_tokens=specials)
+        tokens = await asyncio.to_thread(self._served.tokenizer.encode, text, bos=specials)
+        return JSONResponse({"count": len(tokens), "max_model_len": self._served.context, "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        body = await self._body(request)
+        _require_keys(body, {"model", "tokens"})
+        tokens = body.get("tokens")
+        if not isinstance(tokens, list) or not all(type(one) is int and one >= 0 for one in tokens):
+            raise RequestError("'tokens' is of the wrong type", found=shown(tokens), expected="a list of token ids")
+        if max(tokens, default=0) >= self._served.vocabulary:
+            expected = f"less than {self._served.vocabulary}"
+            raise RequestError("'tokens' has ids outside the vocabulary", found=max(tokens), expected=expected)
+        return JSONResponse({"prompt": await asyncio.to_thread(self._served.tokenizer.decode, tokens)})
+
+    async def metrics(self, request: Request) -> Response:
+        """Counts and times, as Prometheus reads them."""
+        content, kind = self._metrics.exposed()
+        return Response(content, headers={"Content-Type": kind})
+
+    async def _pieces(
+        self, answer: Answer, prompt: Prompt, job: Job, events: asyncio.Queue[Delta | QuantkitError], counted: Any
+    ) -> AsyncIterator[bytes]:
+        """An answer in pieces; the request is given up where its reader goes away."""
+        completions, begun = list[Completion](), set[int]()
+        try:
+            for piece in answer.begin():
+                yield piece
+            while len(completions) < prompt.request.samples:
+                event = await events.get()
+                if isinstance(event, QuantkitError):
+                    yield failed(event)
+                    return
+                counted(event)
+                for piece in answer.piece(event, first=event.sample not in begun):
+                    yield piece
+                if event.text:
+                    begun.add(event.sample)
+                if event.completion is not None:
+                    completions.append(event.completion)
+            for piece in answer.end(completions):
+                yield piece
+        finally:
+            self._served.worker.cancel(job)
+
+    async def _whole(
+        self, request: Request, answer: Answer, prompt: Prompt, job: Job,
+        events: asyncio.Queue[Delta | QuantkitError], counted: Any,
+    ) -> Response:  # fmt: skip
+        """A whole answer; the request is given up where its reader goes away."""
+        completions = list[Completion]()
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            while len(completions) < prompt.request.samples:
+                arrived = asyncio.ensure_future(events.get())
+                await asyncio.wait((arrived, gone), return_when=asyncio.FIRST_COMPLETED)
+                if not arrived.done():
+                    arrived.cancel()
+                    raise ClientDisconnect
+                event = arrived.result()
+                if isinstance(event, QuantkitError):
+                    raise event
+                counted(event)
+                if event.completion is not None:
+                    completions.append(event.completion)
+        finally:
+            gone.cancel()
+            self._served.worker.cancel(job)
+        return JSONResponse(answer.whole(completions))
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON object that a request has. Raises `RequestError` if it has none, and `HTTPException` if it is too
+        large or comes too slowly."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise HTTPException(415, "the body must be application/json")
+        content = bytearray()
+        try:
+            async with asyncio.timeout(self._served.body_seconds):
+                async for part in request.stream():
+                    content += part
+                    if len(content) > self._served.body_bytes:
+                        raise HTTPException(413, f"the body has more than {self._served.body_bytes} bytes")
+        except TimeoutError as error:
+            raise HTTPException(408, "the body came too slowly") from error
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:
+            raise RequestError("the body is not UTF-8") from error
+        return strict_object(text, None)
+
+    def _model(self) -> dict[str, Any]:
+        served = self._served
+        return {
+            "id": served.name, "object": "model", "created": self._created, "owned_by": "quantkit",
+            "max_model_len": served.context,
+        }  # fmt: skip
+
+    def _unknown_model(self, name: str) -> Response:
+        message = f"the model {shown(name)} is not served here; {shown(self._served.name)} is"
+        return _error(404, error_of(message, code="model_not_found"))
+
+
+def _usage_requested(options: object, stream: bool) -> bool:
+    """Whether the stream's last piece counts tokens."""
+    if not isinstance(options, Mapping):
+        raise RequestError("'stream_options' is of the wrong type", found=shown(options), expected="an object")
+    if options and not stream:
+        raise RequestError("'stream_options' goes with 'stream'")
+    _require_keys(options, {"include_usage", "include_obfuscation"})
+    usage = options.get("include_usage") or False
+    require_flags(include_usage=usage)
+    return bool(usage)
+
+
+def _require_keys(found: Mapping[str, Any], known: set[str]) -> None:
+    if unknown := found.keys() - known:
+        raise RequestError(f"unknown key {shown(min(unknown))}", expected=", ".join(sorted(known)))
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client is gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _health(served: Served) -> Response:
+    return JSONResponse({"status": "ok"}) if served.worker.alive else JSONResponse({"status": "stopping"}, 503)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(error.status_code, error_of(error.detail), error.headers)
+
+
+def _error(status: int, content: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(content, status, dict(headers or {}))

@@ -1,0 +1,156 @@
+"""Serve a model until a signal ends it."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.arguments import as_integer, as_string
+from quantkit.errors import RequestError
+from quantkit.formats.detect import WeightKind
+from quantkit.jobs.load import load
+from quantkit.jobs.prompts_file import PromptReader
+from quantkit.kernels import BackendName
+from quantkit.progress import Progress, silent
+from quantkit.runtime.chat_session import conversation_length
+from quantkit.runtime.engine import Engine
+from quantkit.serve import require_packages
+from quantkit.serve.worker import Worker
+from quantkit.tensors.dtypes import FloatName
+
+if TYPE_CHECKING:
+    from quantkit.serve.app import Served
+
+SLOTS = 8
+"""Sequences that run at the same time by default."""
+PORT = 8000
+WAITING = 64
+"""Requests that may wait by default."""
+_TEXT_TOKENS = 16  # of a completion by default, as in OpenAI's API
+_BODY_BYTES = 16 << 20
+_BODY_SECONDS = 30.0
+_GRACE_SECONDS = 30
+_LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How a model is served.
+
+    Attributes:
+        host, port: where; port 0 is a free one.
+        api_key: that requests must have; without one, only this machine may be served.
+        name: by which requests name the model; None is the folder's.
+        slots: sequences that run at the same time.
+        waiting: requests that may wait for these.
+        context: tokens of a sequence; None is the model's, 8192 at most.
+        template: for messages; see `quantkit.chat_format`.
+        device, dtype, backend, allow_slow, weights: see `quantkit.load`.
+        int8_cache: keep keys and values in int8.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = PORT
+    api_key: str | None = None
+    name: str | None = None
+    slots: int = SLOTS
+    waiting: int = WAITING
+    context: int | None = None
+    template: str | None = None
+    device: str | None = None
+    dtype: FloatName | None = None
+    backend: BackendName | None = None
+    allow_slow: bool = False
+    weights: WeightKind | None = None
+    int8_cache: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise a `RequestError` for a value out of range, or a server that strangers could use without a key."""
+        as_integer("slots", self.slots, 1)
+        as_integer("waiting", self.waiting, 0)
+        if not 0 <= as_integer("port", self.port) <= 65535:
+            raise RequestError("`port` is out of range", found=self.port, expected="0 to 65535")
+        if self.api_key is not None and not as_string("api_key", self.api_key).strip():
+            raise RequestError("`api_key` is empty")
+        if self.api_key is None and not self.local:
+            raise RequestError(
+                "other machines could use this server without a key", found=self.host, hint="give `api_key`"
+            )
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine is served."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def served(path: Path, options: ServeOptions, *, progress: Progress = silent) -> Served:
+    """Load a model, ready to be served.
+
+    Raises:
+        RequestError: if a package is not installed, or the cache does not fit in memory.
+        QuantkitError: as `quantkit.load` does.
+    """
+    require_packages()
+    from quantkit.serve.app import Served
+
+    model, tokenizer = load(
+        path, device=options.device, dtype=options.dtype, backend=options.backend, allow_slow=options.allow_slow,
+        weights=options.weights, progress=progress,
+    )  # fmt: skip
+    context = conversation_length(model.config, options.context)
+    cache = torch.int8 if options.int8_cache else None
+    engine = Engine(model, context, slots=options.slots, cache_dtype=cache)
+    chats, texts = (
+        PromptReader(path, model.config, tokenizer, given, template=options.template, max_tokens=engine.length)
+        for given in ({}, {"max_new_tokens": _TEXT_TOKENS})
+    )
+    worker = Worker(engine, tokenizer, most_jobs=options.slots + options.waiting)
+    vocabulary = model.config.vocab_size
+    name = path.resolve().name if options.name is None else options.name
+    return Served(name, worker, tokenizer, chats, texts, engine.length, vocabulary, _BODY_BYTES, _BODY_SECONDS)
+
+
+def serve(found: Served, options: ServeOptions, began: Callable[[str], None]) -> None:
+    """Serve a model until SIGINT or SIGTERM: then running requests have half a minute to end.
+
+    Args:
+        began: called with the server's address once it takes requests.
+
+    Raises:
+        RequestError: if the address cannot be used.
+    """
+    import uvicorn
+
+    from quantkit.serve.app import application
+
+    app = application(found, api_key=options.api_key, hosts=_LOCAL if options.local else None)
+    config = uvicorn.Config(
+        app, options.host, options.port, log_level="critical", access_log=False, server_header=False,
+        timeout_graceful_shutdown=_GRACE_SECONDS, limit_concurrency=2 * (options.slots + options.waiting) + 16,
+    )  # fmt: skip
+    try:
+        try:
+            socket = config.bind_socket()
+        except SystemExit as error:
+            address = f"{options.host}:{options.port}"
+            raise RequestError(
+                "the server cannot use this address", found=address, hint="choose another port"
+            ) from error
+        with socket:
+            host = f"[{options.host}]" if ":" in options.host else options.host
+            began(f"http://{host}:{socket.getsockname()[1]}")
+            with suppress(KeyboardInterrupt):  # the signal, once more, when all has ended
+                uvicorn.Server(config).run(sockets=[socket])
+    finally:
+        found.worker.stop()

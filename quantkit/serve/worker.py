@@ -1,0 +1,192 @@
+"""The thread that runs a model: requests come and go while others run."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from quantkit.errors import QuantkitError, RequestError
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.generation import Generation
+from quantkit.runtime.reader import Reader
+from quantkit.runtime.request import Completion, Logprobs, Request
+from quantkit.runtime.scheduler import Scheduler
+from quantkit.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a step added to a continuation.
+
+    Attributes:
+        sample: the number of the continuation.
+        text: new text; may be empty, as some is held back until it is known to be no stop string.
+        token_ids: new tokens.
+        logprobs: of `token_ids`, if requested.
+        completion: all of it, once it has ended.
+    """
+
+    sample: int
+    text: str
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    completion: Completion | None = None
+
+
+Deliver = Callable[["Delta | QuantkitError"], None]
+"""Called from the worker's thread; an error is the last thing that comes."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that was handed to the worker."""
+
+    request: Request
+    stop: Sequence[str]
+    deliver: Deliver
+    left: int = 0
+    cancelled: bool = False
+    readers: dict[Generation, Reader] = field(default_factory=dict)
+
+
+class Worker:
+    """Runs the jobs of a server in an engine, which it has for itself; its methods may be called from any thread."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, *, most_jobs: int) -> None:
+        """
+        Args:
+            most_jobs: that wait and run at the same time; `submit` refuses more.
+        """
+        self.most_jobs = most_jobs
+        self._engine, self._tokenizer = engine, tokenizer
+        self._scheduler = Scheduler(engine)
+        self._new: deque[Job] = deque()
+        self._jobs: list[Job] = []
+        self._of: dict[Generation, Job] = {}
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="quantkit-serve", daemon=True)
+        self._thread.start()
+
+    @property
+    def jobs(self) -> int:
+        """Those that wait or run."""
+        with self._changed:
+            return len(self._new) + len(self._jobs)
+
+    @property
+    def reused(self) -> int:
+        """Tokens of prompts that were not computed, as the cache held them."""
+        return self._scheduler.reused
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can run jobs."""
+        return self._thread.is_alive() and not self._stopping
+
+    def submit(self, request: Request, stop: Sequence[str], deliver: Deliver) -> Job | None:
+        """Start a request; None if there are too many, or the worker is stopping. What comes of it is handed to
+        `deliver`."""
+        job = Job(request, stop, deliver, left=request.samples)
+        with self._changed:
+            if not self.alive or len(self._new) + len(self._jobs) >= self.most_jobs:
+                return None
+            self._new.append(job)
+            self._changed.notify()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Give up a request, with the next step; nothing more is delivered."""
+        with self._changed:
+            job.cancelled = True
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End all requests, and the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._stopping or self._new or self._jobs):
+                    self._changed.wait()
+                if self._stopping:
+                    waiting = [*self._new, *self._jobs]
+                    break
+                begun = [self._new.popleft() for _ in range(len(self._new))]
+                self._jobs += begun
+            try:
+                self._step(begun)
+            except Exception as error:  # a step serves many: none of them may wait for ever
+                self._fail(error)
+        for job in waiting:
+            self._deliver(job, RequestError("the server is shutting down"))
+
+    def _step(self, begun: Sequence[Job]) -> None:
+        for job in begun:
+            try:
+                for one in self._scheduler.add(job.request) if not job.cancelled else ():
+                    job.readers[one] = Reader(0, one, self._tokenizer, job.stop)
+                    self._of[one] = job
+            except RequestError as error:
+                self._end(job)
+                self._deliver(job, error)
+        for job in [one for one in self._jobs if one.cancelled]:
+            for one in job.readers:
+                if one.finish_reason is None:
+                    self._scheduler.end(one)
+            self._end(job)
+        if not self._scheduler.busy:
+            return
+        for one in self._scheduler.step():
+            if (owner := self._of.get(one)) is not None:
+                self._read(owner, one)
+
+    def _read(self, job: Job, one: Generation) -> None:
+        reader = job.readers[one]
+        before, pieces = reader.tokens, len(reader.pieces)
+        if reader.read() and one.finish_reason is None:
+            self._scheduler.end(one)
+        logprobs = None
+        if one.logprobs is not None:
+            start = (len(one.request.prompt) if one.request.echo else 0) + before
+            stop = start + reader.tokens - before
+            logprobs = Logprobs(one.logprobs.tokens[start:stop], one.logprobs.top[start:stop])
+        completion = reader.completion() if one.finish_reason is not None else None
+        text, tokens = "".join(reader.pieces[pieces:]), one.tokens[before : reader.tokens]
+        self._deliver(job, Delta(one.sample, text, tokens, logprobs, completion))
+        if completion is not None:
+            del self._of[one]
+            job.left -= 1
+            if not job.left:
+                self._end(job)
+
+    def _end(self, job: Job) -> None:
+        with self._changed:
+            self._jobs.remove(job)
+        for one in job.readers:
+            self._of.pop(one, None)
+
+    def _fail(self, error: Exception) -> None:
+        """Report an error of a step to all whose requests were running, and begin anew."""
+        if not isinstance(error, QuantkitError):
+            _log.error("a step failed", exc_info=error)
+        with self._changed:
+            failed, self._jobs = self._jobs, []
+        self._of.clear()
+        self._scheduler = Scheduler(self._engine)
+        told = error if isinstance(error, QuantkitError) else QuantkitError("internal error")
+        for job in failed:
+            self._deliver(job, told)
+
+    def _deliver(self, job: Job, what: Delta | QuantkitError) -> None:
+        if not job.cancelled:
+            job.deliver(what)

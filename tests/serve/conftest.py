@@ -1,0 +1,40 @@
+"""A server of the demo model, and OpenAI's client for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+from served import TEMPLATE, started
+
+import quantkit
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("template") / "plain.jinja"
+    path.write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An int4 model, whose tokenizer a template can spell."""
+    folder = tmp_path_factory.mktemp("served")
+    quantkit.convert(demo_model, folder / "floats", source_check=False)
+    quantkit.quantize(folder / "floats", folder / "int4", "int4-g32", method="rtn", source_check=False)
+    return folder / "int4"
+
+
+@pytest.fixture(scope="session")
+def address(model: Path, template: Path) -> Iterator[str]:
+    options = ["--template", template, "--slots", "4", "--waiting", "4", "--name", "demo", "--context", "512"]
+    with started(model, *options) as (_, found):
+        yield found
+
+
+@pytest.fixture(scope="session")
+def client(address: str) -> OpenAI:
+    return OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)

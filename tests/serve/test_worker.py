@@ -1,0 +1,87 @@
+"""The thread that runs a server's model: what goes wrong with a step, and how it ends."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quantkit
+from quantkit.errors import NonFiniteError, QuantkitError
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.request import Request
+from quantkit.runtime.sampling_params import SamplingParams
+from quantkit.runtime.scheduler import Scheduler
+from quantkit.serve.worker import Delta, Worker
+
+WITHOUT_END = SamplingParams(logit_bias={2: -100.0})
+
+
+@pytest.fixture
+def worker(demo_model: Path) -> Any:
+    model, tokenizer = quantkit.load(demo_model, backend="cpu-exact")
+    found = Worker(Engine(model, 128, slots=2), tokenizer, most_jobs=3)
+    yield found
+    found.stop()
+
+
+def _all(arrived: queue.Queue[Delta | QuantkitError]) -> list[int]:
+    """The tokens of a continuation, once it has ended."""
+    tokens: list[int] = []
+    while True:
+        event = arrived.get(timeout=60)
+        assert isinstance(event, Delta)
+        tokens += event.token_ids
+        if event.completion is not None:
+            assert event.completion.token_ids == tokens
+            return tokens
+
+
+@pytest.mark.parametrize(("error", "told"), [(NonFiniteError("NaN"), "NaN"), (ValueError("broken"), "internal error")])
+def test_a_step_that_fails_ends_all_that_run_and_no_others(
+    error: Exception, told: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Scheduler.step
+
+    def failing(self: Scheduler) -> Any:
+        monkeypatch.setattr(Scheduler, "step", step)
+        raise error
+
+    monkeypatch.setattr(Scheduler, "step", failing)
+    first: queue.Queue[Delta | QuantkitError] = queue.Queue()
+    assert worker.submit(Request([1, 5], 4), (), first.put) is not None
+    found = first.get(timeout=60)
+    assert isinstance(found, QuantkitError)
+    assert told in str(found)
+    second: queue.Queue[Delta | QuantkitError] = queue.Queue()
+    assert worker.submit(Request([1, 5], 4), (), second.put) is not None
+    assert len(_all(second)) == 4
+    assert worker.jobs == 0
+    assert first.empty()
+
+
+def test_what_is_too_many_is_refused_and_what_is_cancelled_is_not_delivered(worker: Worker) -> None:
+    arrived: queue.Queue[Delta | QuantkitError] = queue.Queue()
+    long = Request([1, 5], 120, WITHOUT_END)
+    jobs = [worker.submit(long, (), arrived.put) for _ in range(3)]
+    assert worker.submit(long, (), arrived.put) is None
+    for job in jobs:
+        assert job is not None
+        worker.cancel(job)
+    last: queue.Queue[Delta | QuantkitError] = queue.Queue()
+    while worker.submit(Request([1, 5], 4), (), last.put) is None:
+        pass
+    assert len(_all(last)) == 4
+    assert all(one.completion is None for one in list(arrived.queue) if isinstance(one, Delta))
+
+
+def test_a_worker_that_stops_leaves_no_one_waiting(worker: Worker) -> None:
+    arrived: queue.Queue[Delta | QuantkitError] = queue.Queue()
+    assert worker.submit(Request([1, 5], 120, WITHOUT_END), (), arrived.put) is not None
+    worker.stop()
+    *_, last = list(arrived.queue)
+    assert isinstance(last, QuantkitError)
+    assert "shutting down" in str(last)
+    assert worker.submit(Request([1, 5], 4), (), arrived.put) is None
