@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -27,6 +28,8 @@ from quantkit.serve.guard import Guard
 from quantkit.serve.metrics import Metrics
 from quantkit.serve.worker import Delta, Job, Worker
 from quantkit.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _RETRY_SECONDS = "1"
@@ -103,6 +106,11 @@ class _Paths:
                 return _error(500, error_of(error, kind="server_error"))
             except ClientDisconnect:
                 return Response(status_code=499)
+            except HTTPException:
+                raise
+            except Exception:
+                _log.exception("a request failed")
+                return _error(500, error_of("internal error", kind="server_error"))
 
         return answer
 
@@ -112,6 +120,8 @@ class _Paths:
         stream, options = body.pop("stream", None) or False, body.pop("stream_options", None) or {}
         require_flags(stream=stream)
         usage = _usage_requested(options, stream)
+        if stream and body.get("echo"):
+            raise RequestError("'echo' does not go with 'stream'", hint="leave one of them out")
         if (model := body.get("model")) is not None and as_string("model", model) != self._served.name:
             return self._unknown_model(model)
         number = secrets.token_hex(12)

@@ -129,6 +129,7 @@ def test_the_rest_of_the_api(client: OpenAI, address: str, loaded: tuple[Any, An
         ("/v1/completions", {"prompt": "x", "stream_options": {}, "temperature": "hot"}, 400, "temperature"),
         ("/v1/completions", {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "goes with 'stream'"),
         ("/v1/completions", {"prompt": "x", "stream": 1}, 400, "stream"),
+        ("/v1/completions", {"prompt": "x", "stream": True, "echo": True}, 400, "'echo' does not go with 'stream'"),
         ("/v1/completions", {}, 400, "'prompt' is missing"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "content"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
