@@ -12,6 +12,7 @@ from quantkit.cli import options
 from quantkit.cli.commands import convert, files_read, job_arguments, quantize, report_result
 from quantkit.cli.files import Outputs
 from quantkit.cli.processes import require_models
+from quantkit.cli.progress import ProgressDisplay
 from quantkit.cli.refine import refine
 from quantkit.errors import RequestError
 
@@ -101,9 +102,15 @@ def _plan_training(data: str | None, model: Path, target: str, scheme: str | Non
         raise RequestError(f"--{others[0].replace('_', '-')} does not go with --target")
 
     from quantkit.evals.synthetic import shaped
+    from quantkit.formats.checkpoint import schemes
     from quantkit.jobs.plan import training as job
 
-    report_result(Outputs(data), job(shaped(model, scheme), target, **used))
+    outputs, found = Outputs(data), shaped(model, scheme)
+    if not schemes(found):
+        raise RequestError("the model is not quantized", hint="give --scheme")
+    with ProgressDisplay() as progress:
+        estimate = job(found, target, **used, progress=progress)
+    report_result(outputs, estimate)
 
 
 _ABOUT = "Estimate `quantkit {}` with the same arguments.\n\nNothing is written."
@@ -111,7 +118,7 @@ _ABOUT_SLICES = """
 
 With --target, show what a step holds, computes and exchanges on each chip of a TPU slice, by mesh. The compiler for the
 slice computes it; no TPU is needed. QUANTIZED may be a folder with only a config.json, or the name of a shape such as
-llama-2-70b; the float model is not read. This takes minutes."""
+llama-2-70b; the float model is not read. Each mesh takes minutes; --mesh chooses one."""
 
 
 def _refine_params() -> list[click.Parameter]:

@@ -32,6 +32,7 @@ from quantkit.jobs.refine_estimate import estimate_refinement
 from quantkit.jobs.refine_options import RefineOptions, mesh_shape
 from quantkit.jobs.refine_plan import plan_refinement
 from quantkit.model.device import float_type
+from quantkit.progress import Progress, deduplicated
 from quantkit.tensors.dtypes import FloatName
 from quantkit.training.trained import TrainedNames
 from quantkit.xla import require_compiler
@@ -138,7 +139,7 @@ def generate(
 
 def training(
     model: str | Path | Checkpoint, target: str, *, mesh: str | None = None, batch: int | None = None,
-    length: int | None = None, train_norms: bool = False,
+    length: int | None = None, train_norms: bool = False, progress: Progress | None = None,
 ) -> TrainingEstimate:  # fmt: skip
     """What a step of `quantkit.refine` takes of each chip of a TPU slice, as its compiler says; no TPU is needed.
 
@@ -150,6 +151,7 @@ def training(
         batch: samples of a step; None is one for each part of the samples, and at least 4.
         length: tokens of a sample; None is as `quantkit.refine` draws them.
         train_norms: as in `quantkit.refine`.
+        progress: called for each mesh.
 
     Returns:
         What each chip holds, computes and exchanges, by mesh.
@@ -175,6 +177,7 @@ def training(
     return estimate_training(
         checkpoint, target, names=names, meshes=[] if shape is None else [shape], batch=batch,
         length=effort.EFFORTS["default"].length(checkpoint.config) if length is None else length,
+        progress=deduplicated(progress),
     )  # fmt: skip
 
 

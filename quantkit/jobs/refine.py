@@ -12,7 +12,7 @@ from quantkit.calibration.data import Calibration
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.mesh import ALONE, Mesh
 from quantkit.distributed.shard import require_same_checkpoint, require_shareable
-from quantkit.errors import RequestError
+from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.container import weight_size
 from quantkit.formats.output.staging import Staging
@@ -106,11 +106,23 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
     Raises:
         RequestError: if it has another number of them, or they cannot share the model.
         GroupError: if their models differ.
+        UnsupportedError: for a model that XLA does not train.
     """
     options = planned.options
     if options.backend is not None:
         if group.size > 1:
             raise RequestError('`backend="xla"` is for one process', found=f"{group.size} processes")
+        parts = (options.mesh_shape or (1, 1))[0]
+        if options.step_samples % parts:
+            raise RequestError(
+                "`batch` can't be divided among the parts of the samples in `mesh`", found=options.step_samples,
+                expected=f"a multiple of {parts}",
+            )  # fmt: skip
+        if any(scheme.has_minima for scheme in schemes(planned.quantized).values()):
+            raise UnsupportedError(
+                "XLA does not train offsets of groups in floats", path=planned.quantized.path,
+                hint="leave `backend` out",
+            )  # fmt: skip
         require_packages()
         return ALONE
     data, model = shape = options.mesh_shape or (1, group.size)

@@ -114,6 +114,8 @@ class RefineOptions:
             raise RequestError("unknown `backend`", found=shown(self.backend), expected=XLA)
         if self.backend is not None and self.train_codes:
             raise RequestError('`train_codes` does not go with `backend="xla"`')
+        if self.backend is not None and self.device is not None:
+            raise RequestError('`device` does not go with `backend="xla"`, which has its own')
         _ = self.mesh_shape
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from quantkit.arguments import as_path
 from quantkit.errors import RequestError
-from quantkit.formats.checkpoint import require_runnable, schemes
+from quantkit.formats.checkpoint import read_as_floats, require_runnable, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
@@ -51,7 +51,7 @@ def plan_refinement(options: RefineOptions) -> Refinement:
     plan = plan_rewriting(src, dst, resume=options.resume, source_check=options.source_check)
     reference = open_checkpoint(as_path("against", options.against))
     require_runnable(reference)
-    if schemes(reference):
+    if schemes(reference) or read_as_floats(reference):
         raise RequestError("the model to refine against is quantized itself", path=reference.path, expected="floats")
     quantized = InOutputTypes(plan)
     configs = [replace(one.config, tied_embeddings=False, dtype="float32") for one in (reference, quantized)]

@@ -90,7 +90,8 @@ class Delta:
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror or 'no such file'}", path=path) from error
         except SafetensorError as error:
-            raise CheckpointError(f"is no delta: {error}", path=path, hint=_DAMAGED) from error
+            reason = str(error).replace("`", "'")  # backticks would be names of options
+            raise CheckpointError(f"is no delta: {reason}", path=path, hint=_DAMAGED) from error
         if metadata.get("format") != FORMAT:
             raise CheckpointError("is no delta", path=path, found=metadata.get("format"), expected=FORMAT)
         head = metadata.get("head", "")
@@ -125,9 +126,10 @@ class Delta:
         if hashes == self.base:
             return
         differing = sorted(name for name in {*hashes, *self.base} if hashes.get(name) != self.base.get(name))
+        other = "another" if differing[0] in hashes else "no"
         raise CheckpointError(
             f"the delta {self.path} belongs to another model, or one of its files has changed", path=model,
-            found=f"another '{differing[0]}'", expected=f"sha256 {self.base.get(differing[0], 'of no such file')}",
+            found=f"{other} '{differing[0]}'", expected=f"sha256 {self.base.get(differing[0], 'of no such file')}",
             hint="apply it to the model that it was made for",
         )  # fmt: skip
 

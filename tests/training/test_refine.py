@@ -24,6 +24,7 @@ from quantkit.errors import (
     QualityError,
     RequestError,
     ResumeError,
+    UnsupportedError,
 )
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.detect import open_checkpoint, with_codes
@@ -352,15 +353,31 @@ def test_a_delta_goes_with_its_model_alone(floats: Path, int4: Path, refined: Pa
     (text / "generation_config.json").write_text('{"temperature": 99.0}')
     with pytest.raises(CheckpointError, match=r"another 'generation_config\.json'"):
         quantkit.apply_delta(text, delta, dst)
+    (text / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"found no 'generation_config\.json'"):
+        quantkit.apply_delta(text, delta, dst)
     data = bytearray(delta.read_bytes())
     for place in (4, 100, len(data) // 2, len(data) - 1):
         damaged = bytes(data[:place]) + bytes([data[place] ^ 4]) + bytes(data[place + 1 :])
         (tmp_path / "damaged").write_bytes(damaged)
-        with pytest.raises(CheckpointError):
+        with pytest.raises(CheckpointError) as error:
             quantkit.apply_delta(int4, tmp_path / "damaged", dst)
+        assert "`" not in str(error.value)
     with pytest.raises(CheckpointError):
         quantkit.apply_delta(int4, int4 / "model.safetensors", dst)
     assert not dst.exists()
+
+
+def test_the_model_to_refine_against_is_of_floats(mlx: Path, int4: Path, tmp_path: Path) -> None:
+    """Also where its codes are read as floats, as those of mlx-lm are."""
+    for against in (mlx, int4):
+        with pytest.raises(RequestError, match="is quantized itself"):
+            quantkit.refine(mlx, tmp_path / "dst", against=against, **QUICK)
+
+
+def test_offsets_in_floats_are_not_trained_by_xla(floats: Path, mlx: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="XLA does not train offsets"):
+        quantkit.refine(mlx, tmp_path / "dst", against=floats, backend="xla", **QUICK)
 
 
 def test_a_forged_delta_is_an_error(floats: Path, int4: Path, tmp_path: Path) -> None:

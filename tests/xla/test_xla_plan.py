@@ -136,6 +136,7 @@ def test_what_training_cannot_be_divided_into_is_refused(options: list[str], lin
     [
         ([], "give the float model with --against; or --target SLICE for a TPU slice"),
         (["--against", "floats", "--scheme", "int4-g128"], "--scheme goes with --target"),
+        (["--target", "v5e-4"], "the model is not quantized; give --scheme"),
         (["--target", "v5e-4", "--epochs", "2"], "--epochs does not go with --target"),
         (["--target", "v5e-4", "--no-source-check"], "--source-check does not go with --target"),
     ],

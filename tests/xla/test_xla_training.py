@@ -144,10 +144,11 @@ def test_the_command_trains_and_torch_goes_on(demo_model: Path, tmp_path: Path) 
     ("options", "message"),
     [
         (["--backend", "xla", "--train-codes"], "--train-codes does not go with --backend xla"),
+        (["--backend", "xla", "--device", "cpu"], "--device does not go with --backend xla, which has its own"),
         (["--backend", "xla", "--mesh", "4x4"], "too few devices (found 8 of kind cpu, expected 16)"),
         (
             ["--backend", "xla", "--mesh", "8x1"],
-            "can't be divided among the devices (found 4, expected a multiple of 8)",
+            "--batch can't be divided among the parts of the samples in --mesh (found 4, expected a multiple of 8)",
         ),
     ],
 )

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.errors import UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.memory import enough_memory
 from quantkit.progress import Progress
@@ -35,7 +34,7 @@ class OnDevices:
     ) -> None:  # fmt: skip
         """
         Args:
-            model: gets the trained values with `fetch`.
+            model: whose groups have no minima; gets the trained values with `fetch`.
             quantized: the model before.
             reference: the float model.
 
@@ -44,10 +43,6 @@ class OnDevices:
             UnsupportedError: for a model that XLA does not train.
         """
         mesh.require_divides(min(samples.batch, samples.training))
-        if any(scheme.has_minima for scheme in schemes(quantized).values()):
-            raise UnsupportedError(
-                "XLA does not train offsets of groups in floats", path=quantized.path, hint="train on the CPU or a GPU"
-            )
         self._model, self._samples, self._schedule, self._mesh = model, samples, schedule, mesh
         self._trained = trained_leaves(quantized, model.names_trained)
         decoder = MeshDecoder(quantized.config, schemes(quantized), mesh, product_dtype())

@@ -16,6 +16,7 @@ from quantkit.calibration.estimate import forward_flops
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.memory import size_text
+from quantkit.progress import Progress, silent
 from quantkit.training.trained import TrainedNames
 from quantkit.xla.hlo import Collective, exchanges
 from quantkit.xla.slices import Slice, compiled_for, gib, too_much
@@ -75,9 +76,10 @@ class MeshEstimate:
         """For people."""
         sent = [one for one in self.exchanges if one.bytes >= _LEAST]
         return [
-            f"{self.mesh}: {gib(self.total)} ({gib(self.arguments)} of arguments, {gib(self.temporaries)} of "
-            f"temporaries); at least {1000 * self.compute_seconds:.0f} ms of products, "
-            f"{1000 * self.exchange_seconds:.0f} ms of exchanges; at most {self.utilization:.0%} of peak FLOPS",
+            f"{self.mesh}: {size_text(self.total)} ({size_text(self.arguments)} of arguments, "
+            f"{size_text(self.temporaries)} of temporaries, the rest of code and outputs); at least "
+            f"{1000 * self.compute_seconds:.3g} ms of products, {1000 * self.exchange_seconds:.3g} ms of exchanges; "
+            f"at most {self.utilization:.0%} of peak FLOPS",
             *(f"    {one.count} {one.kind} along {one.axis}: {size_text(one.bytes)}" for one in sent),
         ]
 
@@ -121,7 +123,7 @@ class TrainingEstimate:
 
 def estimate_training(
     checkpoint: Checkpoint, target: str, *, names: TrainedNames, meshes: Sequence[tuple[int, int]], batch: int | None,
-    length: int,
+    length: int, progress: Progress = silent,
 ) -> TrainingEstimate:  # fmt: skip
     """Compile a step of training for a TPU slice.
 
@@ -132,6 +134,7 @@ def estimate_training(
         meshes: shapes for each slice; none compares one dimension with two.
         batch: samples of a step; None is one for each part of the samples, and at least four.
         length: tokens of a sample.
+        progress: called for each mesh.
 
     Raises:
         RequestError: for an unknown slice, or if the model fits no mesh, with the figures.
@@ -142,8 +145,9 @@ def estimate_training(
     devices = slice_.devices()
     found, refused = [], dict[str, str]()
     last: RequestError | None = None
-    for data, model in shapes:
+    for number, (data, model) in enumerate(shapes):
         name = f"{data}x{model}"
+        progress("compile", number, len(shapes), f"meshes, {name}")
         try:
             if data * model != slice_.chips:
                 raise RequestError("the mesh is not all of the slice", found=name, expected=f"{slice_.chips} chips")
