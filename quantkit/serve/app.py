@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _RETRY_SECONDS = "1"
+_CLOSE = {"Connection": "close"}  # the rest of the body is not waited for
 
 
 @dataclass(frozen=True)
@@ -243,9 +244,10 @@ class _Paths:
                 async for part in request.stream():
                     content += part
                     if len(content) > self._served.body_bytes:
-                        raise HTTPException(413, f"the body has more than {self._served.body_bytes} bytes")
+                        problem = f"the body has more than {self._served.body_bytes} bytes"
+                        raise HTTPException(413, problem, headers=_CLOSE)
         except TimeoutError as error:
-            raise HTTPException(408, "the body came too slowly") from error
+            raise HTTPException(408, "the body came too slowly", headers=_CLOSE) from error
         try:
             text = content.decode()
         except UnicodeDecodeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -139,6 +140,7 @@ def serve(found: Served, options: ServeOptions, began: Callable[[str], None]) ->
         app, options.host, options.port, log_level="critical", access_log=False, server_header=False,
         timeout_graceful_shutdown=_GRACE_SECONDS, limit_concurrency=2 * (options.slots + options.waiting) + 16,
     )  # fmt: skip
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # clients that go away are no news
     try:
         try:
             socket = config.bind_socket()
@@ -148,6 +150,7 @@ def serve(found: Served, options: ServeOptions, began: Callable[[str], None]) ->
                 "the server cannot use this address", found=address, hint="choose another port"
             ) from error
         with socket:
+            socket.listen(config.backlog)  # who reads the address may connect at once
             host = f"[{options.host}]" if ":" in options.host else options.host
             began(f"http://{host}:{socket.getsockname()[1]}")
             with suppress(KeyboardInterrupt):  # the signal, once more, when all has ended

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import time
 import urllib.request
@@ -147,6 +148,16 @@ def test_errors_say_what_is_wrong(path: str, body: Any, status: int, message: st
     found, answer = _post(address, path, body)
     assert (found, answer["error"]["type"]) == (status, "invalid_request_error")
     assert message in answer["error"]["message"]
+
+
+def test_too_large_a_body_is_not_read_to_its_end(address: str) -> None:
+    with socket.create_connection(urlsplit(address).netloc.split(":"), timeout=60) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        client.sendall(b"Content-Length: %d\r\n\r\n" % (64 << 20))
+        client.sendall(b" " * ((16 << 20) + 1))
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))  # until the server closes it
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"\r\nconnection: close\r\n" in answer.lower()
 
 
 def test_only_json_is_read(address: str) -> None:
