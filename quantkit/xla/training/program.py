@@ -16,6 +16,7 @@ from jax import lax
 
 from quantkit.training.optimizer import adam
 from quantkit.xla.training.model import EMBEDDING, Arrays, MeshDecoder
+from quantkit.xla.training.partitions import MODEL
 
 HEAD, TARGET_HEAD = "lm_head.weight", "float model's head"
 _SCALE = ".scale"
@@ -96,7 +97,7 @@ def divergence(decoder: MeshDecoder, arrays: Arrays, tokens: jax.Array, targets:
     """The sum of KL(float model || model) over the tokens of each sample, [B], given the float model's hidden states
     after its final norm, [B, T, D]."""
     head = arrays.get(HEAD, arrays[EMBEDDING])
-    targets = decoder.mesh.constrain(targets, decoder.mesh.samples, None, "model")
+    targets = decoder.mesh.constrain(targets, decoder.mesh.samples, None, MODEL)
     return decoder.divergence(decoder.hidden(arrays, tokens), head, targets, arrays.get(TARGET_HEAD, head))
 
 
