@@ -12,6 +12,7 @@ from quantkit.cli.options import RUN, Command, section
 from quantkit.cli.output import mention
 from quantkit.cli.processes import require_models
 from quantkit.cli.progress import ProgressDisplay
+from quantkit.serve import PORT, SLOTS, WAITING
 
 _KEY = "QUANTKIT_API_KEY"
 
@@ -21,16 +22,18 @@ _KEY = "QUANTKIT_API_KEY"
 @section(
     "Server",
     click.option("--host", default="127.0.0.1", show_default=True, help="Address; any but this machine's needs a key."),
-    click.option("--port", type=int, default=8000, show_default=True, help="Port; 0 takes a free one."),
+    click.option("--port", type=int, default=PORT, show_default=True, help="Port; 0 takes a free one."),
     click.option(
         "--api-key", envvar=_KEY, show_envvar=True, metavar="KEY", help="Key that requests must have as Bearer token."
     ),
     click.option("--name", metavar="NAME", help="Name of the model in requests. Default: the folder's."),
-    click.option("--waiting", type=int, default=64, show_default=True, help="Requests that may wait; others get 429."),
+    click.option(
+        "--waiting", type=int, default=WAITING, show_default=True, help="Requests that may wait; others get 429."
+    ),
 )  # fmt: skip
 @section(
     RUN,
-    click.option("--slots", type=int, default=8, show_default=True, help="Sequences that run at the same time."),
+    click.option("--slots", type=int, default=SLOTS, show_default=True, help="Sequences that run at the same time."),
     click.option("--context", type=int, help="Tokens of a sequence. Default: the model's context, at most 8192."),
     click.option("--template", metavar="NAME", shell_complete=options.complete_files, help="Chat template; see chat."),
     options.dtype, options.backend(), options.allow_slow, options.device, options.int8_cache,

@@ -29,7 +29,7 @@ from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.prepare import prepare, size_fit
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.refine_estimate import estimate_refinement
-from quantkit.jobs.refine_options import RefineOptions, mesh_shape
+from quantkit.jobs.refine_options import BATCH, RefineOptions, mesh_shape
 from quantkit.jobs.refine_plan import plan_refinement
 from quantkit.model.device import float_type
 from quantkit.progress import Progress, deduplicated
@@ -175,7 +175,7 @@ def training(
     require_runnable(checkpoint)
     names = TrainedNames.of(checkpoint, norms=train_norms, codes=False)
     return estimate_training(
-        checkpoint, target, names=names, meshes=[] if shape is None else [shape], batch=batch,
+        checkpoint, target, names=names, meshes=[] if shape is None else [shape], batch=batch, least=BATCH,
         length=effort.EFFORTS["default"].length(checkpoint.config) if length is None else length,
         progress=deduplicated(progress),
     )  # fmt: skip

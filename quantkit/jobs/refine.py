@@ -12,7 +12,7 @@ from quantkit.calibration.data import Calibration
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.distributed.mesh import ALONE, Mesh
 from quantkit.distributed.shard import require_same_checkpoint, require_shareable
-from quantkit.errors import RequestError, UnsupportedError
+from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.formats.container import weight_size
 from quantkit.formats.output.staging import Staging
@@ -37,6 +37,7 @@ from quantkit.training.delta import delta_bytes
 from quantkit.training.trained import TrainedCheckpoint, trained_error
 from quantkit.training.training import HELD_BACK, State, held_back
 from quantkit.xla import require_packages
+from quantkit.xla.split import require_trainable
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,7 @@ def _mesh(planned: Refinement, group: ProcessGroup) -> Mesh:
                 "`batch` can't be divided among the parts of the samples in `mesh`", found=options.step_samples,
                 expected=f"a multiple of {parts}",
             )  # fmt: skip
-        if any(scheme.has_minima for scheme in schemes(planned.quantized).values()):
-            raise UnsupportedError(
-                "XLA does not train offsets of groups in floats", path=planned.quantized.path,
-                hint="leave `backend` out",
-            )  # fmt: skip
+        require_trainable(planned.quantized)
         require_packages()
         return ALONE
     data, model = shape = options.mesh_shape or (1, group.size)

@@ -7,6 +7,9 @@ from importlib.util import find_spec
 
 from quantkit.errors import RequestError
 
+SLOTS, WAITING, PORT = 8, 64, 8000
+"""Sequences that run at the same time, requests that may wait for them, and the port, by default."""
+
 
 def require_packages() -> None:
     """Raise a `RequestError` if a package of `quantkit[serve]` is not installed."""

@@ -21,18 +21,13 @@ from quantkit.kernels import BackendName
 from quantkit.progress import Progress, silent
 from quantkit.runtime.chat_session import conversation_length
 from quantkit.runtime.engine import Engine
-from quantkit.serve import require_packages
+from quantkit.serve import PORT, SLOTS, WAITING, require_packages
 from quantkit.serve.worker import Worker
 from quantkit.tensors.dtypes import FloatName
 
 if TYPE_CHECKING:
     from quantkit.serve.app import Served
 
-SLOTS = 8
-"""Sequences that run at the same time by default."""
-PORT = 8000
-WAITING = 64
-"""Requests that may wait by default."""
 _TEXT_TOKENS = 16  # of a completion by default, as in OpenAI's API
 _BODY_BYTES = 16 << 20
 _BODY_SECONDS = 30.0

@@ -128,7 +128,7 @@ class Worker:
             except Exception as error:  # a step serves many: none of them may wait for ever
                 self._fail(error)
         for job in waiting:
-            self._deliver(job, RequestError("the server is shutting down"))
+            self._deliver(job, QuantkitError("the server is shutting down"))
 
     def _step(self, begun: Sequence[Job]) -> None:
         for job in begun:
@@ -183,9 +183,9 @@ class Worker:
             failed, self._jobs = self._jobs, []
         self._of.clear()
         self._scheduler = Scheduler(self._engine)
-        told = error if isinstance(error, QuantkitError) else QuantkitError("internal error")
+        shown = error if isinstance(error, QuantkitError) else QuantkitError("internal error")
         for job in failed:
-            self._deliver(job, told)
+            self._deliver(job, shown)
 
     def _deliver(self, job: Job, what: Delta | QuantkitError) -> None:
         if not job.cancelled:

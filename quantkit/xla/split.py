@@ -19,8 +19,10 @@ from torch import Tensor
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import RequestError, UnsupportedError
+from quantkit.formats.checkpoint import Checkpoint, schemes
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.training.trained import has_trained_scales
 
 _MAX_PADDING = 1 / 32  # of the feed-forward size; beyond it scales are repeated for smaller groups
 _FEATURES = frozenset(
@@ -39,6 +41,21 @@ def require_served(config: ModelConfig) -> None:
     if unserved:
         names = ", ".join(name.replace("_", " ") for name in sorted(unserved))
         raise UnsupportedError(f"{config.architecture} is not run by XLA", found=names)
+
+
+def require_trainable(checkpoint: Checkpoint) -> None:
+    """Raise an `UnsupportedError` if XLA does not train a quantized model: for its features, or for weights of its
+    layers that are no integer codes with scales in floats and zero points or none."""
+    require_served(checkpoint.config)
+    found = schemes(checkpoint)
+    for parameter in parameters(checkpoint.config):
+        scheme = found.get(parameter.module) if parameter.layer is not None else None
+        if scheme is not None and (scheme.has_minima or not has_trained_scales(scheme)):
+            raise UnsupportedError(
+                f"XLA does not train a model with weights like '{parameter.name}'", path=checkpoint.path,
+                found="offsets of groups in floats" if scheme.has_minima else str(scheme),
+                expected="int4 or int8 codes in all layers", hint="leave `backend` out",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)

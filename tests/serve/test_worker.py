@@ -39,9 +39,11 @@ def _all(arrived: queue.Queue[Delta | QuantkitError]) -> list[int]:
             return tokens
 
 
-@pytest.mark.parametrize(("error", "told"), [(NonFiniteError("NaN"), "NaN"), (ValueError("broken"), "internal error")])
+@pytest.mark.parametrize(
+    ("error", "message"), [(NonFiniteError("NaN"), "NaN"), (ValueError("broken"), "internal error")]
+)
 def test_a_step_that_fails_ends_all_that_run_and_no_others(
-    error: Exception, told: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    error: Exception, message: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Scheduler.step
 
@@ -54,7 +56,7 @@ def test_a_step_that_fails_ends_all_that_run_and_no_others(
     assert worker.submit(Request([1, 5], 4), (), first.put) is not None
     found = first.get(timeout=60)
     assert isinstance(found, QuantkitError)
-    assert told in str(found)
+    assert message in str(found)
     second: queue.Queue[Delta | QuantkitError] = queue.Queue()
     assert worker.submit(Request([1, 5], 4), (), second.put) is not None
     assert len(_all(second)) == 4

@@ -17,6 +17,17 @@ from quantkit.formats.output.destination import OwnFolder
 from quantkit.formats.output.journal import NAME, Journal
 
 LONGEST = 300
+STOPPED_TRAINING = """
+import os, signal
+import quantkit.training.state as state
+saved = state.SavedTraining.evaluated
+def once(self, found):
+    saved(self, found)
+    if len(found.curve) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+state.SavedTraining.evaluated = once
+"""
+"""Before `forked.COMMAND`: kills the process once a training has saved its first epoch."""
 Change = Callable[[dict[str, Any]], Any]
 
 

@@ -1,5 +1,4 @@
-"""Runs in a process of its own, over eight virtual devices: what training over meshes gives beside what torch gives, as
-JSON.
+"""Runs in another process, over eight virtual devices: what training over meshes gives, and what torch gives, as JSON.
 
 python -m xla_training_cases FOLDER
 """

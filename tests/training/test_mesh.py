@@ -9,6 +9,7 @@ from typing import Any
 
 import forked
 import oracle
+import partial
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -102,22 +103,10 @@ def test_a_mesh_trains_as_one_process_does(case: str, alone: Path, together: Pat
         assert (factors[name] - value).abs().mean() < 2e-5, name
 
 
-STOPPED = """
-import os, signal
-import quantkit.training.state as state
-saved = state.SavedTraining.evaluated
-def once(self, found):
-    saved(self, found)
-    if len(found.curve) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-state.SavedTraining.evaluated = once
-"""
-
-
 def test_a_state_is_continued_on_another_mesh(int4: Path, floats: Path, tmp_path: Path) -> None:
     """After the process that keeps it was killed; the other one ends with the code for that."""
     command = [str(one) for one in ("refine", int4, tmp_path / "dst", "--against", floats, *TEXT)]
-    killed, other = forked.group(2, STOPPED + forked.COMMAND, *command)
+    killed, other = forked.group(2, partial.STOPPED_TRAINING + forked.COMMAND, *command)
     assert (killed.returncode, other.returncode) == (-signal.SIGKILL, 9)
     first, second = forked.group(2, forked.COMMAND, *command)
     assert first.returncode == second.returncode == 6

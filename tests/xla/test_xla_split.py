@@ -16,7 +16,7 @@ from quantkit.errors import RequestError, UnsupportedError
 from quantkit.evals.synthetic import synthetic
 from quantkit.tensors.qtensor import quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.xla.split import DeviceSplit
+from quantkit.xla.split import DeviceSplit, require_trainable
 
 SCHEMES = ["int8", "int4-g32", "int4-g128", "int4-g128-asym", "int8-g64-asym"]
 
@@ -128,3 +128,18 @@ def test_columns_between_heads_are_not_padded() -> None:
     weight = _parameter(config, "o_proj")
     shards = DeviceSplit(config, {weight.module: QuantScheme(4, 32)}, 8).shards(weight)
     assert (shards.count, shards.group) == (520, 8)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "found"), [("q6_k", "q6_k"), ("q4_1", "offsets of groups in floats"), ("mxfp4", "mxfp4")]
+)
+def test_a_weight_that_is_no_integer_codes_with_scales_is_not_trained(scheme: str, found: str) -> None:
+    """Among others that are: as codes it would mean another weight."""
+    model = synthetic("llama-160m", "int4-g128")
+    require_trainable(model)
+    name = "model.layers.1.mlp.up_proj"
+    mixed = replace(model, schemes={**model.schemes, name: QuantScheme.parse(scheme)})
+    with pytest.raises(UnsupportedError, match=f"weights like '{name}.weight'.*found {found}"):
+        require_trainable(mixed)
+    head = replace(model, schemes={**model.schemes, "lm_head": QuantScheme.parse(scheme)})
+    require_trainable(head)  # it is read as floats

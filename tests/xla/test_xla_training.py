@@ -11,6 +11,7 @@ from typing import Any
 
 import forked
 import oracle
+import partial
 import pytest
 import torch
 from virtual_devices import environment, require_torchax
@@ -106,18 +107,6 @@ def test_what_a_plan_counts_is_what_devices_have(found: dict[str, Any]) -> None:
     assert found["bytes"]["planned"] == pytest.approx(found["bytes"]["held"], rel=0.02)
 
 
-STOPPED = """
-import os, signal
-import quantkit.training.state as state
-saved = state.SavedTraining.evaluated
-def once(self, found):
-    saved(self, found)
-    if len(found.curve) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-state.SavedTraining.evaluated = once
-"""
-
-
 def test_the_command_trains_and_torch_goes_on(demo_model: Path, tmp_path: Path) -> None:
     """Killed after its first epoch over a mesh, it is continued by torch, as torch would have trained."""
     require_torchax()
@@ -128,7 +117,7 @@ def test_the_command_trains_and_torch_goes_on(demo_model: Path, tmp_path: Path) 
     options = ["--calibration", EXCERPT, "--samples", 48, "--length", 32, "--epochs", 2, "--no-source-check"]
     command = [str(one) for one in ("refine", int4, tmp_path / "dst", "--against", floats, *options)]
     killed = subprocess.run(
-        forked.command("-c", STOPPED + forked.COMMAND, *command, "--backend", "xla", "--mesh", "2x4"),
+        forked.command("-c", partial.STOPPED_TRAINING + forked.COMMAND, *command, "--backend", "xla", "--mesh", "2x4"),
         env=environment(8, tmp_path / "cache"), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert killed.returncode == -signal.SIGKILL, killed.stderr

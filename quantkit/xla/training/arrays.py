@@ -22,6 +22,7 @@ from quantkit.model.rope import Rotary
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.xla.split import require_trainable
 from quantkit.xla.training.model import ROTARY, segments
 from quantkit.xla.training.partitions import DeviceMesh, Spec, parameter_spec
 from quantkit.xla.weights import jax_dtype
@@ -69,7 +70,9 @@ class Leaf:
 
 
 def leaves(checkpoint: Checkpoint) -> list[Leaf]:
-    """The arrays of a model; quantized embeddings and heads are floats."""
+    """The arrays of a model; quantized embeddings and heads are floats. Raises `UnsupportedError` as
+    `require_trainable`."""
+    require_trainable(checkpoint)
     config, found = checkpoint.config, schemes(checkpoint)
     by_layer: dict[int | None, list[Parameter]] = {}
     for parameter in parameters(config):

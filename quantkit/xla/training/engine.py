@@ -34,7 +34,7 @@ class OnDevices:
     ) -> None:  # fmt: skip
         """
         Args:
-            model: whose groups have no minima; gets the trained values with `fetch`.
+            model: gets the trained values with `fetch`.
             quantized: the model before.
             reference: the float model.
 

@@ -123,7 +123,7 @@ class TrainingEstimate:
 
 def estimate_training(
     checkpoint: Checkpoint, target: str, *, names: TrainedNames, meshes: Sequence[tuple[int, int]], batch: int | None,
-    length: int, progress: Progress = silent,
+    least: int, length: int, progress: Progress = silent,
 ) -> TrainingEstimate:  # fmt: skip
     """Compile a step of training for a TPU slice.
 
@@ -132,7 +132,7 @@ def estimate_training(
         target: kind and number of chips, such as ``v5e-64``; ``2xv5e-64`` for two slices.
         names: the tensors that are trained.
         meshes: shapes for each slice; none compares one dimension with two.
-        batch: samples of a step; None is one for each part of the samples, and at least four.
+        batch: samples of a step; None is one for each part of the samples, and at least `least`.
         length: tokens of a sample.
         progress: called for each mesh.
 
@@ -141,7 +141,7 @@ def estimate_training(
     """
     slice_ = Slice.parse(target)
     shapes = list(meshes) or _shapes(slice_.chips)
-    batch = max(4, slice_.count * max(data for data, _ in shapes)) if batch is None else batch
+    batch = max(least, slice_.count * max(data for data, _ in shapes)) if batch is None else batch
     devices = slice_.devices()
     found, refused = [], dict[str, str]()
     last: RequestError | None = None
@@ -215,7 +215,7 @@ def _estimate(
 
 
 def _flops(config: ModelConfig, batch: int, length: int, passes: int) -> float:
-    """Of a step in so many passes: products with weights, and of queries with keys and shares with values, of which
+    """Of a step in a number of passes: products with weights, and of queries with keys and shares with values, of which
     causal attention needs half."""
     attention = 2 * batch * length**2 * config.num_heads * config.head_dim * config.num_layers
     return float(passes * (forward_flops(config, batch * length) + attention))

@@ -37,7 +37,7 @@ Arrays = Mapping[str, Any]
 
 
 def segments(config: ModelConfig, schemes: Mapping[str, QuantScheme]) -> list[range]:
-    """Layers one after the other that are alike, so that one program runs them in a loop."""
+    """Equal layers one after the other, which one program runs in a loop."""
 
     def kind(layer: int) -> Any:
         prefix = BLOCK_PREFIX.format(layer)

@@ -7,7 +7,6 @@ arrays lie from the inputs, the weights and the outputs of linears.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -103,7 +102,7 @@ def divergence(decoder: MeshDecoder, arrays: Arrays, tokens: jax.Array, targets:
 
 def hidden_program(decoder: MeshDecoder) -> Any:
     """Compiles for each shape: (arrays, tokens [B, T]) to hidden states [B, T, D] after the final norm."""
-    return jax.jit(partial(decoder.hidden))
+    return jax.jit(decoder.hidden)
 
 
 def _rounded(value: jax.Array, dtype: Any) -> jax.Array:
