@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.tensors.cached_rows import CachedRows, cached_rows
+
+_LAZY_BYTES = 1 << 20
+"""Smaller tensors are not worth a mapping."""
 
 
 class KVCache:
@@ -52,5 +58,13 @@ def cache_bytes(config: ModelConfig, slots: int, length: int, dtype: torch.dtype
 
 
 def _zeros(shape: tuple[int, int, int], head_dim: int, dtype: torch.dtype, device: torch.device | str) -> CachedRows:
-    rows = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
-    return CachedRows(rows, torch.zeros(shape, device=device) if dtype == torch.int8 else None)
+    rows = zeros((*shape, head_dim), dtype, device)
+    return CachedRows(rows, zeros(shape, torch.float32, device) if dtype == torch.int8 else None)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros of a shape; on a CPU a page of them takes memory only once it is written."""
+    size = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or size < _LAZY_BYTES:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
