@@ -58,6 +58,7 @@ _COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
     ),
 )  # fmt: skip
 @section("Sampling", options.sampling(1024, " in an answer"))
+@section(options.SPECULATION, options.draft, options.draft_tokens)
 @section(
     RUN, options.dtype, options.backend(), options.allow_slow, options.device, options.int8_cache, options.compiled
 )  # fmt: skip
@@ -79,11 +80,11 @@ def chat(**given: Any) -> None:
             require_stdout()
         options.requested_sampling(given)
         checked_count(given["max_new_tokens"])
-        require_models(given["path"])
+        require_models(given["path"], given["draft"])
         sampling_defaults(given["path"])
         chat_format(given["path"], load_tokenizer(given["path"]), given["template"])
 
-    with together({**given, "path": None}, given["device"], check=check) as group:
+    with together({**given, "path": None, "draft": None}, given["device"], check=check) as group:
         session = _session(given, group)
         on_terminal = group.broadcast_from_rank0(sys.stdin.isatty() and sys.stdout.isatty())
         if on_terminal:
@@ -95,21 +96,28 @@ def chat(**given: Any) -> None:
 def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:
     import torch
 
-    from quantkit.jobs.load import load
+    from quantkit.jobs.load import Placement, load, load_draft
     from quantkit.runtime.chat_session import ChatSession, conversation_length
     from quantkit.runtime.engine import Engine
 
     path: Path = given["path"]
+    draft = None
     with ProgressDisplay(show=group.is_rank0 and sys.stderr.isatty()) as progress:
-        model, tokenizer = load(
-            path, device=group.device or given["device"], dtype=given["dtype"], backend=given["backend"],
-            allow_slow=given["allow_slow"], weights=given["weights"], tp=group, progress=progress,
-        )  # fmt: skip
+        placement: Placement = {
+            "device": group.device or given["device"], "dtype": given["dtype"], "backend": given["backend"],
+            "allow_slow": given["allow_slow"], "tp": group, "progress": progress,
+        }  # fmt: skip
+        model, tokenizer = load(path, weights=given["weights"], **placement)
+        if given["draft"] is not None:
+            draft = load_draft(given["draft"], tokenizer, **placement)
     length = conversation_length(model.config, given["context"])
     cache = torch.int8 if given["int8_cache"] else None
     sampling: SamplingOptions = {**sampling_defaults(path), **options.requested_sampling(given)}
+    engine = Engine(
+        model, length, cache_dtype=cache, compiled=given["compiled"], draft=draft, draft_tokens=given["draft_tokens"]
+    )
     return ChatSession(
-        Engine(model, length, cache_dtype=cache, compiled=given["compiled"]), tokenizer,
+        engine, tokenizer,
         chat_format(path, tokenizer, given["template"]), system=given["system"],
         max_new_tokens=given["max_new_tokens"], stop=given["stop"],
         **sampling,

@@ -31,7 +31,6 @@ _USAGE = (
 _PROMPT = "Prompt"
 _MANY = "A file of prompts"
 _SAMPLING = "Sampling"
-_DRAFT = "Speculative decoding"
 _RANK0_OPTIONS = ("path", "draft", "prompt_file", "prompts", "output")  # may differ from process to process
 
 _OWN_OPTIONS = {
@@ -85,8 +84,8 @@ class GenerateArgs:
     stop: tuple[str, ...] = option(_SAMPLING, default=())
     n: int = option(_SAMPLING, default=1)
     logit_bias: tuple[tuple[int, float], ...] = option(_SAMPLING, default=())
-    draft: Path | None = option(_DRAFT, "A smaller model that proposes tokens.", "path")
-    draft_tokens: int | None = option(_DRAFT, "Tokens proposed at a time. Default: 4.", int)
+    draft: Path | None = option(options.SPECULATION)
+    draft_tokens: int | None = option(options.SPECULATION)
     dtype: FloatName | None = option(RUN)
     backend: Any = option(RUN)  # a name that click has checked
     allow_slow: bool = option(RUN, default=False)
@@ -125,7 +124,7 @@ class GenerateArgs:
         """How prompts are continued, as `prompts_file.OPTIONS` names it."""
         return {
             "max_new_tokens": self.max_new_tokens, "stop": list(self.stop), "n": self.n, "logprobs": self.logprobs,
-            "echo": self.echo, **self.sampling(),
+            "echo": self.echo, "draft_tokens": self.draft_tokens, **self.sampling(),
         }  # fmt: skip
 
     def validate(self) -> None:
@@ -153,7 +152,8 @@ class GenerateArgs:
 
     def _require_compatible(self) -> None:
         """Raise a `RequestError` if options do not go together."""
-        xla, drafts, many = self.backend == "xla", self.draft is not None, self.prompts is not None
+        xla, many = self.backend == "xla", self.prompts is not None
+        drafts = self.draft is not None or self.draft_tokens is not None
         of_files = self.output is not None or self.resume or self.batch is not None or self.template is not None
         steps = self.int8_cache or self.compiled is not None or self.warmup or self.allow_slow
         other = self.backend == "transformers"
@@ -161,19 +161,17 @@ class GenerateArgs:
         if repeated := [token for token in biased if biased.count(token) > 1]:
             raise RequestError("--logit-bias names a token twice", found=repeated[0])
         for wrong, problem in (
-            (xla and (steps or drafts or self.draft_tokens is not None or self.device is not None),
-             "--device, --allow-slow, --int8-cache, --compile, --eager, --warmup and --draft do not go with --backend"
-             " xla"),
+            (xla and (steps or drafts or self.device is not None),
+             "--device, --allow-slow, --int8-cache, --compile, --eager, --warmup, --draft and --draft-tokens do not go"
+             " with --backend xla"),
             (other and (many or steps or drafts or self.n > 1 or self.device is not None or self.dtype is not None),
-             "--prompts, --n, --draft, --device, --dtype, --allow-slow, --int8-cache, --compile, --eager and --warmup"
-             " do not go with --backend transformers"),
+             "--prompts, --n, --draft, --draft-tokens, --device, --dtype, --allow-slow, --int8-cache, --compile,"
+             " --eager and --warmup do not go with --backend transformers"),
             (not other and self.trust_remote_code, "--trust-remote-code goes with --backend transformers"),
             (many and self.multi_host, "--multi-host goes with one prompt, not with --prompts"),
             (not xla and (self.tp is not None or self.multi_host), "--tp and --multi-host go with --backend xla"),
-            (not drafts and self.draft_tokens is not None, "--draft-tokens goes with --draft"),
-            (drafts and (self.int8_cache or self.compiled or self.warmup or self.n > 1),
-             "--draft goes with none of --int8-cache, --compile, --warmup and --n"),
-            (many and (drafts or self.stats), "--draft and --stats go with one prompt, not with --prompts"),
+            (many and (self.draft is not None or self.stats),
+             "--draft and --stats go with one prompt, not with --prompts"),
             (not many and (of_files or self.echo or self.logprobs is not None),
              "--output, --resume, --batch, --template, --echo and --logprobs go with --prompts"),
             (many and self.output is None, "--prompts needs --output FILE.jsonl, or --output - for stdout"),

@@ -25,6 +25,7 @@ from quantkit.jobs.option_fields import OTHER, IfExists, OptionInfo, declared
 from quantkit.json_values import shown
 from quantkit.kernels import BACKENDS
 from quantkit.processors import checked_threads, set_threads
+from quantkit.runtime.request import DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from quantkit.runtime.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.tensors.dtypes import FLOAT_NAMES, SHORT_NAMES
@@ -243,6 +244,17 @@ compiled = click.option(
 int8_cache = click.option(
     "--int8-cache", is_flag=True, help="Keep keys and values in 8 bits; see docs/kernels.md for the cost."
 )
+SPECULATION = "Speculative decoding"
+"""The section of the two options that follow."""
+
+draft = click.option(
+    "--draft", type=PATH, metavar="MODEL", help="A smaller model with the same tokens, which proposes what comes next."
+)
+draft_tokens = click.option(
+    "--draft-tokens", type=int,
+    help=f"Tokens proposed at a time at most, by the draft or from the text so far; 0 to {MAX_DRAFT_TOKENS}. "
+    f"Default: {DRAFT_TOKENS} where that is exact: on CPUs, or with a draft.",
+)  # fmt: skip
 via = click.option(
     "--backend", type=click.Choice(VIAS), metavar=f"[{'|'.join(VIAS)}]",
     help="What runs the models. Default: own code where it knows the family, else transformers.",
@@ -294,7 +306,7 @@ _sampling = in_order(*(
 _SHARED: dict[str, Decorator] = {
     "sampling_options": _sampling, "to": target("compressed-tensors", quantized=True), "device": device,
     "weights": weights, "dtype": dtype, "tensors_only": tensors_only, "int8_cache": int8_cache, "compiled": compiled,
-    "allow_slow": allow_slow, "trust_remote_code": trust_remote_code,
+    "allow_slow": allow_slow, "trust_remote_code": trust_remote_code, "draft": draft, "draft_tokens": draft_tokens,
     "stop": click.option("--stop", metavar="TEXT", multiple=True, help="Stop before this text; repeatable."),
     "template": click.option(
         "--template", metavar="NAME", shell_complete=complete_files,

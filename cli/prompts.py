@@ -32,32 +32,27 @@ if TYPE_CHECKING:
 
 def show(args: GenerateArgs, group: ProcessGroup) -> None:
     """Print the prompt and its continuation, on rank 0."""
-    from quantkit.jobs.load import load
+    from quantkit.jobs.load import Placement, load, load_draft
     from quantkit.runtime.generate import Pace, generate
 
     if args.backend == "transformers":
         _show_by_transformers(args, group)
         return
     prompt = group.broadcast_from_rank0(_prompt(args) if group.is_rank0 else "")
-    placement: dict[str, Any] = {
-        "device": group.device or args.device, "dtype": args.dtype, "backend": args.backend,
-        "allow_slow": args.allow_slow, "tp": group,
-    }  # fmt: skip
     draft = None
     with ProgressDisplay(show=group.is_rank0 and sys.stderr.isatty()) as progress:
-        model, tokenizer = load(args.path, weights=args.weights, progress=progress, **placement)
+        placement: Placement = {
+            "device": group.device or args.device, "dtype": args.dtype, "backend": args.backend,
+            "allow_slow": args.allow_slow, "tp": group, "progress": progress,
+        }  # fmt: skip
+        model, tokenizer = load(args.path, weights=args.weights, **placement)
         if args.draft is not None:
-            draft = load(args.draft, progress=progress, **placement)
+            draft = load_draft(args.draft, tokenizer, **placement)
     ids = _ids(args, prompt, model.config, tokenizer)
     pace = Pace()
-    if draft is None:
-        engine = _engine(args, model, len(ids))
-        pieces = _continued(args, engine, partial(generate, engine), model.config, tokenizer, prompt, ids, pace)
-    else:
-        run = partial(_speculative, args, model, *draft, prompt)
-        pieces = _continued(args, None, run, model.config, tokenizer, prompt, ids, pace)
-    read = model if draft is None and args.n == 1 else None
-    _print(args, pieces, pace, len(ids), read, show=group.is_rank0)
+    engine = _engine(args, model, len(ids), draft)
+    pieces = _continued(args, engine, partial(generate, engine), model.config, tokenizer, prompt, ids, pace)
+    _print(args, pieces, pace, len(ids), engine, show=group.is_rank0)
 
 
 def _show_by_transformers(args: GenerateArgs, group: ProcessGroup) -> None:
@@ -97,20 +92,6 @@ def show_on_devices(args: GenerateArgs) -> None:
     _print(args, pieces, pace, len(ids), None, show=model.first)
 
 
-def _speculative(
-    args: GenerateArgs, model: Decoder, draft: Decoder, draft_tokenizer: Tokenizer, prompt: str, ids: list[int],
-    **options: Any,
-) -> Iterator[int]:  # fmt: skip
-    """The new tokens, with the help of a smaller model. Raises `RequestError` if its tokenizer gives other tokens for
-    the prompt."""
-    from quantkit.runtime.speculative import DRAFT_TOKENS, speculate
-
-    if _ids(args, prompt, model.config, draft_tokenizer) != ids:
-        raise RequestError("the draft model has other tokens for the prompt", path=args.draft)
-    draft_tokens = DRAFT_TOKENS if args.draft_tokens is None else args.draft_tokens
-    return speculate(model, draft, ids, draft_tokens=draft_tokens, **options)
-
-
 def _continued(
     args: GenerateArgs, engine: Engine | Runner[Any] | None, run: Callable[..., Iterator[int]], config: ModelConfig,
     tokenizer: Tokenizer, prompt: str, ids: list[int], pace: Pace,
@@ -138,14 +119,15 @@ def _continued(
             shown += 1
 
 
-def _engine(args: GenerateArgs, model: Decoder, prompt_tokens: int) -> Engine:
+def _engine(args: GenerateArgs, model: Decoder, prompt_tokens: int, draft: Decoder | None) -> Engine:
     import torch
 
     from quantkit.runtime.engine import Engine
 
     engine = Engine(
         model, prompt_tokens + args.max_new_tokens, slots=args.slots,
-        cache_dtype=torch.int8 if args.int8_cache else None, compiled=args.compiled,
+        cache_dtype=torch.int8 if args.int8_cache else None, compiled=args.compiled, draft=draft,
+        draft_tokens=args.draft_tokens,
     )  # fmt: skip
     if args.warmup:
         note(warmed_up(engine.warm_up()))
@@ -175,10 +157,10 @@ def _ids(args: GenerateArgs, prompt: str, config: ModelConfig, tokenizer: Tokeni
 
 
 def _print(
-    args: GenerateArgs, pieces: Iterator[str], pace: Pace, prompt_tokens: int, model: Decoder | None, *, show: bool
+    args: GenerateArgs, pieces: Iterator[str], pace: Pace, prompt_tokens: int, engine: Engine | None, *, show: bool
 ) -> None:
     """Print the text, and the speed on stderr: a line on a terminal, more with --stats. Without `show` only generate,
-    as another process prints. `model` is given if each token reads all of its weights."""
+    as another process prints."""
     for piece in pieces:
         raise_if_interrupted()
         if show:
@@ -193,9 +175,12 @@ def _print(
     if pace.first_after is not None:
         lines[0] += f", first token after {pace.first_after:.3f} s"
     lines.append(f"generated: {pace.tokens} tokens" + (f", {pace.rate:.1f} tokens/s" if pace.rate else ""))
-    if pace.rate and model is not None:
+    if engine is not None and engine.proposed:
+        lines.append(f"proposed: {engine.proposed} tokens, {engine.accepted / engine.proposed:.0%} accepted")
+    elif pace.rate and engine is not None and args.n == 1:  # each token reads all weights
         from quantkit.evals.timing import bandwidth, weight_bytes
 
+        model = engine.model
         read, possible = weight_bytes(model) * pace.rate, bandwidth(model.device)
         lines.append(
             f"weights: {read / 1e9:.1f} of {possible / 1e9:.1f} GB/s, {read / possible:.0%} of the memory's bandwidth"

@@ -12,7 +12,7 @@ from quantkit.cli.options import RUN, Command, section
 from quantkit.cli.output import mention
 from quantkit.cli.processes import require_models
 from quantkit.cli.progress import ProgressDisplay
-from quantkit.serve import PORT, SLOTS, WAITING
+from quantkit.serve import KEPT, PORT, SLOTS, WAITING
 
 _KEY = "QUANTKIT_API_KEY"
 
@@ -31,9 +31,14 @@ _KEY = "QUANTKIT_API_KEY"
         "--waiting", type=int, default=WAITING, show_default=True, help="Requests that may wait; others get 429."
     ),
 )  # fmt: skip
+@section(options.SPECULATION, options.draft, options.draft_tokens)
 @section(
     RUN,
     click.option("--slots", type=int, default=SLOTS, show_default=True, help="Sequences that run at the same time."),
+    click.option(
+        "--kept", type=int, default=KEPT, show_default=True,
+        help="Sequences that stay in the cache when they end, for later ones with the same beginning.",
+    ),
     click.option("--context", type=int, help="Tokens of a sequence. Default: the model's context, at most 8192."),
     click.option("--template", metavar="NAME", shell_complete=options.complete_files, help="Chat template; see chat."),
     options.dtype, options.backend(), options.allow_slow, options.device, options.int8_cache,
@@ -45,7 +50,7 @@ def serve(path: Path, **given: Any) -> None:
     Paths: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /metrics. Answers are
     those of `quantkit generate`. Ctrl-C or SIGTERM lets running requests end, for half a minute at most.
     """
-    require_models(path)
+    require_models(path, given["draft"])
 
     from quantkit.serve.server import ServeOptions, served
     from quantkit.serve.server import serve as job

@@ -17,7 +17,6 @@ from quantkit.errors import CheckpointError, QualityError, RequestError
 from quantkit.jobs.load import load_xla
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.speculative import speculate
 from quantkit.text.tokenizer import Tokenizer
 
 Job = Callable[..., object]
@@ -62,7 +61,6 @@ def jobs(demo_model: Path, tmp_path: Path, loaded: tuple[Decoder, Tokenizer]) ->
         "load_xla": (load_xla, {"path": demo_model}),
         "generate": (quantkit.generate, {"model": model, "ids": PROMPT}),
         "stream": (quantkit.stream, {"model": model, "tokenizer": tokenizer, "prompt": "The"}),
-        "speculate": (speculate, {"model": model, "draft": model, "ids": PROMPT}),
         "generate_batch": (quantkit.generate_batch, {"model": model, "prompts": ["The"], "tokenizer": tokenizer}),
         "Engine": (Engine, {"model": model, "length": 20}),
         "chat_format": (quantkit.chat_format, {"folder": demo_model, "tokenizer": tokenizer, "template": "llama2"}),
@@ -103,11 +101,11 @@ WRONG: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     ("plan.generate", ("context",), WHOLE),
     ("evaluate", ("window",), WHOLE),
     ("load_xla", ("devices",), WHOLE),
-    *((name, ("max_new_tokens",), (*WHOLE, None)) for name in ("generate", "stream", "speculate")),
-    *((name, ("seed",), WHOLE) for name in ("generate", "stream", "speculate")),
-    *((name, ("temperature", "top_p"), NUMBERS) for name in ("generate", "stream", "speculate")),
+    *((name, ("max_new_tokens",), (*WHOLE, None)) for name in ("generate", "stream")),
+    *((name, ("seed",), WHOLE) for name in ("generate", "stream")),
+    *((name, ("temperature", "top_p"), NUMBERS) for name in ("generate", "stream")),
     ("generate", ("temperature",), (10**400,)),
-    ("speculate", ("draft_tokens",), (*WHOLE, None)),
+    ("Engine", ("draft_tokens",), WHOLE),
     ("QuantScheme", ("bits",), (*WHOLE, 4.0, None)),
     ("QuantScheme", ("group_size",), ("128", 64.0, True)),
     *((name, ("src", "dst"), PATHS) for name in ("convert", "quantize", "plan.convert", "plan.quantize")),
@@ -147,7 +145,7 @@ WRONG: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...] = (
     ("ask", ("text",), (None, b"x", 3)),
     ("ask", ("interrupted",), (True, 0)),
     ("chat.encode", ("messages",), (None, 5, "Who?", {"role": "user", "content": "Who?"})),
-    ("speculate", ("model", "draft"), ("g4", None, (1, 2))),
+    ("Engine", ("draft",), ("g4", (1, 2))),
     ("encode", ("text",), (None, b"x", ["x"], 3)),
     ("Override", ("pattern",), (3, None)),
     ("Override", ("scheme",), ("int8", 3)),
@@ -235,7 +233,7 @@ def test_numbers_of_other_libraries_are_numbers(jobs: dict[str, Job]) -> None:
     [{1, 2}, [True, False], torch.tensor([True]), np.array([True]), [np.True_], iter([1, 2]), {1: 2}, {1: 2}.values()],
 )
 def test_what_has_no_order_or_holds_truth_values_is_no_prompt(prompt: Any, jobs: dict[str, Job]) -> None:
-    for job, name in (("generate", "ids"), ("stream", "prompt"), ("speculate", "ids")):
+    for job, name in (("generate", "ids"), ("stream", "prompt")):
         with pytest.raises(RequestError, match="the prompt is not a list of token ids"):
             jobs[job](**{name: prompt})
 

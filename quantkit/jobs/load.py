@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import torch
 
 from quantkit.arguments import as_integer, as_path, as_string, require_flags, require_instance
 from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint, require_runnable
 from quantkit.formats.detect import WeightKind, open_checkpoint
 from quantkit.formats.folder import checked_tokenizer
@@ -21,6 +22,7 @@ from quantkit.model.load import load_model
 from quantkit.progress import Progress, deduplicated
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.tensors.dtypes import DType, FloatName, float_name
+from quantkit.text.compare import sample_difference
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
 from quantkit.via_transformers.forward import open_to_run
 from quantkit.xla import require_packages
@@ -28,6 +30,17 @@ from quantkit.xla import require_packages
 if TYPE_CHECKING:
     from quantkit.runtime.by_transformers import TransformersModel
     from quantkit.xla.engine import XlaModel
+
+
+class Placement(TypedDict, total=False):
+    """Arguments of `load` that say where and how a model runs."""
+
+    device: str | torch.device | None
+    dtype: FloatName | torch.dtype | None
+    backend: BackendName | None
+    allow_slow: bool
+    tp: ProcessGroup
+    progress: Progress | None
 
 
 def load(
@@ -78,6 +91,15 @@ def load(
         progress=progress,
     )  # fmt: skip
     return model, tokenizer or load_tokenizer(path)
+
+
+def load_draft(path: str | Path, tokenizer: Tokenizer, **placement: Unpack[Placement]) -> Decoder:
+    """A smaller model that proposes tokens for another one, whose tokenizer is given. Raises as `load`, and
+    `RequestError` if the two encode texts in different ways."""
+    draft, own = load(path, **placement)
+    if (found := sample_difference(tokenizer, own)) is not None:
+        raise RequestError("the draft model has other tokens", path=as_path("path", path), found=found)
+    return draft
 
 
 def load_xla(

@@ -14,7 +14,7 @@ from quantkit.runtime.sampling_params import SamplingOptions
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _KEYS = {"custom_id", "method", "url", "body"}
-_PASSED = {"n", "stop", *SamplingOptions.__annotations__}
+_PASSED = {"n", "stop", "draft_tokens", *SamplingOptions.__annotations__}
 _OF_URL = {
     _CHAT: {"messages", "logprobs", "top_logprobs", "chat_template_kwargs"},
     _COMPLETIONS: {"prompt", "logprobs", "echo"},

@@ -11,6 +11,7 @@ and may have
     id           any JSON, which comes with the result
     max_new_tokens, stop, n, logprobs, echo, temperature, top_p, top_k, min_p, repetition_penalty, logit_bias, seed
                  how it is continued, in place of the options for all lines
+    draft_tokens how many tokens are proposed at a time at most; 0 to 15
     specials     true: spellings of special tokens in the prompt, such as <|eot_id|>, mean those tokens
     tools        that may be called in an answer to messages, as JSON schemas
     chat_template_kwargs
@@ -59,7 +60,7 @@ from quantkit.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 STDIN = "-"
-OPTIONS = {"max_new_tokens", "stop", "n", "logprobs", "echo", *SamplingOptions.__annotations__}
+OPTIONS = {"max_new_tokens", "stop", "n", "logprobs", "echo", "draft_tokens", *SamplingOptions.__annotations__}
 """How prompts are continued: of all lines, or of one."""
 
 _PROMPTS = ("prompt", "messages", "token_ids")
@@ -238,8 +239,9 @@ def checked(chosen: Mapping[str, Any]) -> tuple[Request, list[str]]:
     echo = chosen.get("echo", False)
     require_flags(echo=echo)
     request = checked_options(
-        chosen["max_new_tokens"], sampling, samples=chosen.get("n", 1), logprobs=chosen.get("logprobs"), echo=echo
-    )
+        chosen["max_new_tokens"], sampling, samples=chosen.get("n", 1), logprobs=chosen.get("logprobs"), echo=echo,
+        draft_tokens=chosen.get("draft_tokens"),
+    )  # fmt: skip
     return request, stop
 
 

@@ -19,6 +19,7 @@ from quantkit.memory import enough_memory, size_text
 from quantkit.model.cache import KVCache, cache_bytes
 from quantkit.model.decoder import Decoder
 from quantkit.model.device import float_type, free_bytes, numbers
+from quantkit.model.linear import QuantLinear
 from quantkit.runtime.captured import (
     CapturedDecode,
     EagerRecorder,
@@ -28,7 +29,8 @@ from quantkit.runtime.captured import (
     greedy_step,
     only_finite,
 )
-from quantkit.runtime.request import require_model
+from quantkit.runtime.draft_model import DraftModel, require_same_tokens
+from quantkit.runtime.request import DRAFT_TOKENS, checked_draft_tokens, require_model
 from quantkit.runtime.slots import SlotTable
 from quantkit.tensors.dtypes import FloatName
 
@@ -55,7 +57,7 @@ class Engine:
 
     def __init__(
         self, model: Decoder, length: int, *, slots: int = 1, cache_dtype: CacheName | torch.dtype | None = None,
-        compiled: bool | None = None,
+        compiled: bool | None = None, draft: Decoder | None = None, draft_tokens: int | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -64,10 +66,15 @@ class Engine:
             slots: sequences that run at the same time.
             cache_dtype: of keys and values, float or int8; None is the activations'. int8 takes half of that.
             compiled: use `torch.compile`; None is True on GPUs. On a CPU eager steps are as fast and start at once.
+            draft: a smaller model with the same tokens, which proposes what comes next; see
+                `quantkit.runtime.speculative`.
+            draft_tokens: that are proposed at a time at most, by the draft or from the text itself, 0 to 15. None is 8
+                if there is a draft, or if the model is quantized and the CPU kernels run it, neither compiled nor
+                captured: then each row of a step has the numbers that it has alone. Else 0.
 
         Raises:
-            RequestError: for arguments of the wrong type, numbers below 1, a length beyond the model's context, or a
-                cache that does not fit in memory.
+            RequestError: for arguments of the wrong type, numbers out of range, a length beyond the model's context, a
+                draft with another vocabulary, or a cache that does not fit in memory.
         """
         require_model("model", model, Decoder)
         length, slots = as_integer("length", length, 1), as_integer("slots", slots, 1)
@@ -97,6 +104,16 @@ class Engine:
         if self._compiled and on_gpu:
             for tensor in self._cache.tensors():  # else captured steps would copy the cache
                 torch._dynamo.mark_static_address(tensor, guard=False)
+        self.draft: DraftModel | None = None
+        self.proposed = self.accepted = 0  # tokens, so far
+        if draft is not None:
+            require_model("draft", draft, Decoder)
+            require_same_tokens(model, draft)
+            room = min(length, draft.config.max_positions)
+            own = Engine(draft, room, slots=slots, compiled=compiled, draft_tokens=0)
+            self.draft = DraftModel(own, model.config.vocab_size)
+        default = DRAFT_TOKENS if draft is not None or (not padded and _each_row_alone(model)) else 0
+        self.draft_tokens = default if draft_tokens is None else checked_draft_tokens(draft_tokens)
         # The last token drawn in each slot, and one unused element.
         self.last = torch.zeros(slots + 1, dtype=torch.long, device=model.device)
         self._recorder = GraphRecorder(model.device) if on_gpu else EagerRecorder()
@@ -176,8 +193,11 @@ class Engine:
             return self.set_last(slots, logits.argmax(-1), logits)
 
     def set_last(self, slots: Sequence[int], tokens: Tensor, logits: Tensor) -> PendingTokens:
-        """Set the last tokens of slots to those [N] drawn from logits [N, V], and begin to copy them to the host."""
-        self.last[self._numbers(slots)] = tokens
+        """Set the last tokens of slots to those [N] drawn from logits [N, V], and begin to copy them to the host; of
+        several tokens of a slot the last one counts."""
+        rows = {slot: row for row, slot in enumerate(slots)}
+        last = tokens if len(rows) == len(slots) else tokens[self._numbers(list(rows.values()))]
+        self.last[self._numbers(list(rows))] = last
         return self._recorder.fetch(only_finite(tokens, logits))
 
     @torch.inference_mode()
@@ -267,6 +287,12 @@ def checked_decoder(model: Decoder | Engine) -> Decoder:
     """The model that is given, or that an engine runs; raises `RequestError` for anything else."""
     require_model("model", model, (Decoder, Engine))
     return model.model if isinstance(model, Engine) else model
+
+
+def _each_row_alone(model: Decoder) -> bool:
+    """Whether each row of a step has the numbers that it has alone."""
+    quantized = any(isinstance(module, QuantLinear) for module in model.modules())
+    return quantized and model.ops.ragged and model.device.type == "cpu" and model.group.size == 1
 
 
 def _cached_type(dtype: CacheName | torch.dtype | None) -> torch.dtype | None:

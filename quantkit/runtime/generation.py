@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quantkit.model.decoder import Decoder
+from quantkit.runtime.lookup import Lookup
 from quantkit.runtime.request import FinishReason, Logprobs, Request
 from quantkit.runtime.sampling import Sampler, TokenLogprobs, token_logprobs
 from quantkit.tensors.finite import finite_logits
@@ -56,9 +57,11 @@ class Generation(Continuation):
         text: the tokens to read before it continues: its prompt; after rotary positions switch, all tokens.
         stored: how many tokens of `text` are in the slot.
         drawn: the number of new tokens, of which the host may have seen fewer.
+        lookup: proposes its next tokens, once it has been used.
     """
 
     slot: int
+    lookup: Lookup | None = None
 
     def __init__(self, request: Request, sample: int, siblings: Siblings, model: Decoder) -> None:
         super().__init__(request, sample)
@@ -96,6 +99,15 @@ class Generation(Continuation):
         count = self.request.logprobs
         return token, None if count is None else token_logprobs(logits, token, count).on_host()
 
+    def draw_verified(self, logits: Tensor, proposed: Sequence[int]) -> Iterator[tuple[Tensor, TokenLogprobs | None]]:
+        """The next tokens, as `draw` gives them, from logits [1 + P, V] of its last token and P proposed ones: as many
+        as follow tokens that were right."""
+        for row, expected in enumerate([*proposed, None]):
+            found = self.draw(logits[row : row + 1])
+            yield found
+            if expected is None or int(found[0]) != expected:
+                return
+
     def score_prompt(self, logits: Tensor, start: int, stop: int) -> None:
         """Add log-probabilities of the prompt's tokens after the positions from `start` to `stop`, from logits [T, V]
         at these positions; raises `NonFiniteError` if they are NaN or Inf."""
@@ -114,7 +126,7 @@ class Siblings:
     """Continuations of one prompt, which is read once.
 
     Attributes:
-        waiting: how many have no slot yet.
+        waiting, running: how many have no slot yet, and how many have one.
         reader: the one that reads the prompt.
         logits: for the first new token, [1, V], kept from when the prompt is read until none waits.
         echoed: the prompt's log-probabilities, if requested, once it is read.
@@ -124,3 +136,9 @@ class Siblings:
     reader: Generation | None = None
     logits: Tensor | None = None
     echoed: Logprobs | None = None
+    running: int = 0
+
+    @property
+    def prompt_free(self) -> bool:
+        """Whether another one may begin: none is reading the prompt."""
+        return self.logits is not None or self.reader is None or self.reader.finish_reason is not None

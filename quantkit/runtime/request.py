@@ -26,6 +26,12 @@ BATCH_SIZE = 8
 TokenIds: TypeAlias = "Sequence[int] | Tensor"
 """A prompt as a model takes it: a list of ids, or a tensor of integers, [T] or [1, T]."""
 
+DRAFT_TOKENS = 8
+"""That are proposed at a time at most, by default."""
+
+MAX_DRAFT_TOKENS = 15
+"""With one token more, a step's rows of a sequence have the numbers that each would have alone."""
+
 MAX_LOGPROBS = 100  # of the likeliest tokens
 MAX_SAMPLES = 4096  # of a prompt
 
@@ -53,6 +59,7 @@ class Request:
             None is of none at all.
         echo: whether to return the same for the prompt's tokens.
         end_ids: tokens that end it, besides those that end any text of the model.
+        draft_tokens: that are proposed at a time at most; None is the engine's number, and 0 proposes none.
     """
 
     prompt: list[int]
@@ -62,6 +69,7 @@ class Request:
     logprobs: int | None = None
     echo: bool = False
     end_ids: tuple[int, ...] = ()
+    draft_tokens: int | None = None
 
     @property
     def length(self) -> int:
@@ -211,7 +219,7 @@ def checked_request(
 
 def checked_options(
     max_new_tokens: object, sampling: SamplingOptions, *, samples: object = 1, logprobs: object = None,
-    echo: bool = False,
+    echo: bool = False, draft_tokens: object = None,
 ) -> Request:  # fmt: skip
     """A request without its prompt, checked as far as possible without a model; raises `RequestError` for numbers out
     of range or options that exclude each other."""
@@ -234,7 +242,16 @@ def checked_options(
         new = checked_count(new)
     elif count > 1:
         raise RequestError("a prompt that is only scored has one result", found=f"n = {count}")
-    return Request([], new, params, count, top, echo)
+    drafts = None if draft_tokens is None else checked_draft_tokens(draft_tokens)
+    return Request([], new, params, count, top, echo, draft_tokens=drafts)
+
+
+def checked_draft_tokens(value: object) -> int:
+    """How many tokens may be proposed at a time."""
+    count = as_integer("draft_tokens", value)
+    if not 0 <= count <= MAX_DRAFT_TOKENS:
+        raise RequestError("`draft_tokens` is out of range", found=count, expected=f"0 to {MAX_DRAFT_TOKENS}")
+    return count
 
 
 def with_prompt(config: ModelConfig, request: Request, ids: list[int], max_tokens: int | None = None) -> Request:

@@ -5,7 +5,7 @@ B sequences, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -42,6 +42,18 @@ class Sampler:
         if self._seen is not None:
             self._seen[0, token] = True
         return token
+
+    def guesses(self) -> Callable[[Tensor], int]:
+        """Draws tokens from another model's logits [1, V], with the random numbers that `draw` will use; nothing is
+        remembered of them."""
+        params, generator = self.params, self._generator
+        if generator is not None:
+            generator = generator.clone_state()
+
+        def guess(logits: Tensor) -> int:
+            return int(sample(logits.nan_to_num(), params, generator, self._seen))
+
+        return guess
 
 
 def generator_of(params: SamplingParams, device: torch.device) -> torch.Generator:

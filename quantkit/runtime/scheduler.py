@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from quantkit.runtime.generation import Generation, Siblings
 from quantkit.runtime.request import FinishReason, Request
 from quantkit.runtime.sampling import TokenLogprobs
 from quantkit.runtime.slots import SlotTable
+from quantkit.runtime.speculative import Speculation
 from quantkit.tensors.finite import finite_logits, nonfinite_logits
 
 READ_LAG = 2
@@ -31,7 +34,8 @@ class _Rows:
 
     Attributes:
         lengths, wanted: see `Engine.step`.
-        drawing: the sequences that get a new token, each with the index of its logits.
+        drawing: the sequences that get new tokens, each with the index of its first logits.
+        proposals: tokens that are verified, of some of them.
     """
 
     decoding: int = 0
@@ -41,6 +45,7 @@ class _Rows:
     lengths: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
     drawing: dict[Generation, int] = field(default_factory=dict)
+    proposals: dict[Generation, list[int]] = field(default_factory=dict)
     chunks: list[_Chunk] = field(default_factory=list)
 
 
@@ -55,7 +60,7 @@ class _Chunk:
 
 
 class _Drawn(NamedTuple):
-    """One new token of each of several sequences, which the host has not read."""
+    """New tokens, each of one of the sequences, which the host has not read."""
 
     sequences: list[Generation]
     tokens: PendingTokens
@@ -67,12 +72,20 @@ class Scheduler:
 
     Each step has one row of each sequence that decodes, and chunks of prompts in turn, so a short prompt never waits
     for all of a long one. Chunks begin at fixed places of a prompt, so its numbers do not depend on other requests.
-    For `any_prefix` see `SlotTable`.
+    Where several requests wait, the one with the fewest running continuations is next.
     """
 
-    def __init__(self, engine: Engine, *, any_prefix: bool = False) -> None:
+    def __init__(self, engine: Engine, *, any_prefix: bool = False, max_running: int | None = None) -> None:
+        """
+        Args:
+            any_prefix: see `SlotTable`.
+            max_running: continuations that run at the same time; the engine's other slots hold prompts that may come
+                again. None is as many as there are slots.
+        """
         self.engine = engine
+        self._max_running = engine.slots if max_running is None else max_running
         self.reused = 0  # tokens of prompts that were not computed, because a slot held them
+        self.speculation = Speculation(engine)
         self._any_prefix = any_prefix
         self._switch = engine.model.config.rope_switch
         self._slots: SlotTable | None = None
@@ -84,7 +97,7 @@ class Scheduler:
     @property
     def slots(self) -> int:
         """Continuations that run at the same time."""
-        return self.engine.slots
+        return self._max_running
 
     def require(self, request: Request) -> None:
         """Raise `RequestError` if the prompt and new tokens do not fit into a slot."""
@@ -110,14 +123,17 @@ class Scheduler:
     def end(self, generation: Generation, reason: FinishReason = "stop") -> None:
         """End a continuation now."""
         generation.finish_reason = generation.finish_reason or reason
+        self.speculation.forget(generation)
         if generation in self._waiting:
             self._remove_waiting(generation)
         elif generation in self._reading:
             self._reading.remove(generation)
             self._table.release(generation.slot)
+            generation.siblings.running -= 1
         elif generation in self._running:
             self._running.remove(generation)
             self._table.release(generation.slot, generation.added)
+            generation.siblings.running -= 1
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
@@ -133,9 +149,9 @@ class Scheduler:
         self._require_engine()
         self._admit()
         rows, scored = self._next_rows(), list[Generation]()
-        sequences = list(rows.drawing)
+        began, sequences = time.perf_counter(), list(rows.drawing)
         tokens_only = all(one.needs_tokens_only for one in sequences)
-        if rows.slots and not rows.chunks and self._switch is None and tokens_only:
+        if rows.slots and not rows.texts and self._switch is None and tokens_only:
             for one in sequences:
                 one.drawn += 1
             tokens = self.engine.decode(rows.slots, rows.positions)
@@ -144,11 +160,11 @@ class Scheduler:
             logits = self.engine.step(self._tokens(rows), rows.slots, rows.positions, rows.wanted, rows.lengths)
             scored = self._finish_chunks(rows, logits)
             if sequences:
-                places = list(rows.drawing.values())
-                if places != list(range(len(logits))):
-                    logits = logits[numbers(places, logits.device)]
-                self._draw(logits, sequences)
-        return [*scored, *self._collect_tokens(idle=not rows.slots)]
+                self._draw(logits, rows.drawing, rows.proposals)
+        news = self._collect_tokens(idle=not rows.slots or any(map(self.speculation.wanted, sequences)))
+        if rows.slots:
+            self.speculation.count_step(len(rows.slots), time.perf_counter() - began)
+        return [*scored, *news]
 
     @property
     def _table(self) -> SlotTable:
@@ -162,24 +178,24 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Assign free slots to waiting continuations."""
-        for one in list(self._waiting):
-            if not self._table.free:
+        while self._waiting and self._table.free and len(self._reading) + len(self._running) < self._max_running:
+            ready = (one for one in self._waiting if one.siblings.prompt_free)
+            if (one := min(ready, key=lambda one: one.siblings.running, default=None)) is None:
                 return
-            prompt, siblings = one.request.prompt, one.siblings
-            logits = siblings.logits
+            siblings, logits, prompt = one.siblings, one.siblings.logits, one.request.prompt
+            self._remove_waiting(one)
+            siblings.running += 1
             if logits is not None and (source := self._table.with_all_of(prompt)) is not None:
                 one.slot = self._table.take_for(source)
                 self._reuse(one, source, len(prompt))
                 if siblings.echoed is not None:
                     one.logprobs = siblings.echoed.cut(len(prompt))
                 self._running.append(one)
-                self._remove_waiting(one)
-                self._draw(logits, [one])
-            elif logits is not None or siblings.reader is None or siblings.reader.finish_reason is not None:
+                self._draw(logits, {one: 0}, {})
+            else:
                 siblings.reader, siblings.logits = one, None
                 one.slot = self._table.take(prompt)
                 self._reading.append(one)
-                self._remove_waiting(one)
 
     def _remove_waiting(self, one: Generation) -> None:
         self._waiting.remove(one)
@@ -199,23 +215,33 @@ class Scheduler:
         self._table.hold(one.slot, one.text, count)
 
     def _next_rows(self) -> _Rows:
-        rows = _Rows()
+        rows = _Rows(chunks=self._next_chunks())
         running = [one for one in self._running if one.drawn < one.request.max_new_tokens and not self._switches(one)]
-        for place, one in enumerate(sorted(running, key=lambda one: one.position, reverse=True)):
+        known = [one for one in running if len(one.tokens) == one.drawn]
+        reading = sum(chunk.stop - chunk.reader.stored for chunk in rows.chunks)
+        rows.proposals = self.speculation.propose(known, len(running) + reading)
+        plain = [one for one in running if one not in rows.proposals]
+        for place, one in enumerate(sorted(plain, key=lambda one: one.position, reverse=True)):
             rows.slots.append(one.slot)
             rows.positions.append(one.position)
             rows.lengths.append(one.position + 1)
             rows.wanted.append(place)
             rows.drawing[one] = place
-        rows.decoding = len(running)
-        for chunk in self._next_chunks():
+        rows.decoding = len(plain)
+        for one, proposed in rows.proposals.items():
+            rows.drawing[one] = len(rows.wanted)
+            rows.wanted += range(len(rows.slots), len(rows.slots) + 1 + len(proposed))
+            rows.texts += [one.tokens[-1], *proposed]
+            rows.slots += [one.slot] * (1 + len(proposed))
+            rows.positions += range(one.position, one.position + 1 + len(proposed))
+            rows.lengths += range(one.position + 1, one.position + 2 + len(proposed))
+        for chunk in rows.chunks:
             one, row = chunk.reader, len(rows.slots)
             count, length = chunk.stop - one.stored, len(one.text)
             rows.texts += one.text[one.stored : chunk.stop]
             rows.slots += [one.slot] * count
             rows.positions += range(one.stored, chunk.stop)
             rows.lengths += [length] * count
-            rows.chunks.append(chunk)
             if one.echoes:
                 chunk.echoed = len(rows.wanted)
                 rows.wanted += range(row, row + count)
@@ -270,13 +296,25 @@ class Scheduler:
                 ended.append(one)
         return ended
 
-    def _draw(self, logits: Tensor, sequences: list[Generation]) -> None:
-        """Draw the next token of each sequence from logits [B, V]."""
+    def _draw(
+        self, logits: Tensor, places: Mapping[Generation, int], proposals: Mapping[Generation, list[int]]
+    ) -> None:
+        """Draw the next tokens of sequences from logits [M, V], where each has its first row at its place."""
+        sequences, found, rows = list[Generation](), list[tuple[Tensor, TokenLogprobs | None]](), list[int]()
         with self.engine.model.ops.single_threaded():
-            drawn = [one.draw(logits[row : row + 1]) for row, one in enumerate(sequences)]
-            tokens, logprobs = torch.cat([token for token, _ in drawn]), [found for _, found in drawn]
+            for one, place in places.items():
+                proposed = proposals.get(one, [])
+                drawn = list(one.draw_verified(logits[place : place + 1 + len(proposed)], proposed))
+                if proposed:
+                    self.speculation.verified(one, proposed, len(drawn) - 1)
+                sequences += [one] * len(drawn)
+                rows += range(place, place + len(drawn))
+                found += drawn
+            if rows != list(range(len(logits))):
+                logits = logits[numbers(rows, logits.device)]
+            tokens = torch.cat([token for token, _ in found])
             pending = self.engine.set_last([one.slot for one in sequences], tokens, logits)
-        self._pending.append(_Drawn(sequences, pending, logprobs))
+        self._pending.append(_Drawn(sequences, pending, [logprobs for _, logprobs in found]))
 
     def _collect_tokens(self, *, idle: bool) -> list[Generation]:
         """Append tokens that have reached the host to their sequences; those that have new ones."""
@@ -289,6 +327,8 @@ class Scheduler:
                 raise nonfinite_logits(dtype=self.engine.model.dtype)
             for one, token, logprobs in running:
                 news[one] = None
+                if one.finish_reason is not None:
+                    continue
                 one.append(token, logprobs, ends)
                 if one.finish_reason is not None:
                     self.end(one)

@@ -66,8 +66,14 @@ class SlotTable:
         return bool(self._free)
 
     def take(self, prompt: Sequence[int]) -> int:
-        """Take the free slot with the longest reusable prefix of a prompt."""
-        return self._take(max(self._free, key=lambda one: self._reusable(prompt, one)))
+        """Take a free slot: where the prompt goes on from all that one holds, but for less than a chunk, that one; else
+        the one that is free for longest, so that what others hold stays."""
+        reusable = {slot: self._reusable(prompt, slot) for slot in self._free}
+        going_on = {
+            slot: count for slot, count in reusable.items() if 0 <= len(self._held[slot].tokens) - count < self._chunk
+        }
+        best = max(going_on, key=going_on.__getitem__, default=self._free[0])
+        return self._take(best if going_on.get(best) else self._free[0])
 
     def take_for(self, source: int) -> int:
         """Take this slot if it is free, else another."""

@@ -1,144 +1,102 @@
-"""Speculative decoding (2211.17192): a small model proposes tokens, the large one judges them in one step.
+"""Speculative decoding: tokens are proposed, and several verified in one step (2211.17192).
 
-What comes out is distributed as if the large model had drawn it alone; greedy, it is its own text, but for
-ties that a step of several tokens may round the other way.
+Proposals come from the text itself (prompt lookup), or else from a draft model. A sequence draws its tokens one after
+the other, as it would without proposals and with the same random numbers, and goes on to its next row of the step for
+as long as it draws what was proposed. So no proposal changes what a model says, greedy or sampled. The draft model
+draws with the same random numbers too, which makes equal tokens likely.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator, Sequence
-from typing import Unpack
+import itertools
+from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor
-
-from quantkit.arguments import as_integer
-from quantkit.errors import RequestError
-from quantkit.model.decoder import Decoder
+from quantkit.runtime.draft_lengths import Chance, StepTimes, lengths
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.request import MAX_NEW_TOKENS, TokenIds, checked_request, prompt_ids, require_model
-from quantkit.runtime.sampling import generator_of, probabilities, same_seed
-from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
-from quantkit.tensors.finite import finite_logits
-
-DRAFT_TOKENS = 4
+from quantkit.runtime.generation import Generation
+from quantkit.runtime.lookup import Acceptance, Lookup
 
 
-def speculate(
-    model: Decoder, draft: Decoder, ids: TokenIds, *, max_new_tokens: int = MAX_NEW_TOKENS,
-    draft_tokens: int = DRAFT_TOKENS, **sampling: Unpack[SamplingOptions],
-) -> Generator[int, None, None]:  # fmt: skip
-    """Token ids that continue `ids`, as `generate` gives them, with the help of a smaller model.
+class Speculation:
+    """Proposes tokens for a scheduler's sequences, where that makes them faster; the engine counts them."""
 
-    Args:
-        model, draft: from `quantkit.load`, with the same tokens; both shared by processes, or neither.
-        ids, max_new_tokens, sampling: see `generate`.
-        draft_tokens: maximum number proposed at a time.
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._draft_tokens, self._draft = engine.draft_tokens, engine.draft
+        self._switch = engine.model.config.rope_switch
+        self._ends = frozenset(engine.model.config.eos_token_ids)
+        # Processes that share a model must take the same steps, and their clocks differ.
+        self._adaptive = engine.model.group.size == 1
+        self._times = StepTimes()
+        self._drafted: dict[Generation, Acceptance] = {}
 
-    Raises:
-        RequestError: at once, as `generate` does, for either model; or if their vocabularies differ in size.
-        NonFiniteError: if the logits of either are NaN or Inf.
-    """
-    require_model("model", model, Decoder)
-    require_model("draft", draft, Decoder)
-    draft_tokens = as_integer("draft_tokens", draft_tokens)
-    if draft_tokens < 1:
-        raise RequestError("nothing to propose", found=f"{draft_tokens} draft tokens", expected="at least 1")
-    found, expected = draft.config.vocab_size, model.config.vocab_size
-    if found != expected:
-        raise RequestError("the draft model has another vocabulary", found=found, expected=expected)
-    prompt = prompt_ids(ids)
-    request, _ = (checked_request(one.config, prompt, max_new_tokens, sampling) for one in (model, draft))
-    params, length = same_seed(request.sampling, model.group), request.length
-    target, helper = (_Reader(one, len(prompt), length) for one in (model, draft))
-    return _tokens(target, helper, prompt, length, draft_tokens, params)
+    def wanted(self, one: Generation) -> bool:
+        """Whether tokens may be proposed for a sequence."""
+        return self._limit(one) > 0
 
+    def count_step(self, rows: int, seconds: float) -> None:
+        """Learn how long a step took."""
+        self._times.add(rows, seconds)
 
-class _Reader:
-    """A model over a slot; what is stored beyond `stored` positions is of refused tokens, and never seen. Where rotary
-    positions switch, a text that has become longer is read again."""
+    def propose(self, sequences: Sequence[Generation], rows: int) -> dict[Generation, list[int]]:
+        """What the next step verifies, of sequences whose tokens the host has read; `rows` are those of the step
+        without it."""
+        limits = {one: limit for one in sequences if (limit := self._limit(one))}
+        if not limits:
+            return {}
+        found = {one: tokens for one, limit in limits.items() if (tokens := self._looked_up(one, limit))}
+        chances = {one: Chance(len(tokens), _lookup(one).rate) for one, tokens in found.items()}
+        if self._draft is not None:
+            for one in limits.keys() - found.keys():
+                room = self._draft.length - one.position - 1
+                rate = self._drafted.setdefault(one, Acceptance()).rate
+                chances[one] = Chance(max(0, min(limits[one], room)), rate, self._draft.seconds)
+        counts = self._counts(chances, rows, len(sequences))
+        proposals = {one: tokens[: counts[one]] for one, tokens in found.items()}
+        if self._draft is not None:
+            drafted = {one: counts[one] for one in chances if one not in found}
+            proposals |= self._draft.propose(drafted)
+            for one in drafted:
+                if not proposals.get(one):
+                    self._drafted[one].fade(1)
+        return {one: kept for one, tokens in proposals.items() if (kept := self._before_end(one, tokens))}
 
-    def __init__(self, model: Decoder, prompt_length: int, length: int) -> None:
-        self.model = model
-        self._read_length = prompt_length  # of what was read at once
-        self._switch = model.config.rope_switch
-        self.stored = 0
-        self._engine = Engine(model, length, compiled=False)
+    def verified(self, one: Generation, proposed: Sequence[int], accepted: int) -> None:
+        """Learn how many proposals for a sequence were right."""
+        self._engine.proposed += len(proposed)
+        self._engine.accepted += accepted
+        if _lookup(one).proposed is None and one in self._drafted:
+            self._drafted[one].add(accepted, int(accepted < len(proposed)))
 
-    def room(self, length: int) -> float:
-        """How many tokens may follow a sequence before rotary positions switch."""
-        return math.inf if self._switch is None or length > self._switch else self._switch - length
+    def forget(self, one: Generation) -> None:
+        """A sequence has ended."""
+        self._drafted.pop(one, None)
 
-    def read(self, text: list[int], last: int, params: SamplingParams) -> Tensor:
-        """Store the new part of a sequence; probabilities [last, V] of what follows each of its last tokens."""
-        if self._switch is not None and self._read_length <= self._switch < len(text):
-            self._read_length, self.stored = len(text), 0
-        while len(text) - self.stored > self._engine.chunk + last:
-            self._step(text, self.stored + self._engine.chunk, 0)
-        logits = self._step(text, len(text), last)
-        with self.model.ops.single_threaded():
-            seen = self._seen(text, last) if params.needs_seen_tokens else None
-            return probabilities(finite_logits(logits), params, seen)
+    def _limit(self, one: Generation) -> int:
+        """How many tokens may be proposed for a sequence."""
+        limit = self._draft_tokens if one.request.draft_tokens is None else one.request.draft_tokens
+        left = one.request.max_new_tokens - one.drawn - 1
+        if self._switch is not None and len(one.text) <= self._switch:
+            left = min(left, self._switch - 1 - one.position)
+        return max(0, min(limit, left))
 
-    def _step(self, text: list[int], stop: int, last: int) -> Tensor:
-        """Store a sequence up to `stop`; logits of its last tokens."""
-        count = stop - self.stored
-        tokens = torch.tensor(text[self.stored : stop], device=self.model.device)
-        positions, wanted = range(self.stored, stop), range(count - last, count)
-        lengths = [max(position + 1, self._read_length) for position in positions]
-        self.stored = stop
-        return self._engine.step(tokens, [0] * count, positions, wanted, lengths)
+    def _looked_up(self, one: Generation, count: int) -> list[int]:
+        lookup = _lookup(one)
+        lookup.extend(one.tokens[len(lookup) - len(one.request.prompt) :])
+        return lookup.propose(count)
 
-    def _seen(self, text: list[int], last: int) -> Tensor:
-        """Which tokens the text holds up to each of its last, bool [last, V]."""
-        seen = torch.zeros(last, self.model.config.vocab_size, dtype=torch.bool, device=self.model.device)
-        for row in range(last):
-            seen[row, text[: len(text) - last + row + 1]] = True
-        return seen
+    def _counts(self, chances: Mapping[Generation, Chance], rows: int, tokens: int) -> Mapping[Generation, int]:
+        if not self._adaptive:
+            return {one: chance.limit for one, chance in chances.items()}
+        return lengths(chances, rows, tokens, self._times)
 
-
-def _tokens(
-    target: _Reader, draft: _Reader, text: list[int], length: int, max_tokens: int, params: SamplingParams
-) -> Generator[int, None, None]:
-    generator = generator_of(params, target.model.device)
-    while len(text) < length:
-        rooms = (reader.room(len(text)) for reader in (target, draft))
-        count = int(min(max_tokens, length - len(text) - 1, *rooms))
-        for token in _step(target, draft, text, count, params, generator):
-            if token in target.model.config.eos_token_ids:
-                return
-            yield token
-            text.append(token)
-        for reader in (target, draft):  # the last token is read with what follows it
-            reader.stored = min(reader.stored, len(text) - 1)
+    def _before_end(self, one: Generation, tokens: Sequence[int]) -> list[int]:
+        """Proposals up to an end token: nothing is drawn after one."""
+        ends = self._ends.union(one.request.end_ids)
+        return list(itertools.takewhile(lambda token: token not in ends, tokens))
 
 
-@torch.inference_mode()
-def _step(
-    target: _Reader, draft: _Reader, text: list[int], count: int, params: SamplingParams, generator: torch.Generator
-) -> list[int]:
-    """Tokens that go on with `text`: as many of `count` proposals as are accepted, and one more."""
-    proposed, guesses = list[int](), list[Tensor]()
-    for _ in range(count):
-        guesses.append(draft.read(text + proposed, 1, params)[0])
-        proposed.append(_draw(guesses[-1], generator))
-    judged = target.read(text + proposed, len(proposed) + 1, params)
-    return accepted(judged, guesses, proposed, generator)
-
-
-def accepted(
-    judged: Tensor, guesses: Sequence[Tensor], proposed: Sequence[int], generator: torch.Generator
-) -> list[int]:
-    """The proposed tokens [P] up to the first that is refused, and one more, which the large model draws: `judged` are
-    its probabilities [P + 1, V], and `guesses` those of the small model [V], from which each token was drawn."""
-    for index, (token, guess) in enumerate(zip(proposed, guesses, strict=True)):
-        chance = torch.rand((), generator=generator, device=generator.device)
-        if chance * guess[token] >= judged[index, token]:
-            missed = (judged[index] - guess).clamp(min=0)
-            return [*proposed[:index], _draw(missed if missed.any() else judged[index], generator)]
-    return [*proposed, _draw(judged[-1], generator)]
-
-
-def _draw(weights: Tensor, generator: torch.Generator) -> int:
-    return int(torch.multinomial(weights, 1, generator=generator))
+def _lookup(one: Generation) -> Lookup:
+    if one.lookup is None:
+        one.lookup = Lookup(one.request.prompt)
+    return one.lookup

@@ -36,6 +36,10 @@ class Metrics:
         running.set_function(lambda: worker.jobs)
         reused = Gauge("quantkit_reused_prompt_tokens", "Tokens of prompts that the cache held.", registry=own)
         reused.set_function(lambda: worker.reused)
+        proposed = Gauge("quantkit_proposed_tokens", "Tokens that speculative decoding proposed.", registry=own)
+        proposed.set_function(lambda: worker.proposed)
+        accepted = Gauge("quantkit_accepted_tokens", "Proposed tokens that were right.", registry=own)
+        accepted.set_function(lambda: worker.accepted)
 
     def of(self, request: Request) -> Callable[[Delta], None]:
         """Counts a request now, and then what comes of it."""
@@ -46,9 +50,9 @@ class Metrics:
         def counted(delta: Delta) -> None:
             moment = time.perf_counter()
             self._new.inc(len(delta.token_ids))
-            if delta.token_ids:
+            for token in range(len(delta.token_ids)):  # several come with one step
                 found = self._next if delta.sample in begun else self._first
-                found.observe(moment - last[delta.sample])
+                found.observe(0 if token else moment - last[delta.sample])
                 begun.add(delta.sample)
                 last[delta.sample] = moment
             if delta.completion is not None:

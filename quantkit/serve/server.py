@@ -15,13 +15,15 @@ import torch
 from quantkit.arguments import as_integer, as_string
 from quantkit.errors import RequestError
 from quantkit.formats.detect import WeightKind
-from quantkit.jobs.load import load
+from quantkit.jobs.load import Placement, load, load_draft
 from quantkit.jobs.prompts_file import PromptReader
 from quantkit.kernels import BackendName
+from quantkit.model.cache import cache_bytes
+from quantkit.model.device import free_bytes
 from quantkit.progress import Progress, silent
 from quantkit.runtime.chat_session import conversation_length
 from quantkit.runtime.engine import Engine
-from quantkit.serve import PORT, SLOTS, WAITING, require_packages
+from quantkit.serve import KEPT, PORT, SLOTS, WAITING, require_packages
 from quantkit.serve.worker import Worker
 from quantkit.tensors.dtypes import FloatName
 
@@ -45,10 +47,13 @@ class ServeOptions:
         name: by which requests name the model; None is the folder's.
         slots: sequences that run at the same time.
         waiting: requests that may wait for these.
+        kept: sequences that ended and stay in the cache, so that others which begin with the same are read faster; as
+            far as half of the free memory allows.
         context: tokens of a sequence; None is the model's, 8192 at most.
         template: for messages; see `quantkit.chat_format`.
         device, dtype, backend, allow_slow, weights: see `quantkit.load`.
         int8_cache: keep keys and values in int8.
+        draft, draft_tokens: a smaller model that proposes tokens; how many are proposed at a time at most.
     """
 
     host: str = "127.0.0.1"
@@ -57,6 +62,7 @@ class ServeOptions:
     name: str | None = None
     slots: int = SLOTS
     waiting: int = WAITING
+    kept: int = KEPT
     context: int | None = None
     template: str | None = None
     device: str | None = None
@@ -65,11 +71,14 @@ class ServeOptions:
     allow_slow: bool = False
     weights: WeightKind | None = None
     int8_cache: bool = False
+    draft: Path | None = None
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Raise a `RequestError` for a value out of range, or a server that strangers could use without a key."""
         as_integer("slots", self.slots, 1)
         as_integer("waiting", self.waiting, 0)
+        as_integer("kept", self.kept, 0)
         if not 0 <= as_integer("port", self.port) <= 65535:
             raise RequestError("`port` is out of range", found=self.port, expected="0 to 65535")
         if self.api_key is not None and not as_string("api_key", self.api_key).strip():
@@ -100,18 +109,26 @@ def served(path: Path, options: ServeOptions, *, progress: Progress = silent) ->
     require_packages()
     from quantkit.serve.app import Served
 
-    model, tokenizer = load(
-        path, device=options.device, dtype=options.dtype, backend=options.backend, allow_slow=options.allow_slow,
-        weights=options.weights, progress=progress,
-    )  # fmt: skip
+    placement: Placement = {
+        "device": options.device, "dtype": options.dtype, "backend": options.backend, "allow_slow": options.allow_slow,
+        "progress": progress,
+    }  # fmt: skip
+    model, tokenizer = load(path, weights=options.weights, **placement)
+    draft = None
+    if options.draft is not None:
+        draft = load_draft(options.draft, tokenizer, **placement)
     context = conversation_length(model.config, options.context)
     cache = torch.int8 if options.int8_cache else None
-    engine = Engine(model, context, slots=options.slots, cache_dtype=cache)
+    slot = cache_bytes(model.config, 1, context, cache or model.dtype)
+    kept = min(options.kept, max(0, free_bytes(model.device) // 2 // slot - options.slots))
+    engine = Engine(
+        model, context, slots=options.slots + kept, cache_dtype=cache, draft=draft, draft_tokens=options.draft_tokens
+    )
     chats, texts = (
         PromptReader(path, model.config, tokenizer, given, template=options.template, max_tokens=engine.length)
         for given in ({}, {"max_new_tokens": _TEXT_TOKENS})
     )
-    worker = Worker(engine, tokenizer, most_jobs=options.slots + options.waiting)
+    worker = Worker(engine, tokenizer, most_jobs=options.slots + options.waiting, running=options.slots)
     vocabulary = model.config.vocab_size
     name = path.resolve().name if options.name is None else options.name
     return Served(name, worker, tokenizer, chats, texts, engine.length, vocabulary, _BODY_BYTES, _BODY_SECONDS)

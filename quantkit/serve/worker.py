@@ -57,14 +57,15 @@ class Job:
 class Worker:
     """Runs the jobs of a server in an engine, which it has for itself; its methods may be called from any thread."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, *, most_jobs: int) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, *, most_jobs: int, running: int | None = None) -> None:
         """
         Args:
             most_jobs: that wait and run at the same time; `submit` refuses more.
+            running: see `Scheduler`.
         """
-        self.most_jobs = most_jobs
+        self.most_jobs, self._running = most_jobs, running
         self._engine, self._tokenizer = engine, tokenizer
-        self._scheduler = Scheduler(engine)
+        self._scheduler = Scheduler(engine, max_running=running)
         self._new: deque[Job] = deque()
         self._jobs: list[Job] = []
         self._of: dict[Generation, Job] = {}
@@ -83,6 +84,16 @@ class Worker:
     def reused(self) -> int:
         """Tokens of prompts that were not computed, as the cache held them."""
         return self._scheduler.reused
+
+    @property
+    def proposed(self) -> int:
+        """Tokens that were proposed, of which some were wrong."""
+        return self._engine.proposed
+
+    @property
+    def accepted(self) -> int:
+        """Proposed tokens that were right."""
+        return self._engine.accepted
 
     @property
     def alive(self) -> bool:
@@ -182,7 +193,7 @@ class Worker:
         with self._changed:
             failed, self._jobs = self._jobs, []
         self._of.clear()
-        self._scheduler = Scheduler(self._engine)
+        self._scheduler = Scheduler(self._engine, max_running=self._running)
         shown = error if isinstance(error, QuantkitError) else QuantkitError("internal error")
         for job in failed:
             self._deliver(job, shown)

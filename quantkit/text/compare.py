@@ -51,6 +51,11 @@ def first_difference(first: Tokenizer, second: Tokenizer, texts: Iterable[str]) 
     )
 
 
+def sample_difference(first: Tokenizer, second: Tokenizer) -> str | None:
+    """The first of the built-in samples that two tokenizers encode in different ways; None if there is none."""
+    return next((f"the text {text[:40]!r}" for text in _SAMPLES if first.encode(text) != second.encode(text)), None)
+
+
 def _token_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
     if first.contents == second.contents and first.kinds == second.kinds:
         return None

@@ -10,6 +10,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
+from drafts import speculate
 from torch import Tensor
 
 import quantkit
@@ -21,7 +22,6 @@ from quantkit.model.load import load_model
 from quantkit.runtime import engine as engine_module
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
-from quantkit.runtime.speculative import speculate
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import QuantScheme
 
@@ -143,7 +143,7 @@ def test_tokens_are_the_likeliest_with_a_draft_and_without(
     draft = _model(folders["float-int4-g32"], dtype, "cpu-exact")
     for found in (
         list(generate(model, prompt, max_new_tokens=20)),
-        list(speculate(model, draft, prompt, max_new_tokens=20, draft_tokens=8)),
+        speculate(model, draft, prompt, max_new_tokens=20, draft_tokens=8),
     ):
         assert len(found) == 20
         text = torch.tensor([prompt + found])

@@ -9,6 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from drafts import speculate
 from rows import alone, read_late, together
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.request import Request, checked_length
 from quantkit.runtime.scheduler import Scheduler
 from quantkit.runtime.slots import SlotTable
-from quantkit.runtime.speculative import speculate
 
 pytestmark = pytest.mark.cpu_kernels
 
@@ -187,14 +187,14 @@ def test_drafts_go_past_it(same: bool, drafts: int, model: Decoder, tmp_path: Pa
     draft = model if same else load_model(oracle.save(other, tmp_path / "draft"), dtype=torch.float32)
     for prompt in _prompts():
         expected = list(quantkit.generate(model, prompt, max_new_tokens=25))
-        assert list(speculate(model, draft, prompt, max_new_tokens=25, draft_tokens=drafts)) == expected
+        assert speculate(model, draft, prompt, max_new_tokens=25, draft_tokens=drafts) == expected
 
 
 def test_a_draft_that_switches_earlier(model: Decoder) -> None:
     early = Decoder(replace(model.config, rope=replace(model.config.rope, original_context=32))).eval()
     early.model, early.lm_head = model.model, model.lm_head
     prompt = _prompts()[0]
-    assert list(speculate(model, early, prompt, max_new_tokens=25)) == list(
+    assert speculate(model, early, prompt, max_new_tokens=25) == list(
         quantkit.generate(model, prompt, max_new_tokens=25)
     )
 

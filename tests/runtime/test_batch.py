@@ -280,7 +280,7 @@ def test_a_short_prompt_waits_for_no_long_one(folders: Path, monkeypatch: pytest
     """Its first token, while 8 sequences decode and a prompt of 2000 is read: within three chunks."""
     model = _model(folders / "llama-int8")
     model.config = replace(model.config, max_context=2500)
-    engine = Engine(model, 2100, slots=10)
+    engine = Engine(model, 2100, slots=10, draft_tokens=0)
     rows: list[int] = []
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda *given: rows.append(len(given[1])) or step(*given))

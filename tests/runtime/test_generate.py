@@ -154,11 +154,12 @@ def test_without_a_number_a_hundred_tokens_come(loaded: tuple[Decoder, Tokenizer
 LEFT_EARLY = """
 import sys
 import quantkit
-from quantkit.runtime.speculative import speculate
+from quantkit.runtime.engine import Engine
 model, tokenizer = quantkit.load(sys.argv[1], device="cpu")
 ids = tokenizer.encode("My fellow citizens")
 running = [
-    quantkit.stream(model, tokenizer, ids), quantkit.generate(model, ids), speculate(model, model, ids, draft_tokens=3),
+    quantkit.stream(model, tokenizer, ids), quantkit.generate(model, ids),
+    quantkit.generate(Engine(model, 200, draft=model, draft_tokens=3), ids),
 ]
 for one in running:
     for _ in one:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.errors import RequestError
+from quantkit.model.cache import zeros
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
@@ -206,3 +208,56 @@ def test_slots_are_taken_by_what_they_hold_and_then_in_turn() -> None:
     assert table.take([7]) == 1
     assert table.with_all_of([2] * 5) == 2
     assert table.with_all_of([2] * 4) is None  # read as part of a longer one
+
+
+def test_a_prompt_with_the_same_beginning_leaves_a_slot_to_who_goes_on_there() -> None:
+    table = SlotTable(3, 16, any_prefix=True, windows=False)
+    conversation = list(range(100))
+    slot = table.take(conversation)
+    table.hold(slot, conversation, 100)
+    table.release(slot)
+    other = table.take([*conversation[:40], 7, 7])
+    assert other != slot
+    assert table.best([*conversation[:40], 7, 7]) == (slot, 40)
+    assert table.take([*conversation, 5]) == slot
+
+
+def test_slots_beyond_those_that_run_hold_prompts_that_come_again(folders: Path) -> None:
+    model = _model(folders / "llama-int8")
+    prompts = oracle.random_tokens(120, batch=3).tolist()
+    for slots, expected in ((1, 0), (3, 3 * 119)):
+        scheduler = Scheduler(Engine(model, 130, slots=slots), max_running=1)
+        assert scheduler.slots == 1
+        for prompt in prompts:
+            _run(scheduler, Request(prompt, 2))
+        assert scheduler.reused == 0
+        for prompt in prompts:
+            assert _run(scheduler, Request(prompt, 2)).tokens == alone(model, Request(prompt, 2))[0].token_ids
+        assert (scheduler.reused > 2 * expected / 3) == bool(expected)
+
+
+def test_one_of_many_samples_waits_for_a_request_that_has_none(folders: Path) -> None:
+    model = _model(folders / "llama-int8")
+    scheduler = Scheduler(Engine(model, 60, slots=2))
+    many = scheduler.add(Request([5, 6, 7], 10, samples=6))
+    (one,) = scheduler.add(Request([8, 9], 10))
+    while one.finish_reason is None:
+        scheduler.step()
+    assert sum(other.finish_reason is not None for other in many) <= 2
+    while scheduler.busy:
+        scheduler.step()
+    assert all(len(other.tokens) == 10 for other in many)
+
+
+def test_a_cache_takes_memory_only_for_what_it_holds() -> None:
+    found = zeros((64, 1 << 20), torch.bfloat16, "cpu")
+    before = _resident()
+    assert not found[5, :1000].any()
+    found[3, :100] = 1.0
+    assert _resident() - before < 1 << 20
+    assert found[3, :100].all()
+    assert zeros((3, 5), torch.float32, "cpu").tolist() == [[0.0] * 5] * 3
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

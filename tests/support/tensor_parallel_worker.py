@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from drafts import speculate
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +27,6 @@ from quantkit.model.cache import KVCache
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.speculative import speculate
 
 PROMPT = [1, 7, 30, 4, 55, 18, 9, 77]
 NEW = 6
@@ -107,7 +107,7 @@ def _speculated(model: Decoder, draft: Path, group: ProcessGroup) -> list[list[i
     """Greedy tokens with a draft model, and drawn ones without a seed."""
     small = opened(draft, model.dtype, group)
     greedy_text = speculate(model, small, PROMPT, max_new_tokens=NEW)
-    return [list(greedy_text), list(speculate(model, small, PROMPT, max_new_tokens=4 * NEW, temperature=1.5))]
+    return [greedy_text, speculate(model, small, PROMPT, max_new_tokens=4 * NEW, temperature=1.5)]
 
 
 def _findings(case: dict[str, Any], group: ProcessGroup, out: Path) -> dict[str, Any]:

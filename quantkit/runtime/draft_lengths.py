@@ -1,0 +1,88 @@
+"""How many tokens to propose: as long as the next one gains more than its row of a step costs."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
+
+K = TypeVar("K")
+
+
+class Chance(NamedTuple):
+    """What could be proposed for a sequence: at most `limit` tokens, each right with probability `rate` if all before
+    it are. To propose one costs `seconds`, besides the row that verifies it."""
+
+    limit: int
+    rate: float
+    seconds: float = 0.0
+
+
+class StepTimes:
+    """Seconds of a step by its number of rows: a line through the latest steps."""
+
+    _KEPT = 0.98  # of the weight of earlier steps with each later one
+    _SHARE = 0.1  # what another row is assumed to cost at first, of a step of one row
+    _CERTAINTY = 4.0  # the weight of that, in squares of rows
+    _OUTLIER = 4.0  # a step that takes this many times longer than expected has waited for something else
+
+    def __init__(self) -> None:
+        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Count a step."""
+        if self._weight:
+            mean, row = self._line()
+            seconds = min(seconds, self._OUTLIER * (mean + row * max(0.0, rows - self._rows / self._weight)))
+        kept = self._KEPT
+        self._weight = self._weight * kept + 1
+        self._rows = self._rows * kept + rows
+        self._seconds = self._seconds * kept + seconds
+        self._squares = self._squares * kept + rows * rows
+        self._products = self._products * kept + rows * seconds
+
+    def of(self, rows: int) -> tuple[float, float] | None:
+        """Seconds of a step of this number of rows, and those of another row; None before any step."""
+        if not self._weight:
+            return None
+        mean, row = self._line()
+        return max(mean + row * (rows - self._rows / self._weight), row), row
+
+    def _line(self) -> tuple[float, float]:
+        """Seconds at the mean number of rows, and of a row more."""
+        rows, seconds = self._rows / self._weight, self._seconds / self._weight
+        spread = max(0.0, self._squares / self._weight - rows * rows)
+        together = self._products / self._weight - rows * seconds
+        assumed = self._SHARE * seconds / (1 + self._SHARE * (rows - 1))
+        certainty = max(1.0, self._CERTAINTY / self._weight)
+        return seconds, max(assumed / 10, (together + certainty * assumed) / (spread + certainty))
+
+
+def lengths(chances: Mapping[K, Chance], rows: int, tokens: int, times: StepTimes) -> dict[K, int]:
+    """How many tokens to propose for each sequence, so that a step gives the most tokens a second.
+
+    Args:
+        rows: of the step without proposals.
+        tokens: new ones that it gives without them.
+    """
+    found = dict.fromkeys(chances, 0)
+    known = times.of(rows)
+    if known is None:
+        return found
+    seconds, row = known
+    gained = float(tokens)
+    # By what a second of each proposal's next token gives; a proposal's tokens are ever less likely.
+    heap = [(-one.rate / (row + one.seconds), number) for number, one in enumerate(chances.values()) if one.limit]
+    keys, values = list(chances), list(chances.values())
+    heapq.heapify(heap)
+    while heap:
+        worth, number = heapq.heappop(heap)
+        one, key = values[number], keys[number]
+        if -worth * seconds <= gained:
+            break
+        found[key] += 1
+        gained += one.rate ** found[key]
+        seconds += row + one.seconds
+        if found[key] < one.limit:
+            heapq.heappush(heap, (worth * one.rate, number))
+    return found
