@@ -28,6 +28,7 @@ ROOMS = (
     ("via_transformers",),
     ("quality", "runtime", "calibration"),
     ("bit_allocation", "training"),
+    ("grammar",),
     ("xla",),
     ("jobs", "doctor"),
     ("evals", "serve"),

@@ -200,6 +200,8 @@ class FileJob:
         Raises:
             QuantkitError: as `generate_file` does.
         """
+        from quantkit.grammar.grammars import Grammars
+
         if isinstance(self.output, Path):
             require_absent(self.output)
             require_room_to_build(partial_folder(self.output), resume=self.resume)
@@ -211,6 +213,7 @@ class FileJob:
         reader = PromptReader(
             self.path, config, tokenizer, self.continuation, template=self.template, truncate=self.truncate,
             max_tokens=config.max_unscaled_context if xla else config.max_positions, prompt_logprobs=not xla,
+            grammars=None if xla else Grammars(tokenizer, config.vocab_size, config.eos_token_ids),
         )  # fmt: skip
         self._read = reader.read(content, str(self.prompts))
         self._fingerprint = {
@@ -343,10 +346,17 @@ def _answers(
     counted: Callable[[int], None],
 ) -> Iterator[tuple[int, list[Line]]]:  # fmt: skip
     """The lines of each prompt, with its number, as soon as all its continuations have ended."""
+    from quantkit.grammar.grammars import Grammars
+    from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate_batch import completions
 
     texts = TokenTexts(tokenizer)
     requests, stops = [prompt.request for _, prompt in prompts], [prompt.stop for _, prompt in prompts]
+    if any(prompt.grammar is not None for _, prompt in prompts):
+        assert isinstance(engine, Engine)
+        config = engine.model.config
+        grammars = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
+        requests = [prompt.bound(grammars) for _, prompt in prompts]
     ended: dict[int, list[Completion]] = {}
     for one in completions(engine, requests, tokenizer, stops, counted):
         number, prompt = prompts[one.prompt]

@@ -14,15 +14,15 @@ from quantkit.runtime.sampling_params import SamplingOptions
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _KEYS = {"custom_id", "method", "url", "body"}
-_PASSED = {"n", "stop", "draft_tokens", *SamplingOptions.__annotations__}
+_PASSED = {"n", "stop", "draft_tokens", "response_format", *SamplingOptions.__annotations__}
 _OF_URL = {
     _CHAT: {"messages", "logprobs", "top_logprobs", "chat_template_kwargs"},
     _COMPLETIONS: {"prompt", "logprobs", "echo"},
 }
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _DEFAULTS: dict[str, object] = {
-    "stream": False, "frequency_penalty": 0, "presence_penalty": 0, "response_format": {"type": "text"},
-    "modalities": ["text"], "tools": [], "best_of": 1,
+    "stream": False, "frequency_penalty": 0, "presence_penalty": 0, "modalities": ["text"],
+    "tools": [], "best_of": 1,
 }  # fmt: skip
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 

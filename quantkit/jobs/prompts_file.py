@@ -12,6 +12,9 @@ and may have
     max_new_tokens, stop, n, logprobs, echo, temperature, top_p, top_k, min_p, repetition_penalty, logit_bias, seed
                  how it is continued, in place of the options for all lines
     draft_tokens how many tokens are proposed at a time at most; 0 to 15
+    response_format
+                 the form of the answer, as in OpenAI's API: {"type": "json_schema", "json_schema": {"name": "...",
+                 "schema": {...}}}, or {"type": "json_object"}
     specials     true: spellings of special tokens in the prompt, such as <|eot_id|>, mean those tokens
     tools        that may be called in an answer to messages, as JSON schemas
     chat_template_kwargs
@@ -32,11 +35,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import require_flags, wrong_type
 from quantkit.errors import RequestError
+from quantkit.grammar.response_format import response_grammar
 from quantkit.jobs.json_lines import EXPECTED, at_place, objects, repeated
 from quantkit.jobs.openai_batch import BatchRequest, from_batch_line, is_batch_line
 from quantkit.json_values import shown
@@ -57,6 +61,9 @@ from quantkit.runtime.sampling_params import SamplingOptions
 from quantkit.text.chat import Chat, chat_format
 from quantkit.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from quantkit.grammar.grammars import Grammars
+
 _log = logging.getLogger(__name__)
 
 STDIN = "-"
@@ -65,12 +72,13 @@ OPTIONS = {"max_new_tokens", "stop", "n", "logprobs", "echo", "draft_tokens", *S
 
 _PROMPTS = ("prompt", "messages", "token_ids")
 _OF_MESSAGES = ("tools", "chat_template_kwargs")
-_KEYS = {*_PROMPTS, *_OF_MESSAGES, *OPTIONS, "id", "specials"}
+_KEYS = {*_PROMPTS, *_OF_MESSAGES, *OPTIONS, "id", "specials", "response_format"}
 _ELSEWHERE = {
     "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "text": "prompt", "input": "prompt",
     "conversation": "messages", "conversations": "messages", "custom_id": "id", "prompt_token_ids": "token_ids",
     "num_return_sequences": "n", "stop_strings": "stop", "top_logprobs": "logprobs",
 }  # fmt: skip
+_MAX_CONSTRAINED = 128  # samples, as in OpenAI's API: each needs memory
 _NUMBER = re.compile(r"-?\d{1,20}", re.ASCII)
 
 
@@ -85,6 +93,7 @@ class Prompt:
         messages: whether it is a conversation.
         token_ids: whether it was given as such.
         truncated: whether its beginning was cut off.
+        grammar: of the new text, for `Grammars`; None allows any.
         batch: what the answer repeats of a line in OpenAI's batch format.
     """
 
@@ -94,7 +103,14 @@ class Prompt:
     messages: bool
     token_ids: bool
     truncated: bool
+    grammar: str | None = None
     batch: BatchRequest | None = None
+
+    def bound(self, grammars: Grammars) -> Request:
+        """The request with its grammar's `Constraint`, which cannot be sent to other processes."""
+        if self.grammar is None:
+            return self.request
+        return replace(self.request, constraint=grammars.constraint(self.grammar, self.request.end_ids))
 
 
 class PromptReader:
@@ -103,6 +119,7 @@ class PromptReader:
     def __init__(
         self, folder: Path, config: ModelConfig, tokenizer: Tokenizer, options: Mapping[str, Any], *,
         max_tokens: int, template: str | None = None, truncate: bool = False, prompt_logprobs: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -112,10 +129,11 @@ class PromptReader:
             template: for conversations; see `chat_format`.
             truncate: cut too long a prompt at its beginning, instead of refusing it.
             prompt_logprobs: whether the runner returns log-probabilities of prompts.
+            grammars: of the model; None where its runner does not restrict answers, which is XLA's.
         """
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
         self._options, self._max_tokens, self._template, self._truncate = options, max_tokens, template, truncate
-        self._prompt_logprobs = prompt_logprobs
+        self._prompt_logprobs, self._grammars = prompt_logprobs, grammars
 
     def read(self, content: bytes, name: str) -> list[Prompt]:
         """The prompts of a file.
@@ -176,7 +194,20 @@ class PromptReader:
         if fills:
             request = replace(request, max_new_tokens=max(1, self._max_tokens - len(cut)))
         request = with_prompt(self._config, request, cut, self._max_tokens)
-        return Prompt(request, stop, known_by, kind == "messages", kind == "token_ids", len(cut) < len(ids))
+        grammar = None if (form := given.get("response_format")) is None else self._checked_grammar(form, request)
+        return Prompt(request, stop, known_by, kind == "messages", kind == "token_ids", len(cut) < len(ids), grammar)
+
+    def _checked_grammar(self, form: object, request: Request) -> str | None:
+        """The grammar of a ``response_format``, which can be compiled."""
+        if (grammar := response_grammar(form)) is None:
+            return None
+        if self._grammars is None:
+            raise RequestError("answers are not restricted through XLA", hint="leave out 'response_format'")
+        if request.samples > _MAX_CONSTRAINED:
+            expected = f"at most {_MAX_CONSTRAINED} with a response_format"
+            raise RequestError("n is out of range", found=request.samples, expected=expected)
+        self._grammars.constraint(grammar, request.end_ids)
+        return grammar
 
     def _ids(self, kind: str, given: Mapping[str, Any]) -> list[int]:
         value = given[kind]

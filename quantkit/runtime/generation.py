@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quantkit.errors import QuantkitError
 from quantkit.model.decoder import Decoder
 from quantkit.runtime.lookup import Lookup
 from quantkit.runtime.request import FinishReason, Logprobs, Request
@@ -24,6 +25,7 @@ class Continuation:
         tokens: the new ones so far, without an end token.
         logprobs: of `tokens`; if the prompt is echoed, of its tokens before them.
         finish_reason: None while it runs.
+        error: why it has ended without a result.
     """
 
     def __init__(self, request: Request, sample: int) -> None:
@@ -34,6 +36,7 @@ class Continuation:
         self.tokens: list[int] = []
         self.logprobs = None if request.logprobs is None else Logprobs()
         self.finish_reason: FinishReason | None = None
+        self.error: QuantkitError | None = None
 
     def append(self, token: int, logprobs: TokenLogprobs | None, ends: tuple[int, ...]) -> None:
         """Append a token that was drawn, with its log-probabilities, if requested; `ends` are those of the model."""
@@ -66,7 +69,10 @@ class Generation(Continuation):
     def __init__(self, request: Request, sample: int, siblings: Siblings, model: Decoder) -> None:
         super().__init__(request, sample)
         self.siblings = siblings
-        self.sampler = Sampler(self.sampling, request.prompt, model.config.vocab_size, model.device, model.group)
+        self.sampler = Sampler(
+            self.sampling, request.prompt, model.config.vocab_size, model.device, model.group,
+            constraint=request.constraint,
+        )  # fmt: skip
         self.text: Sequence[int] = request.prompt
         self.stored = 0
         self.drawn = 0
@@ -84,13 +90,20 @@ class Generation(Continuation):
     @property
     def needs_tokens_only(self) -> bool:
         """Whether its next token is the likeliest one, and its logits are not used otherwise."""
-        return self.sampler.params.likeliest_only and self.logprobs is None
+        return self.sampler.params.likeliest_only and self.logprobs is None and self.request.constraint is None
 
     @property
     def added(self) -> list[int]:
         """Tokens in the slot after `text`."""
         read = len(self.text) - len(self.request.prompt)
         return self.tokens[read : max(read, self.drawn - 1)]
+
+    def append(self, token: int, logprobs: TokenLogprobs | None, ends: tuple[int, ...]) -> None:
+        failed_at = self.sampler.failed_at
+        if failed_at is None or len(self.tokens) < failed_at:
+            super().append(token, logprobs, ends)
+        else:
+            self.error, self.finish_reason = self.sampler.error, "stop"
 
     def draw(self, logits: Tensor) -> tuple[Tensor, TokenLogprobs | None]:
         """The next token [1] from logits [1, V], and its log-probabilities, if requested."""

@@ -41,7 +41,9 @@ class Reader:
         return self._text.stopped is not None
 
     def completion(self) -> Completion:
-        """The completion, once the continuation has ended."""
+        """The completion, once the continuation has ended. Raises `QuantkitError` if it has ended with an error."""
+        if self._of.error is not None:
+            raise self._of.error
         request, reason = self._of.request, self._of.finish_reason
         assert reason is not None
         tokens, logprobs = self._of.tokens[: self.tokens], self._of.logprobs

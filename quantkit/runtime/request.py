@@ -15,6 +15,7 @@ from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quantkit.runtime.constraint import ConstraintFactory
     from quantkit.text.tokenizer import Tokenizer
 
 MAX_NEW_TOKENS = 100
@@ -60,6 +61,7 @@ class Request:
         echo: whether to return the same for the prompt's tokens.
         end_ids: tokens that end it, besides those that end any text of the model.
         draft_tokens: that are proposed at a time at most; None is the engine's number, and 0 proposes none.
+        constraint: makes for each continuation what restricts its tokens; not for XLA. None allows all.
     """
 
     prompt: list[int]
@@ -70,6 +72,7 @@ class Request:
     echo: bool = False
     end_ids: tuple[int, ...] = ()
     draft_tokens: int | None = None
+    constraint: ConstraintFactory | None = None
 
     @property
     def length(self) -> int:

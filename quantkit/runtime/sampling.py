@@ -14,19 +14,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
+from quantkit.errors import QuantkitError
 from quantkit.model.device import host_copy
+from quantkit.runtime.constraint import Constraint, ConstraintFactory
 from quantkit.runtime.sampling_params import SamplingParams
 
 _MIN_TEMPERATURE = 1e-6  # below this, float32 leaves nothing but the likeliest tokens
 
 
 class Sampler:
-    """Draws the tokens of one sequence by `params`: the options; if processes share the model, with rank 0's seed."""
+    """Draws the tokens of one sequence.
+
+    Attributes:
+        params: the options; if processes share the model, with rank 0's seed.
+        error: why no token is allowed, once that is so. The tokens from number `failed_at` on, counted from 0, are then
+            placeholders, which must not be used.
+    """
 
     def __init__(
         self, params: SamplingParams, prompt: Sequence[int], vocab_size: int, device: torch.device,
-        group: ProcessGroup = SINGLE,
+        group: ProcessGroup = SINGLE, *, constraint: ConstraintFactory | None = None,
     ) -> None:  # fmt: skip
+        self.error: QuantkitError | None = None
+        self.failed_at: int | None = None
+        self._begin, self._drawn = constraint, 0
+        self._constraint: Constraint | None = None
         self.params = same_seed(params, group)
         self._generator = generator_of(self.params, device) if params.temperature > 0 else None
         self._seen: Tensor | None = None
@@ -35,10 +47,25 @@ class Sampler:
             self._seen[0, list(prompt)] = True
 
     def draw(self, logits: Tensor) -> Tensor:
-        """The next token [1] from logits [1, V]. Of logits that are not finite it is any token."""
+        """The next token [1] from logits [1, V]. Of logits that are not finite it is any token that is allowed."""
+        if self._begin is None:
+            return self._draw(logits if self.params.likeliest_only else logits.nan_to_num())
+        try:
+            if self.error is None:
+                self._constraint = self._constraint or self._begin()
+                allowed = self._constraint.allowed().to(logits.device)
+                token = self._draw(logits.nan_to_num().masked_fill(~allowed, -torch.inf))
+                self._constraint.accept(int(token))
+                self._drawn += 1
+                return token
+        except QuantkitError as error:  # of one sequence among many that share a step
+            self.error, self.failed_at, self._constraint = error, self._drawn, None
+        return torch.zeros(1, dtype=torch.long, device=logits.device)
+
+    def _draw(self, logits: Tensor) -> Tensor:
         if self.params.likeliest_only:
             return logits.argmax(-1)
-        token = sample(logits.nan_to_num(), self.params, self._generator, self._seen)[0]
+        token = sample(logits, self.params, self._generator, self._seen)[0]
         if self._seen is not None:
             self._seen[0, token] = True
         return token

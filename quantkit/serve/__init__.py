@@ -14,6 +14,6 @@ and the port, by default."""
 
 def require_packages() -> None:
     """Raise a `RequestError` if a package of `quantkit[serve]` is not installed."""
-    for name in ("starlette", "uvicorn", "prometheus_client"):
+    for name in ("llguidance", "starlette", "uvicorn", "prometheus_client"):
         if find_spec(name) is None:
             raise RequestError(f"{name} is not installed", hint='pip install "quantkit[serve]"')

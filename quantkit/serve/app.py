@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from quantkit.arguments import as_string, require_flags
 from quantkit.errors import QuantkitError, RequestError
+from quantkit.grammar.grammars import Grammars
 from quantkit.jobs.json_lines import strict_object
 from quantkit.jobs.prompt_lines import TokenTexts
 from quantkit.jobs.prompts_file import Prompt, PromptReader
@@ -43,6 +44,7 @@ class Served:
     Attributes:
         name: by which requests name it.
         chats, texts: make prompts of requests for answers to messages and for continuations.
+        grammars: what the model's answers may have to follow.
         context, vocabulary: tokens of a sequence, and those that the model knows.
         body_bytes, body_seconds: what a request's body may have, and take.
     """
@@ -52,6 +54,7 @@ class Served:
     tokenizer: Tokenizer
     chats: PromptReader
     texts: PromptReader
+    grammars: Grammars
     context: int
     vocabulary: int
     body_bytes: int
@@ -128,13 +131,14 @@ class _Paths:
         number = secrets.token_hex(12)
         reader = self._served.chats if request.url.path == CHAT else self._served.texts
         prompt = await asyncio.to_thread(reader.answered, request.url.path, number, body)
+        wanted = await asyncio.to_thread(prompt.bound, self._served.grammars)
         events: asyncio.Queue[Delta | QuantkitError] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def deliver(event: Delta | QuantkitError) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        job = self._served.worker.submit(prompt.request, prompt.stop, deliver)
+        job = self._served.worker.submit(wanted, prompt.stop, deliver)
         if job is None:
             self._metrics.refused.inc()
             busy = error_of("too many requests at once; try again", kind="rate_limit_error", code="rate_limit_exceeded")

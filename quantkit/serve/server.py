@@ -15,6 +15,7 @@ import torch
 from quantkit.arguments import as_integer, as_string
 from quantkit.errors import RequestError
 from quantkit.formats.detect import WeightKind
+from quantkit.grammar.grammars import Grammars
 from quantkit.jobs.load import Placement, load, load_draft
 from quantkit.jobs.prompts_file import PromptReader
 from quantkit.kernels import BackendName
@@ -124,14 +125,19 @@ def served(path: Path, options: ServeOptions, *, progress: Progress = silent) ->
     engine = Engine(
         model, context, slots=options.slots + kept, cache_dtype=cache, draft=draft, draft_tokens=options.draft_tokens
     )
+    grammars = Grammars(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
     chats, texts = (
-        PromptReader(path, model.config, tokenizer, given, template=options.template, max_tokens=engine.length)
+        PromptReader(
+            path, model.config, tokenizer, given, template=options.template, max_tokens=engine.length, grammars=grammars
+        )
         for given in ({}, {"max_new_tokens": _TEXT_TOKENS})
     )
     worker = Worker(engine, tokenizer, most_jobs=options.slots + options.waiting, running=options.slots)
     vocabulary = model.config.vocab_size
     name = path.resolve().name if options.name is None else options.name
-    return Served(name, worker, tokenizer, chats, texts, engine.length, vocabulary, _BODY_BYTES, _BODY_SECONDS)
+    return Served(
+        name, worker, tokenizer, chats, texts, grammars, engine.length, vocabulary, _BODY_BYTES, _BODY_SECONDS
+    )
 
 
 def serve(found: Served, options: ServeOptions, began: Callable[[str], None]) -> None:

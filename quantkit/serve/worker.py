@@ -151,15 +151,16 @@ class Worker:
                 self._end(job)
                 self._deliver(job, error)
         for job in [one for one in self._jobs if one.cancelled]:
-            for one in job.readers:
-                if one.finish_reason is None:
-                    self._scheduler.end(one)
-            self._end(job)
+            self._give_up(job)
         if not self._scheduler.busy:
             return
         for one in self._scheduler.step():
             if (owner := self._of.get(one)) is not None:
-                self._read(owner, one)
+                try:
+                    self._read(owner, one)
+                except QuantkitError as error:  # of this continuation alone
+                    self._give_up(owner)
+                    self._deliver(owner, error)
 
     def _read(self, job: Job, one: Generation) -> None:
         reader = job.readers[one]
@@ -175,10 +176,17 @@ class Worker:
         text, tokens = "".join(reader.pieces[pieces:]), one.tokens[before : reader.tokens]
         self._deliver(job, Delta(one.sample, text, tokens, logprobs, completion))
         if completion is not None:
-            del self._of[one]
+            del self._of[one], job.readers[one]  # and so what restricts it
             job.left -= 1
             if not job.left:
                 self._end(job)
+
+    def _give_up(self, job: Job) -> None:
+        """End the continuations of a job that still run."""
+        for one in job.readers:
+            if one.finish_reason is None:
+                self._scheduler.end(one)
+        self._end(job)
 
     def _end(self, job: Job) -> None:
         with self._changed:

@@ -327,6 +327,7 @@ def test_an_id_comes_back_as_it_was_written(demo_model: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "line", "reported"),
     [
+        ("", {"response_format": {"type": "json_object"}}, "in:2: {grammars}; leave out 'response_format'"),
         ("--echo --logprobs 1", {}, "{}; leave out --echo"),
         ("--echo", {"logprobs": 1}, "in:2: {}; leave out 'logprobs'"),
         ("--logprobs 1", {"echo": True}, "in:2: {}; leave out 'echo'"),
@@ -342,7 +343,8 @@ def test_what_xla_does_not_give_is_reported_before_the_model_is_loaded(
     command = ("generate", demo_model, "--prompts", prompts, "--output", tmp_path / "out", "--backend", "xla")
     code, out, err = run(capfd, *command, *options.split())
     assert (code, out) == (2, "")
-    reported = reported.format("log-probabilities of prompts are not given through XLA")
+    grammars = "answers are not restricted through XLA"
+    reported = reported.format("log-probabilities of prompts are not given through XLA", grammars=grammars)
     assert err.removeprefix("quantkit: error: ").removeprefix(f"{tmp_path}/") == f"{reported}\n"
 
 

@@ -120,6 +120,20 @@ def test_a_request_may_spell_out_defaults(model: Path, tmp_path: Path) -> None:
     assert answers(model, tmp_path, "plain", plain) == answers(model, tmp_path, "same", same)
 
 
+def test_answers_have_the_requested_format(model: Path, tmp_path: Path) -> None:
+    schema = {"type": "string", "pattern": "^[ab]{2}$"}
+    form = {"type": "json_schema", "json_schema": {"name": "pair", "schema": schema}}
+    lines = [
+        request("a", messages=CHAT, max_tokens=60, response_format=form),
+        {"prompt": "The", "max_new_tokens": 60, "response_format": form},
+        {"prompt": "The", "max_new_tokens": 3, "response_format": {"type": "text"}},
+    ]
+    first, second, third = answers(model, tmp_path, "in", *lines)
+    for text in (first["response"]["body"]["choices"][0]["message"]["content"], second["text"]):
+        assert json.loads(text) in ("aa", "ab", "ba", "bb")
+    assert third["text"] == answers(model, tmp_path, "plain", {"prompt": "The", "max_new_tokens": 3})[0]["text"]
+
+
 def test_an_interrupted_run_of_requests_goes_on(model: Path, tmp_path: Path) -> None:
     whole = answers(model, tmp_path, "whole", *REQUESTS)
     prompts = written(tmp_path / "prompts.jsonl", *REQUESTS)
@@ -140,6 +154,7 @@ def test_an_interrupted_run_of_requests_goes_on(model: Path, tmp_path: Path) -> 
     ("line", "words"),
     [
         (request("a", messages=CHAT, tools=[{}]), "'tools' in 'body' is not supported for /v1/chat/completions"),
+        (request("a", messages=CHAT, response_format={"type": "xml"}), "'response_format' is not known"),
         (request("a", messages=CHAT, frequency_penalty=0.5), "'frequency_penalty' in 'body' is not supported"),
         (request("a", messages=CHAT, stream=True), "'stream' in 'body' is not supported"),
         (request("a", messages=CHAT, prompt="x"), "'prompt' in 'body' is not supported"),

@@ -10,6 +10,7 @@ from openai import OpenAI
 from served import TEMPLATE, started
 
 import quantkit
+from quantkit.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -36,5 +37,15 @@ def address(model: Path, template: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def client(address: str) -> OpenAI:
-    return OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+def client(address: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def loaded_tokens(model: Path) -> dict[str, int]:
+    """The token of each text that is one token's, by the bytes of the tokens."""
+    tokenizer = load_tokenizer(model)
+    assert tokenizer.token_bytes is not None
+    found = {token: tokenizer.token_bytes.of(token) for token in range(tokenizer.vocab_size)}
+    return {data.decode(errors="replace"): token for token, data in found.items() if data}

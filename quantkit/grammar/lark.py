@@ -1,0 +1,25 @@
+"""Grammars as text, in llguidance's variant of Lark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+HEAD = '%llguidance {"no_forcing": true}\n'
+"""Of each grammar: the model chooses among all tokens of what must follow."""
+
+_JSON_OPTIONS = {
+    "whitespace_pattern": r" |\r?\n[ \t]{0,40}",  # some models write nothing else once they have begun
+    "json_allowed_escapes": 'nrbtf\\"',  # else a key that is taken could be spelled in another way
+}
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """A checked schema as a rule of a grammar."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """A grammar of the JSON values that satisfy a checked schema."""
+    return f"start: {json_rule(schema)}\n"

@@ -1,0 +1,45 @@
+"""``response_format`` of OpenAI's API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from quantkit.arguments import as_string, require_flags
+from quantkit.errors import RequestError
+from quantkit.grammar.lark import json_grammar
+from quantkit.grammar.schema import checked_schema
+from quantkit.json_values import shown
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}", re.ASCII)
+_KEYS = {"name", "schema", "strict", "description"}
+_EXPECTED = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
+
+
+def response_grammar(given: object) -> str | None:
+    """The grammar of the answers that a ``response_format`` allows, for `Grammars`; None where that is any text. Raises
+    `RequestError` for one that is invalid or not supported."""
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or kind not in ("text", "json_object", "json_schema"):
+        expected = "an object with the type text, json_object or json_schema"
+        raise RequestError("'response_format' is not known", found=shown(given), expected=expected)
+    if unknown := given.keys() - ({"type", "json_schema"} if kind == "json_schema" else {"type"}):
+        raise RequestError(f"unknown key {shown(min(unknown))} in 'response_format'", expected=_EXPECTED)
+    if kind != "json_schema":
+        return None if kind == "text" else json_grammar({"type": "object"})
+    return json_grammar(checked_schema(_schema(given.get("json_schema"))))
+
+
+def _schema(described: Any) -> Any:
+    if not isinstance(described, Mapping):
+        raise RequestError("'json_schema' is of the wrong type", found=shown(described), expected=_EXPECTED)
+    if unknown := described.keys() - _KEYS:
+        raise RequestError(f"unknown key {shown(min(unknown))} in 'json_schema'", expected=", ".join(sorted(_KEYS)))
+    if not _NAME.fullmatch(as_string("json_schema.name", described.get("name"))):
+        expected = "up to 64 letters, digits, _ and -"
+        raise RequestError("'json_schema.name' is not possible", found=shown(described["name"]), expected=expected)
+    require_flags(**{"json_schema.strict": described.get("strict") or False})
+    if described.get("schema") is None:
+        raise RequestError("'schema' is missing in 'json_schema'", expected=_EXPECTED)
+    return described["schema"]
