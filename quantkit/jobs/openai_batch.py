@@ -21,8 +21,7 @@ _OF_URL = {
 }
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _DEFAULTS: dict[str, object] = {
-    "stream": False, "frequency_penalty": 0, "presence_penalty": 0, "modalities": ["text"],
-    "tools": [], "best_of": 1,
+    "stream": False, "modalities": ["text"], "tools": [], "best_of": 1
 }  # fmt: skip
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 

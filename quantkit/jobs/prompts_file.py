@@ -9,7 +9,8 @@ Each line is an object with one of
 and may have
 
     id           any JSON, which comes with the result
-    max_new_tokens, stop, n, logprobs, echo, temperature, top_p, top_k, min_p, repetition_penalty, logit_bias, seed
+    max_new_tokens, stop, n, logprobs, echo, temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty,
+    frequency_penalty, logit_bias, seed
                  how it is continued, in place of the options for all lines
     draft_tokens how many tokens are proposed at a time at most; 0 to 15
     response_format

@@ -41,7 +41,8 @@ def generate(
         ids: the token ids of the prompt, in a list or a tensor [T] or [1, T]; not empty. `quantkit.stream` takes and
             returns text instead.
         max_new_tokens: the maximum number of new tokens.
-        sampling: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `logit_bias` and `seed`, see
+        sampling: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `presence_penalty`,
+            `frequency_penalty`, `logit_bias` and `seed`, see
             `quantkit.SamplingParams`; greedy by default. Processes that share the model draw the same tokens.
 
     Returns:

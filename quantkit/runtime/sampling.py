@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, RequestError
 from quantkit.model.device import host_copy
 from quantkit.runtime.constraint import Constraint, ConstraintFactory
 from quantkit.runtime.sampling_params import SamplingParams
@@ -42,6 +42,9 @@ class Sampler:
         self.params = same_seed(params, group)
         self._generator = generator_of(self.params, device) if params.temperature > 0 else None
         self._seen: Tensor | None = None
+        self._counts: Tensor | None = None
+        if params.needs_counts:
+            self._counts = torch.zeros(1, vocab_size, device=device)
         if params.needs_seen_tokens:
             self._seen = torch.zeros(1, vocab_size, dtype=torch.bool, device=device)
             self._seen[0, list(prompt)] = True
@@ -65,9 +68,11 @@ class Sampler:
     def _draw(self, logits: Tensor) -> Tensor:
         if self.params.likeliest_only:
             return logits.argmax(-1)
-        token = sample(logits, self.params, self._generator, self._seen)[0]
+        token = sample(logits, self.params, self._generator, self._seen, self._counts)[0]
         if self._seen is not None:
             self._seen[0, token] = True
+        if self._counts is not None:
+            self._counts[0, token] += 1
         return token
 
     def guesses(self) -> Callable[[Tensor], int]:
@@ -100,29 +105,44 @@ def same_seed(params: SamplingParams, group: ProcessGroup) -> SamplingParams:
 
 
 def sample(
-    logits: Tensor, params: SamplingParams, generator: torch.Generator | None, seen: Tensor | None = None
-) -> Tensor:
-    """Draw one token per row: logits [B, V] to token ids [B, 1]. A repetition penalty needs `seen`: which tokens each
-    sequence already contains, bool [B, V]."""
+    logits: Tensor, params: SamplingParams, generator: torch.Generator | None, seen: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Draw one token per row: logits [B, V] to token ids [B, 1]; `seen` and `counts` are as for `adjusted`."""
     if params.temperature == 0:
-        return adjusted(logits, params, seen).argmax(-1, keepdim=True)
-    return torch.multinomial(probabilities(logits, params, seen), 1, generator=generator)
+        return adjusted(logits, params, seen, counts).argmax(-1, keepdim=True)
+    return torch.multinomial(probabilities(logits, params, seen, counts), 1, generator=generator)
 
 
-def adjusted(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
-    """Logits [B, V] after the options that change logits, such as a bias; the same tensor if none is set. Raises
-    `RequestError` if an option names a token outside the vocabulary."""
+def adjusted(
+    logits: Tensor, params: SamplingParams, seen: Tensor | None = None, counts: Tensor | None = None
+) -> Tensor:
+    """Logits [B, V] after the options that change logits, such as a bias; the same tensor if none is set.
+
+    Args:
+        seen: which tokens each sequence already contains, bool [B, V]; for a repetition penalty.
+        counts: how often each token is among the new ones of its sequence, [B, V]; for the other penalties.
+
+    Raises:
+        RequestError: if an option names a token outside the vocabulary, or needs what is not given.
+    """
     params.require_vocabulary(logits.shape[-1])
+    past = {"seen": seen, "counts": counts}
     for option in params.active:
         if option.adjust is not None:
+            if option.past is not None and past[option.past] is None:
+                raise RequestError(f"{option.name} is not supported here", hint="leave it out")
             # In float32: float16 may not hold the result.
-            logits = option.adjust(torch, logits.float(), getattr(params, option.name), seen)
+            logits = option.adjust(torch, logits.float(), getattr(params, option.name), past.get(option.past or ""))
     return logits
 
 
-def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
-    """The probabilities to draw with, float32 [B, V], from logits [B, V]; one-hot at temperature 0."""
-    logits = adjusted(logits, params, seen)
+def probabilities(
+    logits: Tensor, params: SamplingParams, seen: Tensor | None = None, counts: Tensor | None = None
+) -> Tensor:
+    """The probabilities to draw with, float32 [B, V], from logits [B, V]; one-hot at temperature 0. `seen` and `counts`
+    are as for `adjusted`."""
+    logits = adjusted(logits, params, seen, counts)
     if params.temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     wide = logits.float()

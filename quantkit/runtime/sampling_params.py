@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from quantkit.arguments import as_integer, as_number, as_seed, wrong_type
 from quantkit.errors import RequestError
@@ -28,6 +28,8 @@ class SamplingOptions(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     logit_bias: Mapping[int, float]
+    presence_penalty: float
+    frequency_penalty: float
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class SamplingParams:
             multiplied where negative (1909.05858); 1 does nothing; 0.01 to 100.
         logit_bias: added to the logits of tokens, by token id; -10000 to 10000, of which 100 mostly forces or forbids
             a token.
+        presence_penalty: subtracted from the logits of tokens that are among the new ones, as in OpenAI's API; -2 to 2.
+        frequency_penalty: the same for each time that a token is among the new ones.
 
     Raises:
         RequestError: for a value of the wrong type or out of range, or a seed that does not fit 64 bits.
@@ -58,6 +62,8 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         for option in OPTIONS:
@@ -71,7 +77,12 @@ class SamplingParams:
     @cached_property
     def needs_seen_tokens(self) -> bool:
         """Whether an option depends on the tokens that the text already contains."""
-        return any(option.needs_seen_tokens for option in self.active)
+        return any(option.past == "seen" for option in self.active)
+
+    @cached_property
+    def needs_counts(self) -> bool:
+        """Whether an option depends on how often each token is among the new ones."""
+        return any(option.past == "counts" for option in self.active)
 
     @cached_property
     def likeliest_only(self) -> bool:
@@ -143,9 +154,10 @@ class Option:
         validate: the value that a name and an argument stand for; raises `RequestError`.
         help: on the command line.
         type: of its value on the command line; None where it is no option of both ``generate`` and ``chat``.
-        adjust: changes logits. Called with ``torch`` or ``jax.numpy``, float32 logits [..., V], the value, and which
-            tokens the text already contains, bool [..., V].
-        needs_seen_tokens: whether `adjust` uses these.
+        adjust: changes logits. Called with ``torch`` or ``jax.numpy``, float32 logits [..., V], the value, and what
+            `past` names, else None.
+        past: what `adjust` uses: ``seen``, which tokens prompt and new text contain, bool [..., V]; or ``counts``, how
+            often the new text alone contains each, numbers [..., V].
         row: the value as an array [V] for XLA, given the vocabulary size; None where it is a number.
         drops: which tokens are not drawn. Called with ``torch`` or ``jax.numpy``, probabilities in falling order
             [..., V], their ranks from 0, and the value.
@@ -157,7 +169,7 @@ class Option:
     help: str
     type: type | None = None
     adjust: Callable[[Any, Any, Any, Any], Any] | None = None
-    needs_seen_tokens: bool = False
+    past: Literal["seen", "counts"] | None = None
     row: Callable[[Any, int], list[float]] | None = None
     drops: Callable[[Any, Any, Any, Any], Any] | None = None
     keep: Callable[[Any, Any], Any] | None = None
@@ -172,7 +184,17 @@ OPTIONS = (
     Option(
         "repetition_penalty", _number(lambda x: 0.01 <= x <= 100, "lie in [0.01, 100]"),
         "Lower the logits of tokens that the text already contains; 1 does nothing.", float,
-        adjust=_penalize, needs_seen_tokens=True,
+        adjust=_penalize, past="seen",
+    ),
+    Option(
+        "presence_penalty", _number(lambda x: -2 <= x <= 2, "lie in [-2, 2]"),
+        "Subtract this from the logits of tokens that the new text contains.", float,
+        adjust=lambda xp, logits, penalty, counts: logits - penalty * (counts > 0), past="counts",
+    ),
+    Option(
+        "frequency_penalty", _number(lambda x: -2 <= x <= 2, "lie in [-2, 2]"),
+        "Subtract this from the logits of tokens for each time that the new text contains them.", float,
+        adjust=lambda xp, logits, penalty, counts: logits - penalty * counts, past="counts",
     ),
     Option(
         "temperature", _number(lambda x: 0 <= x < math.inf, "be finite and not negative"),

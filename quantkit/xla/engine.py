@@ -140,7 +140,7 @@ class CachedBatch:
 
     def __init__(
         self, model: XlaModel, tokens: Array, lengths: Array, counts: Array, capacity: int, *,
-        sampling: Sampling | None = None, penalized: bool = False, logprobs: int | None = None,
+        sampling: Sampling | None = None, penalized: bool = False, counted: bool = False, logprobs: int | None = None,
     ) -> None:  # fmt: skip
         """Run the prompts.
 
@@ -151,6 +151,7 @@ class CachedBatch:
             capacity: positions that the cache has.
             sampling: how tokens are drawn; None takes the likeliest.
             penalized: whether tokens that a sequence holds already have a penalty.
+            counted: whether new tokens have one, for each time or all together.
             logprobs: also return log-probabilities, with this many of the likeliest tokens.
 
         Raises:
@@ -171,6 +172,8 @@ class CachedBatch:
             for row, length in enumerate(lengths):
                 seen[row, tokens[row, :length]] = True
             self._rows = self._rows._replace(seen=seen)
+        if counted:
+            self._rows = self._rows._replace(counts=np.zeros((len(tokens), model.config.vocab_size), np.int32))
         shape = cache_shape(model.split, tokens.shape[0], capacity)
         layers = range(model.config.num_layers)
         with enough_memory(None):
@@ -288,14 +291,15 @@ def cached_batch(model: XlaModel, texts: Sequence[Continuation], rows: int) -> C
         tokens[row, : len(one.request.prompt)] = one.request.prompt
     counts = np.array([*(one.request.max_new_tokens for one in texts), *[0] * idle])
     params = [*(one.sampling for one in texts), *[SamplingParams()] * idle]
-    penalized = any(one.needs_seen_tokens for one in params)
+    penalized, counted = any(one.needs_seen_tokens for one in params), any(one.needs_counts for one in params)
     sampling = None
     if not all(one.likeliest_only for one in params):
         sampling = Sampling.of(params, _shared_seeds(params), model.config.vocab_size)
     requested = [one.request.logprobs for one in texts if one.request.logprobs is not None]
     return CachedBatch(
         model, tokens, lengths, counts, bucket(max(padded, int((lengths + counts).max()))), sampling=sampling,
-        penalized=penalized, logprobs=min(max(requested), model.config.vocab_size) if requested else None,
+        penalized=penalized, counted=counted,
+        logprobs=min(max(requested), model.config.vocab_size) if requested else None,
     )  # fmt: skip
 
 

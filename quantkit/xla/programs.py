@@ -46,11 +46,13 @@ class Rows(NamedTuple):
         positions: [B], where each sequence's next token goes.
         left: [B], tokens that may still be drawn for each; 0 where a sequence has ended, or a row has none.
         seen: bool [B, V], which tokens each sequence holds already; None where none is penalized for that.
+        counts: int32 [B, V], how often each token is among a sequence's new ones; None where that matters to none.
     """
 
     positions: Any
     left: Any
     seen: Any = None
+    counts: Any = None
 
 
 class Drawn(NamedTuple):
@@ -158,7 +160,7 @@ def _next(
     A sequence that has ended, or a row that has none, draws too, since all rows are computed; its tokens are dropped.
     """
     active = rows.left > 0
-    tokens = sample(logits, sampling, rows.positions, rows.seen)
+    tokens = sample(logits, sampling, rows.positions, rows.seen, rows.counts)
     drawn = Drawn(jnp.where(active, tokens, NO_TOKEN), jnp.isfinite(logits).all(-1) | ~active)
     if logprobs is not None:
         all_ = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
@@ -166,32 +168,42 @@ def _next(
         likeliest, top = lax.top_k(all_, logprobs)
         drawn = drawn._replace(logprobs=chosen, top=top, top_logprobs=likeliest)
     ended = (tokens[:, None] == ends).any(-1)
-    seen = rows.seen
+    seen, counts, places = rows.seen, rows.counts, (jnp.arange(len(tokens)), tokens)
     if seen is not None:
-        seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
-    return drawn, Rows(rows.positions, jnp.where(active & ~ended, rows.left - 1, 0), seen), tokens
+        seen = seen.at[places].set(True)
+    if counts is not None:
+        counts = counts.at[places].add(1)
+    return drawn, Rows(rows.positions, jnp.where(active & ~ended, rows.left - 1, 0), seen, counts), tokens
 
 
-def sample(logits: jax.Array, sampling: Sampling | None, positions: jax.Array, seen: jax.Array | None) -> jax.Array:
+def sample(
+    logits: jax.Array, sampling: Sampling | None, positions: jax.Array, seen: jax.Array | None,
+    counts: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """A token for each sequence, [B, V] to [B].
 
     Args:
         sampling: None takes the likeliest.
         positions: where the tokens go, [B]. What is drawn for a sequence depends on its key and on its position alone.
         seen: which tokens each sequence already contains, bool [B, V]; None if no option needs it.
+        counts: how often each token is among its new ones, [B, V]; None if no option needs it.
     """
     if sampling is None:
         return logits.argmax(-1)
-    return jax.vmap(_sample_one)(logits.astype(jnp.float32), sampling.keys, positions, sampling.values, seen)
+    past = {"seen": seen, "counts": counts}
+    return jax.vmap(_sample_one)(logits.astype(jnp.float32), sampling.keys, positions, sampling.values, past)
 
 
 def _sample_one(
-    logits: jax.Array, key: jax.Array, position: jax.Array, values: dict[str, jax.Array], seen: jax.Array | None
-) -> jax.Array:
-    """A token of one sequence, from logits [V]."""
+    logits: jax.Array, key: jax.Array, position: jax.Array, values: dict[str, jax.Array],
+    past: dict[str, jax.Array | None],
+) -> jax.Array:  # fmt: skip
+    """A token of one sequence, from logits [V]; `past` is as `Option` describes it."""
     for option in OPTIONS:
-        if option.adjust is not None and option.name in values and not (option.needs_seen_tokens and seen is None):
-            logits = option.adjust(jnp, logits, values[option.name], seen)
+        if option.adjust is not None and option.name in values:
+            needed = None if option.past is None else past[option.past]
+            if option.past is None or needed is not None:
+                logits = option.adjust(jnp, logits, values[option.name], needed)
     temperature = values["temperature"]
     scaled = (logits - logits.max()) / jnp.maximum(temperature, _MIN_TEMPERATURE)
     ranked, order = jax.lax.top_k(scaled, scaled.shape[0])

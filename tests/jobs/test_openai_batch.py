@@ -155,7 +155,7 @@ def test_an_interrupted_run_of_requests_goes_on(model: Path, tmp_path: Path) -> 
     [
         (request("a", messages=CHAT, tools=[{}]), "'tools' in 'body' is not supported for /v1/chat/completions"),
         (request("a", messages=CHAT, response_format={"type": "xml"}), "'response_format' is not known"),
-        (request("a", messages=CHAT, frequency_penalty=0.5), "'frequency_penalty' in 'body' is not supported"),
+        (request("a", messages=CHAT, frequency_penalty=2.5), "frequency_penalty must lie in [-2, 2]"),
         (request("a", messages=CHAT, stream=True), "'stream' in 'body' is not supported"),
         (request("a", messages=CHAT, prompt="x"), "'prompt' in 'body' is not supported"),
         (request("a", messages=CHAT, top_logprobs=2), "'top_logprobs' goes with 'logprobs'"),

@@ -15,7 +15,7 @@ import quantkit
 from quantkit.errors import NonFiniteError, RequestError
 from quantkit.model.decoder import Decoder
 from quantkit.model.load import load_model
-from quantkit.runtime.sampling import adjusted, generator_of, probabilities, sample
+from quantkit.runtime.sampling import Sampler, adjusted, generator_of, probabilities, sample
 from quantkit.runtime.sampling_params import OPTIONS, Option, SamplingParams
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1])
@@ -118,6 +118,24 @@ def test_tokens_that_a_text_holds_are_penalized() -> None:
     assert sample(logits, params, torch.Generator(), seen).tolist() == [[1], [0]]
 
 
+def test_new_tokens_are_penalized_once_and_for_each_time() -> None:
+    """By OpenAI's formula: the count times one penalty, and the other where it is above zero."""
+    logits, counts = torch.tensor([[2.0, 1.5, -1.0]]), torch.tensor([[2.0, 0.0, 1.0]])
+    both = SamplingParams(presence_penalty=0.5, frequency_penalty=-0.25)
+    assert adjusted(logits, both, counts=counts).tolist() == [[2.0, 1.5, -1.25]]
+    assert adjusted(logits, SamplingParams(frequency_penalty=2.0), counts=counts).tolist() == [[-2.0, 1.5, -3.0]]
+    with pytest.raises(RequestError, match="presence_penalty is not supported here"):
+        adjusted(logits, both)
+
+
+def test_a_sampler_counts_new_tokens_alone() -> None:
+    logits = torch.tensor([[2.0, 1.5, -1.0]])
+    often = Sampler(SamplingParams(frequency_penalty=0.4), [0, 0, 0], 3, torch.device("cpu"))
+    assert [int(often.draw(logits)) for _ in range(6)] == [0, 0, 1, 0, 1, 0]
+    once = Sampler(SamplingParams(presence_penalty=0.6), [1, 1], 3, torch.device("cpu"))
+    assert [int(once.draw(logits)) for _ in range(4)] == [0, 1, 0, 0]
+
+
 def test_a_bias_forbids_and_forces_tokens() -> None:
     logits = torch.tensor([[2.0, 1.5, -1.0]]).bfloat16()
     assert sample(logits, SamplingParams(logit_bias={0: -100.0}), torch.Generator()).tolist() == [[1]]
@@ -133,7 +151,8 @@ def test_a_bias_forbids_and_forces_tokens() -> None:
     "wrong", [{"top_k": -1}, {"min_p": -0.1}, {"min_p": 1.1}, {"min_p": float("nan")}, {"repetition_penalty": 0.0},
               {"repetition_penalty": float("inf")}, {"logit_bias": {0: float("nan")}}, {"temperature": float("inf")},
               {"repetition_penalty": 1e-300}, {"repetition_penalty": 101}, {"logit_bias": {0: 1e300}},
-              {"logit_bias": {0: 1.0, 1: -10001}}],
+              {"logit_bias": {0: 1.0, 1: -10001}},
+              {"presence_penalty": 2.1}, {"frequency_penalty": -2.1}, {"presence_penalty": float("nan")}],
     ids=str,
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:

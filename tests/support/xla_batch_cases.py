@@ -41,6 +41,7 @@ OPTIONS = (
     ([0.3, 0.05, 0.5, 0.15], SamplingParams(1.0, top_k=3, top_p=0.6, min_p=0.5)),
     ([0.3, 0.05, 0.5, 0.15], SamplingParams(1.0, top_k=2, logit_bias={1: 3.0, 2: -1.0})),
     ([0.3, 0.05, 0.5, 0.15], SamplingParams(1.0, repetition_penalty=2.0)),
+    ([0.3, 0.05, 0.5, 0.15], SamplingParams(1.0, presence_penalty=0.5, frequency_penalty=0.75)),
     ([0.3, 0.05, 0.5, 0.15], SamplingParams()),
     ([0.3, 0.05, 0.5, 0.15], SamplingParams(1e300, top_k=10**30, repetition_penalty=100.0)),
     ([0.3, 0.05, 0.5, 0.15], SamplingParams(1e-30, top_p=5e-324, logit_bias={1: 1e4, 2: -1e4})),
@@ -170,7 +171,8 @@ def stopped(model: XlaModel, prompts: list[list[int]]) -> Any:
 def options(eager: Decoder, model: XlaModel, prompts: list[list[int]]) -> list[list[list[int]]]:
     """The same greedy texts by both: as they are, with a bias, and with a penalty."""
     found = []
-    for more in ({}, {"logit_bias": {3: 2.0, 5: -9.0}}, {"repetition_penalty": 1.5}):
+    penalties = {"presence_penalty": 0.4, "frequency_penalty": 0.3}
+    for more in ({}, {"logit_bias": {3: 2.0, 5: -9.0}}, {"repetition_penalty": 1.5}, penalties):
         requested: dict[str, Any] = {"max_new_tokens": 8, **more}
         texts = [generate_batch(one, prompts[4:], **requested) for one in (eager, model)]
         found.append([[one.token_ids for one in given] for given in texts])
@@ -205,14 +207,18 @@ def broken(model: XlaModel, prompts: list[list[int]]) -> str:
 def frequencies(weights: list[float], params: SamplingParams) -> tuple[list[float], list[float]]:
     """How often each of four tokens is drawn in 4000 rows, and the probabilities that torch has for them.
 
-    With a penalty, the text holds the third.
+    With a penalty, the text holds the third, twice among the new tokens.
     """
     logits = np.log(np.array(weights, np.float32)) if any(weights) else np.zeros(4, np.float32)
     held, count = np.array([False, False, True, False]), 4000
-    expected = probabilities(torch.from_numpy(logits)[None], params, torch.from_numpy(held)[None])[0]
+    often = np.array([0, 0, 2, 0], np.int32)
+    expected = probabilities(
+        torch.from_numpy(logits)[None], params, torch.from_numpy(held)[None], torch.from_numpy(often)[None]
+    )[0]
     drawn = jax.jit(sample)(
         np.broadcast_to(logits, (count, 4)), Sampling.of([params] * count, range(count), 4),
         np.zeros(count, np.int32), np.broadcast_to(held, (count, 4)) if params.repetition_penalty != 1 else None,
+        np.broadcast_to(often, (count, 4)) if params.needs_counts else None,
     )  # fmt: skip
     return (np.bincount(np.asarray(drawn), minlength=4) / count).tolist(), expected.tolist()
 
