@@ -47,8 +47,9 @@ _KEY = "QUANTKIT_API_KEY"
 def serve(path: Path, **given: Any) -> None:
     """Serve the model in PATH with OpenAI's API.
 
-    Paths: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /metrics. Answers are
-    those of `quantkit generate`. Ctrl-C or SIGTERM lets running requests end, for half a minute at most.
+    Paths: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /metrics; / is a page to
+    chat with it. Answers are those of `quantkit generate`. Ctrl-C or SIGTERM lets running requests end, for half a
+    minute at most.
     """
     require_models(path, given["draft"])
 
@@ -58,4 +59,9 @@ def serve(path: Path, **given: Any) -> None:
     requested = ServeOptions(**given)
     with ProgressDisplay() as progress:
         found = served(path, requested, progress=progress)
-    job(found, requested, lambda address: mention(f"serving {found.name} at {address}/v1; Ctrl-C ends it"))
+
+    def began(address: str) -> None:
+        mention(f"serving {found.name} at {address}/v1; Ctrl-C ends it")
+        mention(f"chat with it in a browser: {address}/")
+
+    job(found, requested, began)

@@ -83,7 +83,7 @@ class Sampler:
             generator = generator.clone_state()
 
         def guess(logits: Tensor) -> int:
-            return int(sample(logits.nan_to_num(), params, generator, self._seen))
+            return int(sample(logits.nan_to_num(), params, generator, self._seen, self._counts))
 
         return guess
 

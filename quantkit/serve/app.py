@@ -1,4 +1,4 @@
-"""The server's paths: OpenAI's chat completions, completions and models, tokens of texts, health and metrics."""
+"""The server's paths: OpenAI's chat completions, completions and models, tokens of texts, health, metrics and page."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from quantkit.runtime.request import Completion
 from quantkit.serve.answers import Answer, error_of, failed, now
 from quantkit.serve.guard import Guard
 from quantkit.serve.metrics import Metrics
+from quantkit.serve.page.routes import FILES, page_routes
 from quantkit.serve.worker import Delta, Job, Worker
 from quantkit.text.tokenizer import Tokenizer
 
@@ -46,6 +47,7 @@ class Served:
         chats, texts: make prompts of requests for answers to messages and for continuations.
         grammars: what the model's answers may have to follow.
         context, vocabulary: tokens of a sequence, and those that the model knows.
+        about: what its folder states about it; see `quantkit.serve.about`.
         body_bytes, body_seconds: what a request's body may have, and take.
     """
 
@@ -57,6 +59,7 @@ class Served:
     grammars: Grammars
     context: int
     vocabulary: int
+    about: Mapping[str, Any]
     body_bytes: int
     body_seconds: float
 
@@ -65,7 +68,7 @@ def application(served: Served, *, api_key: str | None, hosts: frozenset[str] | 
     """The ASGI application.
 
     Args:
-        api_key: that requests must have, but for the health; None for none.
+        api_key: that requests must have, but for the health and the files of the page; None for none.
         hosts: the names that requests may have for this server; None for any.
     """
     paths = _Paths(served, Metrics(served.worker))
@@ -78,6 +81,7 @@ def application(served: Served, *, api_key: str | None, hosts: frozenset[str] | 
         Route("/tokenize", paths.answered(paths.tokenize), methods=["POST"]),
         Route("/detokenize", paths.answered(paths.detokenize), methods=["POST"]),
         Route("/metrics", paths.metrics),
+        *page_routes(),
     ]
 
     @asynccontextmanager
@@ -86,7 +90,7 @@ def application(served: Served, *, api_key: str | None, hosts: frozenset[str] | 
         await asyncio.to_thread(served.worker.stop)
 
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
-    return Guard(app, api_key, hosts, open_paths=frozenset({"/health"}))
+    return Guard(app, api_key, hosts, open_paths=frozenset({"/health", *FILES}))
 
 
 class _Paths:
@@ -262,7 +266,7 @@ class _Paths:
         served = self._served
         return {
             "id": served.name, "object": "model", "created": self._created, "owned_by": "quantkit",
-            "max_model_len": served.context,
+            "max_model_len": served.context, "quantkit": served.about,
         }  # fmt: skip
 
     def _unknown_model(self, name: str) -> Response:

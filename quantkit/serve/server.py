@@ -25,6 +25,7 @@ from quantkit.progress import Progress, silent
 from quantkit.runtime.chat_session import conversation_length
 from quantkit.runtime.engine import Engine
 from quantkit.serve import KEPT, PORT, SLOTS, WAITING, require_packages
+from quantkit.serve.about import about
 from quantkit.serve.worker import Worker
 from quantkit.tensors.dtypes import FloatName
 
@@ -136,8 +137,9 @@ def served(path: Path, options: ServeOptions, *, progress: Progress = silent) ->
     vocabulary = model.config.vocab_size
     name = path.resolve().name if options.name is None else options.name
     return Served(
-        name, worker, tokenizer, chats, texts, grammars, engine.length, vocabulary, _BODY_BYTES, _BODY_SECONDS
-    )
+        name, worker, tokenizer, chats, texts, grammars, engine.length, vocabulary, about(path, options.weights),
+        _BODY_BYTES, _BODY_SECONDS,
+    )  # fmt: skip
 
 
 def serve(found: Served, options: ServeOptions, began: Callable[[str], None]) -> None:

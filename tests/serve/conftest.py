@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from openai import OpenAI
-from served import TEMPLATE, started
+from served import KEY, TEMPLATE, started
 
 import quantkit
 from quantkit.text.tokenizer import load_tokenizer
@@ -49,3 +49,11 @@ def loaded_tokens(model: Path) -> dict[str, int]:
     assert tokenizer.token_bytes is not None
     found = {token: tokenizer.token_bytes.of(token) for token in range(tokenizer.vocab_size)}
     return {data.decode(errors="replace"): token for token, data in found.items() if data}
+
+
+@pytest.fixture(scope="session")
+def keyed(model: Path, template: Path) -> Iterator[tuple[str, str]]:
+    """The address of a server that needs a key, and what the command prints after it."""
+    with started(model, "--template", template, "--api-key", KEY, "--context", "128") as (process, found):
+        assert process.stdout is not None
+        yield found, process.stdout.readline()

@@ -7,12 +7,16 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+_KEYS = {"Tab": (9, ""), "Enter": (13, "\r"), "Escape": (27, "")}
+"""The codes of keys that the browser acts on itself, and their characters."""
+_SHIFT = 8
 
 
 def executable() -> str | None:
@@ -47,13 +51,13 @@ class Page:
                 assert "error" not in reported, reported["error"]
                 return reported["result"]
 
-    def open(self, path: Path, *, width: int, height: int = 740, dark: bool = False, phone: bool = False) -> None:
-        """Load a file in a window of that size."""
+    def open(self, page: Path | str, *, width: int, height: int = 740, dark: bool = False, phone: bool = False) -> None:
+        """Load a file, or an address, in a window of that size."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
         self._loaded = False
-        self.send("Page.navigate", url=path.resolve().as_uri())
+        self.send("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while not self._loaded:
             self._reported()
 
@@ -72,9 +76,22 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
 
-    def press(self, key: str) -> None:
-        for kind in ("keyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+    def press(self, key: str, *, shift: bool = False) -> None:
+        code, text = _KEYS.get(key, (0, ""))
+        given = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": _SHIFT * shift}
+        self.send("Input.dispatchKeyEvent", type="keyDown", text=text, **given)
+        self.send("Input.dispatchKeyEvent", type="keyUp", **given)
+
+    def write(self, text: str) -> None:
+        """Type where the focus is."""
+        self.send("Input.insertText", text=text)
+
+    def wait(self, expression: str, seconds: float = 60) -> None:
+        """Until JavaScript gives a true value."""
+        deadline = time.monotonic() + seconds
+        while not self.value(f"!!({expression})"):
+            assert time.monotonic() < deadline, f"not true after {seconds} seconds: {expression}"
+            time.sleep(0.02)
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
         shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)

@@ -1,0 +1,1 @@
+"""The server's page: a chat in the browser, and what the model's folder states about it."""

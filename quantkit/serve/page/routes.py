@@ -1,0 +1,45 @@
+"""The page's files and their paths. They are read once, and nothing else in the folder is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/style.css": ("style.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/api.js": ("api.js", "text/javascript"),
+    "/certificate.js": ("certificate.js", "text/javascript"),
+    "/markdown.js": ("markdown.js", "text/javascript"),
+}
+"""By path, the name of each file in this folder, and its type."""
+
+_SOURCES = {
+    "default-src": "'none'", "script-src": "'self'", "style-src": "'self'", "connect-src": "'self'",
+    "img-src": "'self' data:", "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'",
+}  # fmt: skip
+HEADERS = {
+    "Content-Security-Policy": "; ".join(f"{name} {source}" for name, source in _SOURCES.items()),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+"""Of each response: the page runs no other script, and connects to no other server."""
+
+
+def page_routes() -> list[Route]:
+    """A route for each file of the page."""
+    return [_route(path, *file) for path, file in FILES.items()]
+
+
+def _route(path: str, name: str, kind: str) -> Route:
+    content = (Path(__file__).parent / name).read_bytes()
+
+    async def respond(request: Request) -> Response:
+        return Response(content, headers=HEADERS, media_type=kind)
+
+    return Route(path, respond)

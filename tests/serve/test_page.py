@@ -1,0 +1,95 @@
+"""The page's files, and what the server states of its model."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from openai import OpenAI
+
+import quantkit
+from quantkit.serve.about import about
+from quantkit.serve.page import routes
+
+FOLDER = Path(routes.__file__).parent
+
+
+def test_the_files_of_the_page_are_served_and_no_others(address: str) -> None:
+    for path, (name, kind) in routes.FILES.items():
+        status, headers, content = _get(address, path)
+        assert (status, content) == (200, (FOLDER / name).read_bytes())
+        assert headers["content-type"] == f"{kind}; charset=utf-8"
+        assert headers["content-security-policy"] == (
+            "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
+            " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
+    for path in ("/index.html", "/routes.py", "/../routes.py", "/%2e%2e/app.py", "/page/page.js", "//etc/passwd"):
+        assert _get(address, path)[0] == 404
+    shipped = {path.name for path in FOLDER.iterdir() if path.suffix in (".html", ".css", ".js")}
+    assert shipped == {name for name, _ in routes.FILES.values()}
+
+
+def test_no_file_names_another_host_or_makes_html_of_text() -> None:
+    for name, _ in routes.FILES.values():
+        content = (FOLDER / name).read_text().replace("http://www.w3.org/2000/svg", "")  # a namespace
+        assert not re.search(r"(https?|wss?)://|@import|url\(|[\"']//", content), name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", content)
+    page = (FOLDER / "index.html").read_text()
+    assert not re.search(r"<script(?![^>]* src=)|<style|\sstyle=|\son\w+=", page)
+    assert set(re.findall(r'(?:src|href)="([^"#]*)"', page)) - {"style.css", "page.js"} == set(
+        re.findall(r'href="(data:image/svg\+xml,[^"]*)"', page)
+    )
+
+
+def test_the_page_needs_no_key_and_the_api_does(keyed: tuple[str, str]) -> None:
+    address, printed = keyed
+    assert printed == f"chat with it in a browser: {address}/\n"
+    assert {_get(address, path)[0] for path in routes.FILES} == {200}
+    assert {_get(address, path)[0] for path in ("/v1/models", "/metrics", "/routes.py")} == {401}
+
+
+def test_the_model_says_what_its_folder_states(client: OpenAI, model: Path) -> None:
+    found = client.models.retrieve("demo").model_extra
+    assert found is not None
+    assert found["quantkit"] == about(model)
+    inspected, made = quantkit.inspect(model), json.loads((model / "quantkit.json").read_text())
+    stated, texts = found["quantkit"], made["quality"]["texts"]
+    assert (stated["scheme"], stated["weight_bytes"]) == ("int4-g32", inspected.weight_bytes)
+    assert (stated["context"], stated["readers"]) == (inspected.context, inspected.readers)
+    certificate = stated["certificate"]
+    assert certificate["passed"] is True
+    assert [one["kl"] for one in certificate["texts"]] == [one["kl"] for one in texts]
+    assert min(one["kl"] for one in texts) <= certificate["kl"] <= max(one["kl"] for one in texts)
+
+
+def test_a_folder_that_states_less_can_be_served(model: Path, demo_model: Path, tmp_path: Path) -> None:
+    floats = about(demo_model)
+    assert (floats["scheme"], floats["certificate"]) == (None, None)
+    for file in model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    manifest = tmp_path / "quantkit.json"
+    manifest.unlink()
+    assert (about(tmp_path)["scheme"], about(tmp_path)["certificate"]) == ("int4-g32", None)
+    made = json.loads((model / "quantkit.json").read_text())
+    made["quality"]["texts"][0]["kl"] = 1e9
+    manifest.write_text(json.dumps(made))
+    certificate = about(tmp_path)["certificate"]
+    assert certificate["passed"] is False
+    assert "too far from its source" in certificate["problem"]
+    made["positions"] = "another form"
+    manifest.write_text(json.dumps(made))
+    assert about(tmp_path) == {"problem": "does not state the divergence by position"}
+
+
+def _get(address: str, path: str) -> tuple[int, dict[str, str], bytes]:
+    """The status, headers and content of a path, which is sent as it is."""
+    with closing(http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)) as connection:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, headers, response.read()
