@@ -68,7 +68,7 @@ EXCEPTIONS = {
         "tests/evals/test_bench": "keys of the JSON of `bench`",
     },
     "ask": {
-        "docs/chat.md": "`ChatSession.ask`", "cli/chat.py": "`ChatSession.ask`",
+        "docs/chat.md": "`ChatSession.ask`", "cli/conversation.py": "`ChatSession.ask`",
         "quantkit/runtime/chat_session.py": "`ChatSession.ask`", "tests/": "`ChatSession.ask`",
     },
     "asked": dict.fromkeys(

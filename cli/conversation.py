@@ -1,0 +1,223 @@
+"""A conversation on a terminal or in a pipe, whatever answers the questions."""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Protocol, TypeVar
+
+import click
+
+from quantkit.cli.entry import raise_if_interrupted
+from quantkit.cli.output import as_options, mention, note
+from quantkit.errors import RequestError
+from quantkit.json_values import shown
+
+_COMMANDS = {
+    "/system": "set the system prompt to the text after it, or to none",
+    "/reset": "start a new conversation",
+    "/help": "show this list",
+    "/exit": "exit, as Ctrl-D does",
+}
+_ESCAPED = "//word", "a question that begins with /word"
+_LEAVE = ("/exit", "/quit", "/bye")
+_COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
+
+T = TypeVar("T")
+
+
+class Answerer(Protocol):
+    """What answers questions: a `ChatSession`, or what has its methods."""
+
+    system: str | None
+
+    @property
+    def finish_reason(self) -> str | None: ...
+
+    def ask(self, text: str, *, interrupted: Callable[[], bool] | None = None) -> Generator[str, None, None]: ...
+
+    def reset(self) -> None: ...
+
+
+class Group(Protocol):
+    """The processes that answer together: a `ProcessGroup`, or what has its methods."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def is_rank0(self) -> bool: ...
+
+    def broadcast_from_rank0(self, value: T) -> T: ...
+
+
+def converse(session: Answerer, group: Group, name: str) -> None:
+    """Answer what is typed or piped, until it ends; on a terminal, `name` stands at the beginning."""
+    on_terminal = group.broadcast_from_rank0(sys.stdin.isatty() and sys.stdout.isatty())
+    if on_terminal:
+        _talk(session, group, name)
+    else:
+        _answer_lines(session, group)
+
+
+def _answer_lines(session: Answerer, group: Group) -> None:
+    """Answer each line of stdin, and print only the answers."""
+    lines = _lines() if group.is_rank0 else iter(())
+    while (line := group.broadcast_from_rank0(next(lines, None))) is not None:
+        if (command := _command(line)) is not None:
+            name, text = command
+            if name in (*_COMMANDS, *_LEAVE):
+                if _run_command(session, name, text) == "leave":
+                    return
+                continue
+            note(f"{name} is not a command, so the line is a question; //{name[1:]} makes that explicit")
+        for piece in session.ask(_question(line)):
+            raise_if_interrupted()
+            if group.is_rank0:
+                click.echo(piece, nl=False)
+        if group.is_rank0:
+            click.echo()
+
+
+def _lines() -> Iterator[str]:
+    """The lines of stdin that are not empty. Raises `RequestError` if one is not UTF-8."""
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            text = line.decode().strip()
+        except UnicodeDecodeError as error:
+            raise RequestError(
+                "the question cannot be decoded", path="-", found=f"line {number}", expected="UTF-8"
+            ) from error
+        if text:
+            yield text
+
+
+def _talk(session: Answerer, group: Group, name: str) -> None:
+    """A conversation on a terminal."""
+    questions = _questions(name) if group.is_rank0 else iter(())
+    while (line := group.broadcast_from_rank0(next(questions, None))) is not None:
+        if not line:
+            continue
+        try:
+            if (command := _command(line)) is not None:
+                reply = _run_command(session, *command)
+                if reply == "leave":
+                    return
+                if group.is_rank0:
+                    mention(reply)
+            else:
+                _answer(session, group, _question(line))
+        except RequestError as error:  # this question's fault
+            if group.is_rank0:
+                mention(f"quantkit: error: {as_options(str(error))}", err=True)
+
+
+def _answer(session: Answerer, group: Group, question: str) -> None:
+    try:
+        with _interruptible() as interrupted:
+            pieces = session.ask(question, interrupted=lambda: group.broadcast_from_rank0(interrupted()))
+            interrupted()  # a Ctrl-C so far ends the answer, which begins now, at once
+            for piece in pieces:
+                if group.is_rank0:
+                    click.echo(piece, nl=False)
+    except KeyboardInterrupt:
+        raise_if_interrupted()  # SIGTERM was not typed
+        if group.size > 1:
+            raise
+        mention("quantkit: note: the question was stopped before its answer began, and is dropped", err=True)
+        return
+    if group.is_rank0:
+        click.echo()
+        if session.finish_reason == "length":
+            mention("quantkit: note: the answer was cut off at the maximum number of tokens", err=True)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Yields a function that returns whether Ctrl-C was pressed. From its first call on, Ctrl-C raises nothing: a step
+    that has begun is finished. Raises `KeyboardInterrupt` at once if Ctrl-C is pressed before, while the question is
+    prepared."""
+    pressed = polled = False
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        if not polled:
+            raise KeyboardInterrupt
+
+    def interrupted() -> bool:
+        nonlocal polled
+        polled = True
+        return pressed
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, remember)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _questions(name: str) -> Iterator[str]:
+    """What is typed, line by line, until Ctrl-D."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.keys import Keys
+
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it logs tasks that a signal has ended
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)  # before they began
+    words = WordCompleter(list(_COMMANDS), sentence=True)
+    keys = KeyBindings()
+    keys.add(Keys.Vt100MouseEvent, eager=True)(lambda event: None)  # not requested; a partial one fails
+    prompts: PromptSession[str] = PromptSession("> ", completer=words, complete_while_typing=False, key_bindings=keys)
+    mention(f"{name}: /help lists the commands, Ctrl-D exits")
+    while True:
+        try:
+            yield prompts.prompt().strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:  # clears the line
+            raise_if_interrupted()  # SIGTERM was not
+            if not prompts.default_buffer.text:
+                mention("Ctrl-D exits.")
+
+
+def _command(line: str) -> tuple[str, str] | None:
+    """The command name that a line begins with, whether it exists or not, and the text after it."""
+    found = _COMMAND.fullmatch(line)
+    return None if found is None else (found[1].lower(), found[2] or "")
+
+
+def _question(line: str) -> str:
+    """The question in a line: two slashes before a word mean one, if one slash would make it a command."""
+    return line[1:] if line.startswith("//") and _command(line[1:]) else line
+
+
+def _run_command(session: Answerer, name: str, text: str) -> str:
+    """Run a command, and return the reply; ``leave`` ends the conversation. Raises `RequestError` if there is no such
+    command, or it takes no argument."""
+    if name == "/system":
+        session.system = text or None
+        return "The system prompt is set." if session.system else "There is no system prompt."
+    if name not in (*_COMMANDS, *_LEAVE):
+        raise RequestError(
+            "no such command", found=name, expected=", ".join(_COMMANDS), hint=f"/{name} begins a question with {name}"
+        )
+    if text:
+        raise RequestError(
+            f"{name} takes no argument", found=shown(text), hint=f"/{name} begins a question with {name}"
+        )
+    if name == "/reset":
+        session.reset()
+        return "The conversation starts again."
+    if name == "/help":
+        return "\n".join(f"{command:<8} {about}" for command, about in (*_COMMANDS.items(), _ESCAPED))
+    return "leave"
