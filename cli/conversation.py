@@ -17,7 +17,7 @@ import click
 from quantkit.cli.entry import raise_if_interrupted
 from quantkit.cli.output import as_options, mention, note
 from quantkit.errors import RequestError
-from quantkit.json_values import shown
+from quantkit.json_values import printable, shown
 
 _COMMANDS = {
     "/system": "set the system prompt to the text after it, or to none",
@@ -80,9 +80,14 @@ def _answer_lines(session: Answerer, group: Group) -> None:
         for piece in session.ask(_question(line)):
             raise_if_interrupted()
             if group.is_rank0:
-                click.echo(piece, nl=False)
+                click.echo(_shown(piece) if sys.stdout.isatty() else piece, nl=False)
         if group.is_rank0:
             click.echo()
+
+
+def _shown(piece: str) -> str:
+    """A piece of an answer as a terminal shows it: whatever the model writes, it does not drive the terminal."""
+    return printable(piece.replace("\r\n", "\n"), keep="\n\t")
 
 
 def _lines() -> Iterator[str]:
@@ -125,7 +130,7 @@ def _answer(session: Answerer, group: Group, question: str) -> None:
             interrupted()  # a Ctrl-C so far ends the answer, which begins now, at once
             for piece in pieces:
                 if group.is_rank0:
-                    click.echo(piece, nl=False)
+                    click.echo(_shown(piece), nl=False)
     except KeyboardInterrupt:
         raise_if_interrupted()  # SIGTERM was not typed
         if group.size > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ MAX_DEPTH = 64  # of nested lists and objects
 LINES_OF_ARRAY = "jq -c '.[]' makes lines of it"
 """The hint for an array where a file needs JSON lines."""
 _SHOWN = 60
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -189,6 +191,12 @@ def shown(value: object) -> str:
         return "a huge number"  # which Python may refuse to spell
     text = repr(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + " ..."
+
+
+def printable(text: str, keep: str = "") -> str:
+    """A string without control characters, which could drive a terminal: they are spelled, such as ``\\x1b``, except
+    those in `keep`. Halves of surrogate pairs, which cannot be encoded, are spelled too."""
+    return _CONTROL.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
 def finite(value: object) -> Any:

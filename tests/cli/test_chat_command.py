@@ -83,6 +83,17 @@ main()
 """
 
 
+# An answer that would set the terminal's title, clear it, and write over the line.
+_DRIVES = """
+import sys
+from quantkit.runtime.chat_session import ChatSession
+
+ChatSession.ask = lambda self, text, interrupted=None: iter(["a\\x1b]0;title\\x07", "\\x9b2J\\rb\\r\\n\\tc\\ud800"])
+from quantkit.cli.main import main
+main(sys.argv[1:])
+"""
+
+
 @pytest.fixture(autouse=True)
 def _ends() -> Iterator[None]:
     with no_hang():
@@ -240,6 +251,15 @@ def test_ctrl_c_ends_a_question_that_is_not_ready(demo_model: Path, tmp_path: Pa
     assert "the question was stopped before its answer began, and is dropped" in terminal.wait_for(READY)
     terminal.type("And the Congress?\r")
     assert _shown(_answer(demo_model, "And the Congress?")) in _shown(terminal.wait_for(READY))
+    terminal.type("\x04")
+    assert terminal.end()[0] == 0
+
+
+def test_an_answer_does_not_drive_the_terminal(demo_model: Path, tmp_path: Path) -> None:
+    terminal = Terminal(*forked.command("-c", _DRIVES, "chat", demo_model, "--template", "llama2"), cwd=tmp_path)
+    terminal.wait_for(READY)
+    terminal.type("The people?\r")
+    assert "a\\x1b]0;title\\x07\\x9b2J\\rb\n\tc\\ud800\n" in terminal.wait_for(READY)
     terminal.type("\x04")
     assert terminal.end()[0] == 0
 
