@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from quantkit.cli import options
-from quantkit.cli.conversation import converse
+from quantkit.cli.conversation import Alone, converse
 from quantkit.cli.options import RUN, Command, section
-from quantkit.cli.output import is_rank0_process, require_stdout
-from quantkit.cli.processes import require_models, together
+from quantkit.cli.output import is_rank0_process, require_stdout, warn
+from quantkit.cli.processes import is_single_process, require_models, together
 from quantkit.cli.progress import ProgressDisplay
+from quantkit.errors import RequestError
+from quantkit.json_values import printable
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.runtime.request import checked_count
 from quantkit.text.chat import chat_format
@@ -25,8 +29,20 @@ if TYPE_CHECKING:
     from quantkit.runtime.sampling_params import SamplingOptions
 
 
+_LOCAL = (
+    "template", "context", "dtype", "backend", "allow_slow", "device", "int8_cache", "compiled", "weights", "threads",
+)  # fmt: skip
+_REMOTE = ("api_key", "model")
+
+
 @click.command(cls=Command)
-@click.argument("path", type=options.PATH)
+@click.argument("path", type=options.PATH, required=False)
+@section(
+    "Server",
+    click.option("--url", metavar="URL", help="Chat with a server of OpenAI's API, such as http://HOST:PORT/v1."),
+    options.api_key("Key that the server requires."),
+    click.option("--model", metavar="NAME", help="Model of the server. Default: its only one."),
+)
 @section(
     "Conversation",
     click.option(
@@ -44,8 +60,11 @@ if TYPE_CHECKING:
     RUN, options.dtype, options.backend(), options.allow_slow, options.device, options.int8_cache, options.compiled
 )  # fmt: skip
 @options.weights
-def chat(**given: Any) -> None:
+def chat(url: str | None, api_key: str | None, model: str | None, **given: Any) -> None:
     """Chat with the instruct model in PATH.
+
+    With --url instead of PATH, the model of a running server answers, such as that of `quantkit serve`; its own
+    sampling options and maximum length then apply, unless given here.
 
     Answers appear as they are generated. The sampling options of the model's generation_config.json apply, unless
     given here. Ctrl-C stops an answer; /help lists the commands. When the context is full, the oldest questions and
@@ -54,6 +73,13 @@ def chat(**given: Any) -> None:
     If stdin or stdout is not a terminal, each line of stdin is a question, and only answers are printed. Under
     torchrun all processes share the model, and rank 0 reads the questions.
     """
+
+    if (url is None) == (given["path"] is None):
+        raise RequestError("PATH and --url exclude each other" if url else "give PATH, or --url for a server")
+    _require_unused(_REMOTE if url is None else _LOCAL, "--url" if url is None else "PATH")
+    if url is not None:
+        _talk_to_server(url, api_key, model, given)
+        return
 
     def check() -> None:
         """Raise a `RequestError` or `CheckpointError` for an option, a model or a chat template that cannot be used."""
@@ -68,6 +94,40 @@ def chat(**given: Any) -> None:
     with together({**given, "path": None, "draft": None}, given["device"], check=check) as group:
         session = _session(given, group)
         converse(session, group, str(given["path"]))
+
+
+def _is_given(name: str) -> bool:
+    """Whether an option stands on the command line."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def _require_unused(names: Collection[str], goes_with: str) -> None:
+    """Raise a `RequestError` for an option on the command line that only makes sense with another one."""
+    for option in click.get_current_context().command.params:
+        if option.name in names and _is_given(option.name):
+            spelled = "/".join((*option.opts, *option.secondary_opts))
+            raise RequestError(f"{spelled} goes with {goes_with}")
+
+
+def _talk_to_server(url: str, api_key: str | None, model: str | None, given: dict[str, Any]) -> None:
+    """Chat with the model of a server."""
+    if not is_single_process():
+        raise RequestError("--url goes with one process, not with torchrun")
+    require_stdout()
+    request: dict[str, Any] = dict(options.requested_sampling(given))
+    if _is_given("max_new_tokens"):  # else the server's own maximum
+        request["max_tokens"] = checked_count(given["max_new_tokens"])
+    if given["stop"]:
+        request["stop"] = list(given["stop"])
+
+    from quantkit.serve.client import Server
+    from quantkit.serve.remote_chat import RemoteChat
+
+    server = Server(url, api_key)
+    if server.exposes_key:
+        warn(f"the key and the conversation are sent to {server.url} without encryption; prefer https")
+    session = RemoteChat(server, model, system=given["system"], options=request)
+    converse(session, Alone(), f"{printable(session.model)} at {server.url}", lambda: session.usage)
 
 
 def _session(given: dict[str, Any], group: ProcessGroup) -> ChatSession:

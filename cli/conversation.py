@@ -29,6 +29,8 @@ _ESCAPED = "//word", "a question that begins with /word"
 _LEAVE = ("/exit", "/quit", "/bye")
 _COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
 
+_STOPPED = "quantkit: note: the question was stopped before its answer began, and is dropped"
+
 T = TypeVar("T")
 
 
@@ -57,11 +59,27 @@ class Group(Protocol):
     def broadcast_from_rank0(self, value: T) -> T: ...
 
 
-def converse(session: Answerer, group: Group, name: str) -> None:
-    """Answer what is typed or piped, until it ends; on a terminal, `name` stands at the beginning."""
+class Alone:
+    """A `Group` of one process."""
+
+    size, is_rank0 = 1, True
+
+    def broadcast_from_rank0(self, value: T) -> T:
+        return value
+
+
+def converse(
+    session: Answerer, group: Group, name: str, statistics: Callable[[], object | None] = lambda: None
+) -> None:
+    """Answer what is typed or piped, until it ends.
+
+    Args:
+        name: of the model, at the beginning on a terminal.
+        statistics: about the last answer, if there are any; shown on a terminal.
+    """
     on_terminal = group.broadcast_from_rank0(sys.stdin.isatty() and sys.stdout.isatty())
     if on_terminal:
-        _talk(session, group, name)
+        _talk(session, group, name, statistics)
     else:
         _answer_lines(session, group)
 
@@ -103,7 +121,7 @@ def _lines() -> Iterator[str]:
             yield text
 
 
-def _talk(session: Answerer, group: Group, name: str) -> None:
+def _talk(session: Answerer, group: Group, name: str, statistics: Callable[[], object | None]) -> None:
     """A conversation on a terminal."""
     questions = _questions(name) if group.is_rank0 else iter(())
     while (line := group.broadcast_from_rank0(next(questions, None))) is not None:
@@ -118,24 +136,32 @@ def _talk(session: Answerer, group: Group, name: str) -> None:
                     mention(reply)
             else:
                 _answer(session, group, _question(line))
+                if group.is_rank0 and (about := statistics()) is not None:
+                    mention(f"quantkit: note: {about}", err=True)
         except RequestError as error:  # this question's fault
             if group.is_rank0:
                 mention(f"quantkit: error: {as_options(str(error))}", err=True)
 
 
 def _answer(session: Answerer, group: Group, question: str) -> None:
+    begun = False
     try:
         with _interruptible() as interrupted:
             pieces = session.ask(question, interrupted=lambda: group.broadcast_from_rank0(interrupted()))
             interrupted()  # a Ctrl-C so far ends the answer, which begins now, at once
             for piece in pieces:
+                begun = True
                 if group.is_rank0:
                     click.echo(_shown(piece), nl=False)
     except KeyboardInterrupt:
         raise_if_interrupted()  # SIGTERM was not typed
         if group.size > 1:
             raise
-        mention("quantkit: note: the question was stopped before its answer began, and is dropped", err=True)
+        mention(_STOPPED, err=True)
+        return
+    if not begun and session.finish_reason is None:
+        if group.is_rank0:
+            mention(_STOPPED, err=True)
         return
     if group.is_rank0:
         click.echo()

@@ -289,6 +289,11 @@ def target(default: str, *, quantized: bool = False) -> Decorator:
     return click.option("--to", type=Formats(names), metavar="FORMAT[,FORMAT]", help=about)
 
 
+def api_key(about: str) -> Decorator:
+    """The option for the key of a server; `about` is its help."""
+    return click.option("--api-key", envvar="QUANTKIT_API_KEY", show_envvar=True, metavar="KEY", help=about)
+
+
 def max_new_tokens(default: int | None, about: str = "") -> Decorator:
     """The option for the length of what is generated; `about` is added to its help."""
     return click.option(

@@ -39,11 +39,11 @@ def together(
     Raises:
         GroupError: if the options differ, or a process was lost.
     """
-    if _alone() and check is not None:
+    if is_single_process() and check is not None:
         check()
     from quantkit.distributed.group import SINGLE, joined
 
-    if _alone():
+    if is_single_process():
         yield SINGLE
         return
     group = SINGLE
@@ -77,7 +77,7 @@ def require_models(*paths: Path | None, makes: Path | None = None) -> None:
     """Check that the models that a command reads exist, and the name of the folder that it makes, before torch is
     imported; not with several processes, whose disks may differ. Raises `RequestError` if a path does not exist or
     `makes` is not a valid name for a folder, and `CheckpointError` for the partial folder of an interrupted run."""
-    if not _alone():
+    if not is_single_process():
         return
     if makes is not None:
         require_name(makes)
@@ -86,7 +86,8 @@ def require_models(*paths: Path | None, makes: Path | None = None) -> None:
             require_finished(require_there(path), MANIFEST)
 
 
-def _alone() -> bool:
+def is_single_process() -> bool:
+    """Whether torchrun has started no others."""
     return int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 

@@ -14,8 +14,6 @@ from quantkit.cli.processes import require_models
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.serve import KEPT, PORT, SLOTS, WAITING
 
-_KEY = "QUANTKIT_API_KEY"
-
 
 @click.command(cls=Command)
 @click.argument("path", type=options.PATH)
@@ -23,9 +21,7 @@ _KEY = "QUANTKIT_API_KEY"
     "Server",
     click.option("--host", default="127.0.0.1", show_default=True, help="Address; any but this machine's needs a key."),
     click.option("--port", type=int, default=PORT, show_default=True, help="Port; 0 takes a free one."),
-    click.option(
-        "--api-key", envvar=_KEY, show_envvar=True, metavar="KEY", help="Key that requests must have as Bearer token."
-    ),
+    options.api_key("Key that requests must have as Bearer token."),
     click.option("--name", metavar="NAME", help="Name of the model in requests. Default: the folder's."),
     click.option(
         "--waiting", type=int, default=WAITING, show_default=True, help="Requests that may wait; others get 429."

@@ -61,7 +61,7 @@ class RequestError(QuantkitError):
 
 
 class UnreachableError(RequestError):
-    """The hub does not answer, at least not now."""
+    """The hub, or a server, does not answer, at least not now."""
 
     retryable = True
 

@@ -69,7 +69,8 @@ EXCEPTIONS = {
     },
     "ask": {
         "docs/chat.md": "`ChatSession.ask`", "cli/conversation.py": "`ChatSession.ask`",
-        "quantkit/runtime/chat_session.py": "`ChatSession.ask`", "tests/": "`ChatSession.ask`",
+        "quantkit/runtime/chat_session.py": "`ChatSession.ask`", "quantkit/serve/remote_chat.py": "`ChatSession.ask`",
+        "tests/": "`ChatSession.ask`",
     },
     "asked": dict.fromkeys(
         ("docs/errors.md", "quantkit/jobs/certificate.py", "quantkit/quality/positions.py"), "a key of the manifest"

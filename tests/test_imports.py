@@ -62,7 +62,7 @@ NO_TORCH = {
 LIGHT = (
     "quantkit.jobs.inspect", "quantkit.cli.main", "quantkit.formats.detect", "quantkit.formats.folder",
     "quantkit.formats.manifest", "quantkit.text.export", "quantkit.tensors.recipe", "quantkit.doctor.diagnose",
-    "quantkit.kernels.library",
+    "quantkit.kernels.library", "quantkit.serve.remote_chat",
 )  # fmt: skip
 HEAVY = {"torch", "numpy", "datasets", "huggingface_hub", "tokenizers", "sentencepiece", "tiktoken"}
 

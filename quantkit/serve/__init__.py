@@ -1,8 +1,9 @@
-"""A server for one model: OpenAI's API over HTTP. It needs the packages of `quantkit[serve]`; this file imports none
-of them."""
+"""OpenAI's API over HTTP: a server for one model, which needs the packages of `quantkit[serve]`, and a client, which
+needs none of them. This file imports none."""
 
 from __future__ import annotations
 
+import ipaddress
 from importlib.util import find_spec
 
 from quantkit.errors import RequestError
@@ -17,3 +18,13 @@ def require_packages() -> None:
     for name in ("llguidance", "starlette", "uvicorn", "prometheus_client"):
         if find_spec(name) is None:
             raise RequestError(f"{name} is not installed", hint='pip install "quantkit[serve]"')
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, by name or address, is this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

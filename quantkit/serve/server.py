@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +23,7 @@ from quantkit.model.device import free_bytes
 from quantkit.progress import Progress, silent
 from quantkit.runtime.chat_session import conversation_length
 from quantkit.runtime.engine import Engine
-from quantkit.serve import KEPT, PORT, SLOTS, WAITING, require_packages
+from quantkit.serve import KEPT, PORT, SLOTS, WAITING, is_loopback, require_packages
 from quantkit.serve.about import about
 from quantkit.serve.worker import Worker
 from quantkit.tensors.dtypes import FloatName
@@ -93,12 +92,7 @@ class ServeOptions:
     @property
     def local(self) -> bool:
         """Whether only this machine is served."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
 
 def served(path: Path, options: ServeOptions, *, progress: Progress = silent) -> Served:

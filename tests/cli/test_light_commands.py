@@ -10,6 +10,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
+from fake_api import fake_api, said
 
 import quantkit
 from quantkit.data.files import DEMO_MODEL
@@ -37,7 +38,10 @@ for command in commands:
 def _run(*commands: tuple[str | Path, ...]) -> list[int]:
     """What commands exit with, one after the other in one process, which imports nothing heavy."""
     requested = json.dumps([HEAVY, [list(map(str, command)) for command in commands]])
-    run = subprocess.run([sys.executable, "-c", _RUN, requested], capture_output=True, text=True, cwd="/")
+    question = "A question?\n"  # for `chat`
+    run = subprocess.run(
+        [sys.executable, "-c", _RUN, requested], input=question, capture_output=True, text=True, cwd="/"
+    )
     reported = [json.loads(line) for line in run.stderr.splitlines() if line.startswith("[")]
     assert len(reported) == len(commands), run.stderr
     for command, (_, imported) in zip(commands, reported, strict=True):
@@ -95,6 +99,14 @@ def test_a_request_that_makes_no_sense_is_reported_without_torch() -> None:
         "generate DIR", "generate DIR --max-new-tokens many",
     )  # fmt: skip
     assert set(_run(*(tuple(command.split()) for command in wrong))) == {2}
+
+
+def test_a_server_is_talked_to_without_torch() -> None:
+    """Also where it answers, or the address is wrong."""
+    with fake_api(lambda body: said("x")) as api:
+        assert _run(("chat", "--url", api.url)) == [0]
+    assert [path for path, _, _ in api.requests] == ["/v1/models", "/v1/chat/completions"]
+    assert _run(("chat", "--url", "nowhere"), ("chat", "--url", "http://127.0.0.1:1"), ("chat",)) == [2] * 3
 
 
 def test_a_plain_mistake_is_reported_without_torch(folders: Path) -> None:

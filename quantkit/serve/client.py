@@ -1,0 +1,192 @@
+"""A client of servers with OpenAI's API: of `quantkit serve`, and of others. It needs the standard library alone, and
+follows no redirects, which could lead the API key to another host."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import socket
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, suppress
+from http.client import HTTPResponse
+from typing import Any
+from urllib.parse import urlsplit
+
+from quantkit.errors import RequestError, UnreachableError
+from quantkit.json_values import shown
+from quantkit.serve import is_loopback
+from quantkit.serve.client_errors import lost, other_api, refusal, server_message, unreachable
+
+_CONNECT_SECONDS, _SILENT_SECONDS = 10.0, 600.0  # a request may wait for others, and a long prompt takes its time
+_POLL_SECONDS = 0.05
+_LINE_BYTES, _BODY_BYTES = 1 << 20, 4 << 20
+_END = object()
+
+_Opened = Callable[[socket.socket], None]
+
+
+class Server:
+    """A server with OpenAI's API.
+
+    Attributes:
+        url: its address, which the paths of requests are appended to.
+        exposes_key: whether the key is sent over a network without encryption.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """
+        Args:
+            url: such as ``http://127.0.0.1:8000/v1``; if it has no path, ``/v1`` is appended.
+            api_key: sent with each request, to this address only.
+
+        Raises:
+            RequestError: if `url` is no address, or the key cannot be sent.
+        """
+        plain = url.isascii() and url.isprintable() and not set(" ?#\\") & set(url)
+        try:
+            parts = urlsplit(url if plain else "")
+            port = parts.port
+        except ValueError:
+            parts, port = urlsplit(""), None
+        if "@" in url:  # nor is it shown, as a password may stand before it
+            raise RequestError("`url` has the name of a user", hint="leave it out, and give `api_key`")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            expected = "an address such as http://127.0.0.1:8000/v1"
+            raise RequestError("`url` is not valid", found=shown(url), expected=expected)
+        if api_key is not None and not (api_key.strip() and api_key.isascii() and api_key.isprintable()):
+            raise RequestError("`api_key` cannot be sent", expected="printable ASCII characters")
+        self._path, self._key = parts.path.rstrip("/") or "/v1", api_key
+        self._encrypted, self._host, self._port = parts.scheme == "https", parts.hostname, port
+        self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
+        self.exposes_key = api_key is not None and not self._encrypted and not is_loopback(parts.hostname)
+
+    def models(self) -> list[str]:
+        """The names of its models.
+
+        Raises:
+            RequestError: if the server refuses the request, or answers with something else.
+            UnreachableError: if it cannot be reached, or fails.
+        """
+        (found,) = (one for one in self._read("GET", "/models", None) if one is not None)
+        listed = found.get("data") if isinstance(found, dict) else None
+        ids = [one.get("id") if isinstance(one, dict) else None for one in listed] if isinstance(listed, list) else []
+        names = [one for one in ids if isinstance(one, str)]
+        if not names or len(names) < len(ids):
+            raise other_api(self.url, found)
+        return names
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
+        """Request an answer in pieces. Closing the generator closes the connection, and so ends the server's work.
+
+        Yields:
+            JSON values as they arrive, and None whenever nothing has come for a moment.
+
+        Raises:
+            ContextLengthError: if the request is too long for the model's context.
+            RequestError: if the server refuses it, or answers with something else.
+            UnreachableError: if the server cannot be reached, has no room or fails, or the connection is lost.
+        """
+        return self._read("POST", path, json.dumps(body).encode())
+
+    def _read(self, method: str, path: str, body: bytes | None) -> Generator[Any, None, None]:
+        return _in_thread(lambda opened: self._values(opened, method, path, body))
+
+    def _values(self, opened: _Opened, method: str, path: str, body: bytes | None) -> Iterator[Any]:
+        """The JSON values of an answer; blocks until they come. `opened` is called with the connection's socket."""
+        kind = http.client.HTTPSConnection if self._encrypted else http.client.HTTPConnection
+        with closing(kind(self._host, self._port, timeout=_CONNECT_SECONDS)) as connection:
+            try:
+                connection.connect()
+            except (OSError, UnicodeError) as error:
+                raise unreachable(self.url, error) from error
+            connection.sock.settimeout(_SILENT_SECONDS)
+            opened(connection.sock)
+            headers = {"Accept": "application/json, text/event-stream", "Connection": "close"}
+            if body is not None:
+                headers["Content-Type"] = "application/json"
+            if self._key is not None:
+                headers["Authorization"] = f"Bearer {self._key}"
+            try:
+                connection.request(method, self._path + path, body, headers)
+                with closing(connection.getresponse()) as response:
+                    if response.status != 200:
+                        raise refusal(self.url, response, with_key=self._key is not None)
+                    if body is None:
+                        yield self._parsed(response.read(_BODY_BYTES))
+                    else:
+                        yield from self._events(response)
+            except (OSError, http.client.HTTPException) as error:
+                raise lost(self.url, error) from error
+
+    def _events(self, response: HTTPResponse) -> Iterator[Any]:
+        """The data of server-sent events, up to ``[DONE]`` or the end of the response."""
+        if (kind := response.headers.get_content_type()) != "text/event-stream":
+            raise other_api(self.url, f"{kind}, no stream")
+        while line := response.readline(_LINE_BYTES):
+            name, _, value = line.rstrip(b"\r\n").partition(b":")
+            if name != b"data":
+                continue  # the end of an event, a comment, or a field that this API does not use
+            if not line.endswith(b"\n"):
+                raise lost(self.url) if len(line) < _LINE_BYTES else other_api(self.url, "a line without end")
+            if value.strip() == b"[DONE]":
+                return
+            event = self._parsed(value)
+            if isinstance(event, dict) and event.get("error") is not None:
+                message = server_message(value)[0] or "the server has failed"
+                raise UnreachableError(f"{self.url} could not finish the answer: {message}")
+            yield event
+
+    def _parsed(self, content: bytes) -> Any:
+        try:
+            return json.loads(content.decode())
+        except (ValueError, RecursionError):
+            raise other_api(self.url, content) from None
+
+
+def _in_thread(values: Callable[[_Opened], Iterator[Any]]) -> Generator[Any, None, None]:
+    """What another thread reads from a connection, and None whenever nothing has come for a moment. So whoever waits
+    can stop at any time, also while the name of the host is looked up; the connection is then closed."""
+    arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    lock, sockets, closed = threading.Lock(), list[socket.socket](), threading.Event()
+
+    def opened(one: socket.socket) -> None:
+        with lock:
+            sockets.append(one)
+            if closed.is_set():
+                _shut_down(one)
+
+    def read() -> None:
+        try:
+            for value in values(opened):
+                arrived.put(value)
+            arrived.put(_END)
+        except Exception as error:
+            arrived.put(error)
+
+    threading.Thread(target=read, name="quantkit-client", daemon=True).start()
+    try:
+        while True:
+            try:
+                value = arrived.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                yield None
+                continue
+            if value is _END:
+                return
+            if isinstance(value, Exception):
+                raise value
+            yield value
+    finally:
+        with lock:
+            closed.set()
+            for one in sockets:
+                _shut_down(one)
+
+
+def _shut_down(one: socket.socket) -> None:
+    """End a connection that another thread may be reading: it reads the end. TLS's own farewell is left out, as it
+    could wait for the other side."""
+    with suppress(OSError):  # it has ended
+        socket.socket.shutdown(one, socket.SHUT_RDWR)
