@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 
 from quantkit.cli import options
+from quantkit.cli.files import STDOUT
 from quantkit.cli.options import RUN, Command, section
-from quantkit.cli.output import mention
+from quantkit.cli.output import mention, require_stdout
 from quantkit.cli.processes import require_models
 from quantkit.cli.progress import ProgressDisplay
+from quantkit.errors import RequestError
 from quantkit.serve import KEPT, PORT, SLOTS, WAITING
 
 
@@ -29,6 +33,14 @@ from quantkit.serve import KEPT, PORT, SLOTS, WAITING
 )  # fmt: skip
 @section(options.SPECULATION, options.draft, options.draft_tokens)
 @section(
+    "Log",
+    click.option(
+        "--log", metavar="PATH", type=options.PATH,
+        help="Append a JSON line for each request to this file; - is stdout. It holds no prompts and no keys.",
+    ),
+    click.option("--log-prompts", is_flag=True, help="Also log the messages and prompts of requests."),
+)  # fmt: skip
+@section(
     RUN,
     click.option("--slots", type=int, default=SLOTS, show_default=True, help="Sequences that run at the same time."),
     click.option(
@@ -40,24 +52,32 @@ from quantkit.serve import KEPT, PORT, SLOTS, WAITING
     options.dtype, options.backend(), options.allow_slow, options.device, options.int8_cache,
 )  # fmt: skip
 @options.weights
-def serve(path: Path, **given: Any) -> None:
+def serve(path: Path, log: Path | None, **given: Any) -> None:
     """Serve the model in PATH with OpenAI's API.
 
     Paths: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /metrics; / is a page to
     chat with it. Answers are those of `quantkit generate`. Ctrl-C or SIGTERM lets running requests end, for half a
     minute at most.
     """
+    if given["log_prompts"] and log is None:
+        raise RequestError("--log-prompts goes with --log")
     require_models(path, given["draft"])
 
+    from quantkit.serve.log_file import LogFile
     from quantkit.serve.server import ServeOptions, served
     from quantkit.serve.server import serve as job
 
     requested = ServeOptions(**given)
-    with ProgressDisplay() as progress:
-        found = served(path, requested, progress=progress)
+    on_stdout = str(log) == STDOUT
+    if on_stdout:
+        require_stdout()
+    with ExitStack() as stack:
+        lines = None if log is None else stack.enter_context(LogFile(sys.stdout.fileno() if on_stdout else log))
+        with ProgressDisplay() as progress:
+            found = served(path, requested, progress=progress)
 
-    def began(address: str) -> None:
-        mention(f"serving {found.name} at {address}/v1; Ctrl-C ends it")
-        mention(f"chat with it in a browser: {address}/")
+        def began(address: str) -> None:
+            mention(f"serving {found.name} at {address}/v1; Ctrl-C ends it", err=on_stdout)
+            mention(f"chat with it in a browser: {address}/", err=on_stdout)
 
-    job(found, requested, began)
+        job(found, requested, began, log=None if lines is None else lines.write)

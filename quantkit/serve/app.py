@@ -25,7 +25,8 @@ from quantkit.jobs.prompts_file import Prompt, PromptReader
 from quantkit.json_values import shown
 from quantkit.runtime.request import Completion
 from quantkit.serve.answers import Answer, error_of, failed, now
-from quantkit.serve.guard import Guard
+from quantkit.serve.guard import RETRY, Guard
+from quantkit.serve.log import CLIENT_GONE, RequestLog, recorded
 from quantkit.serve.metrics import Metrics
 from quantkit.serve.page.routes import FILES, page_routes
 from quantkit.serve.worker import Delta, Job, Worker
@@ -34,7 +35,6 @@ from quantkit.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_RETRY_SECONDS = "1"
 _CLOSE = {"Connection": "close"}  # the rest of the body is not waited for
 
 
@@ -64,12 +64,17 @@ class Served:
     body_seconds: float
 
 
-def application(served: Served, *, api_key: str | None, hosts: frozenset[str] | None) -> Any:
+def application(
+    served: Served, *, api_key: str | None, hosts: frozenset[str] | None, max_requests: int,
+    log: Callable[[Mapping[str, Any]], None] | None = None, log_prompts: bool = False,
+) -> Any:  # fmt: skip
     """The ASGI application.
 
     Args:
         api_key: that requests must have, but for the health and the files of the page; None for none.
         hosts: the names that requests may have for this server; None for any.
+        max_requests: at the same time, also before they are read.
+        log, log_prompts: see `RequestLog`.
     """
     paths = _Paths(served, Metrics(served.worker))
     routes = [
@@ -90,7 +95,8 @@ def application(served: Served, *, api_key: str | None, hosts: frozenset[str] | 
         await asyncio.to_thread(served.worker.stop)
 
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
-    return Guard(app, api_key, hosts, open_paths=frozenset({"/health", *FILES}))
+    guarded = Guard(app, api_key, hosts, max_requests=max_requests, open_paths=frozenset({"/health", *FILES}))
+    return RequestLog(guarded, log, prompts=log_prompts)
 
 
 class _Paths:
@@ -113,7 +119,7 @@ class _Paths:
             except QuantkitError as error:
                 return _error(500, error_of(error, kind="server_error"))
             except ClientDisconnect:
-                return Response(status_code=499)
+                return Response(status_code=CLIENT_GONE)
             except HTTPException:
                 raise
             except Exception:
@@ -146,9 +152,9 @@ class _Paths:
         if job is None:
             self._metrics.refused.inc()
             busy = error_of("too many requests at once; try again", kind="rate_limit_error", code="rate_limit_exceeded")
-            return _error(429, busy, {"Retry-After": _RETRY_SECONDS})
+            return _error(429, busy, RETRY)
         answer = Answer(prompt, self._texts, number, self._served.name, usage, now())
-        counted = self._metrics.of(prompt.request)
+        counted = recorded(request.scope, prompt.request, body, self._metrics.of(prompt.request))
         if stream:
             pieces = self._pieces(answer, prompt, job, events, counted)
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -1,4 +1,4 @@
-"""Who may use a server: requests with its key, for a name of it."""
+"""Who may use a server: requests with its key, for a name of it, and not too many at once."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+RETRY = {"Retry-After": "1"}
+"""The header of an answer to one request of too many; in seconds."""
+
 
 class Guard:
     """An ASGI application that passes on what is allowed."""
 
     def __init__(
         self, app: Callable[[Scope, Receive, Send], Awaitable[None]], api_key: str | None,
-        hosts: frozenset[str] | None, *, open_paths: frozenset[str],
+        hosts: frozenset[str] | None, *, max_requests: int, open_paths: frozenset[str],
     ) -> None:  # fmt: skip
         """
         Args:
             api_key: that the header Authorization must have; None lets all in.
             hosts: the names that the header Host may have: a page of another site, whose name leads here, has its
                 own. None for any.
-            open_paths: that need no key.
+            max_requests: at the same time; more would take too much memory, even before they are read.
+            open_paths: that need no key, and are always answered.
         """
         self._app, self._hosts, self._open = app, hosts, open_paths
+        self._max_requests, self._running = max_requests, 0
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,10 +50,17 @@ class Guard:
             if not hmac.compare_digest(given, self._expected):
                 wrong = error_of("the API key is missing or wrong", code="invalid_api_key")
                 refusal = JSONResponse(wrong, 401, {"WWW-Authenticate": "Bearer"})
+        if refusal is None and self._running >= self._max_requests and scope["path"] not in self._open:
+            busy = error_of("too many requests at once; try again", kind="rate_limit_error", code="rate_limit_exceeded")
+            refusal = JSONResponse(busy, 503, {**RETRY, "Connection": "close"})  # the body is not waited for
         if refusal is not None:
             await refusal(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        self._running += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._running -= 1
 
 
 def _name(host: str) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -55,6 +55,7 @@ class ServeOptions:
         device, dtype, backend, allow_slow, weights: see `quantkit.load`.
         int8_cache: keep keys and values in int8.
         draft, draft_tokens: a smaller model that proposes tokens; how many are proposed at a time at most.
+        log_prompts: also log the messages or prompts of requests.
     """
 
     host: str = "127.0.0.1"
@@ -74,6 +75,7 @@ class ServeOptions:
     int8_cache: bool = False
     draft: Path | None = None
     draft_tokens: int | None = None
+    log_prompts: bool = False
 
     def __post_init__(self) -> None:
         """Raise a `RequestError` for a value out of range, or a server that strangers could use without a key."""
@@ -136,11 +138,15 @@ def served(path: Path, options: ServeOptions, *, progress: Progress = silent) ->
     )  # fmt: skip
 
 
-def serve(found: Served, options: ServeOptions, began: Callable[[str], None]) -> None:
+def serve(
+    found: Served, options: ServeOptions, began: Callable[[str], None], *,
+    log: Callable[[Mapping[str, Any]], None] | None = None,
+) -> None:  # fmt: skip
     """Serve a model until SIGINT or SIGTERM: then running requests have half a minute to end.
 
     Args:
         began: called with the server's address once it takes requests.
+        log: called with what there is to log of each request once it has ended; see `RequestLog`.
 
     Raises:
         RequestError: if the address cannot be used.
@@ -149,10 +155,13 @@ def serve(found: Served, options: ServeOptions, began: Callable[[str], None]) ->
 
     from quantkit.serve.app import application
 
-    app = application(found, api_key=options.api_key, hosts=_LOCAL if options.local else None)
+    app = application(
+        found, api_key=options.api_key, hosts=_LOCAL if options.local else None,
+        max_requests=2 * (options.slots + options.waiting) + 16, log=log, log_prompts=options.log_prompts,
+    )  # fmt: skip
     config = uvicorn.Config(
         app, options.host, options.port, log_level="critical", access_log=False, server_header=False,
-        timeout_graceful_shutdown=_GRACE_SECONDS, limit_concurrency=2 * (options.slots + options.waiting) + 16,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
     )  # fmt: skip
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # clients that go away are no news
     try:

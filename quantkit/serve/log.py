@@ -1,0 +1,140 @@
+"""Request ids, and the log of requests: a JSON line for each one that has ended."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+
+from quantkit.runtime.request import Request
+from quantkit.serve.guard import Receive, Scope, Send
+from quantkit.serve.worker import Delta
+
+HEADER = "x-request-id"
+CLIENT_GONE = 499
+"""The status that is logged where the client went away before its answer ended, as in nginx."""
+
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_KEY = "quantkit.record"  # in the scope of a request
+_MAX_PATH = 256  # characters
+
+
+@dataclass
+class _Record:
+    """What is known of a request."""
+
+    id: str
+    arrived: datetime = field(default_factory=lambda: datetime.now(UTC))
+    begun: float = field(default_factory=time.perf_counter)
+    status: int | None = None
+    is_complete: bool = False
+    request: Request | None = None
+    prompt: object = None
+    num_tokens: int = 0
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    first_token_seconds: float | None = None
+
+    def line(self, scope: Scope, *, prompts: bool) -> dict[str, Any]:
+        """The line of the log, in which nothing of the request's content stands, unless `prompts`."""
+        seconds = time.perf_counter() - self.begun
+        found = {
+            "time": self.arrived.isoformat(timespec="milliseconds"), "request_id": self.id,
+            "client": (scope.get("client") or (None,))[0], "method": scope["method"],
+            "path": scope["path"][:_MAX_PATH], "status": self._status(), "seconds": round(seconds, 4),
+        }  # fmt: skip
+        if self.request is not None:
+            first = self.first_token_seconds
+            found |= {
+                "first_token_seconds": None if first is None else round(first, 4),
+                "prompt_tokens": len(self.request.prompt), "completion_tokens": self.num_tokens,
+                "finish_reasons": [self.finish_reasons.get(sample) for sample in range(self.request.samples)],
+            }  # fmt: skip
+            if prompts:
+                found["prompt"] = self.prompt
+        return found
+
+    def _status(self) -> int:
+        if self.status is None or not self.is_complete:
+            return CLIENT_GONE
+        unfinished = self.request is not None and len(self.finish_reasons) < self.request.samples
+        return 500 if self.status == 200 and unfinished else self.status
+
+
+class RequestLog:
+    """An ASGI application that gives each response of another one the request's id, in the header X-Request-Id, and
+    logs the request once it has ended.
+
+    A client's own id is used if it consists of at most 64 letters, digits, dots, hyphens and underscores.
+    """
+
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], log: Callable[[Mapping[str, Any]], None] | None,
+        *, prompts: bool = False,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            log: called with the line of each request; None logs nothing.
+            prompts: also log the messages or prompts of requests.
+        """
+        self._app, self._log, self._prompts = app, log, prompts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(HEADER, "")
+        record = _Record(given if _CLIENT_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}")
+        scope[_KEY] = record
+
+        async def sent(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                headers = [*message.get("headers", ()), (HEADER.encode(), record.id.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                record.is_complete = True
+
+        try:
+            await self._app(scope, receive, sent)
+        except Exception as error:
+            if not isinstance(error, ClientDisconnect | OSError):
+                record.status, record.is_complete = 500, True
+            raise
+        finally:
+            if self._log is not None:
+                self._log(record.line(scope, prompts=self._prompts))
+
+
+def recorded(
+    scope: Scope, request: Request, body: Mapping[str, Any], counted: Callable[[Delta], None]
+) -> Callable[[Delta], None]:
+    """Note for the log what comes of a request.
+
+    Args:
+        scope: of the HTTP request, below a `RequestLog`.
+        body: the JSON that it had.
+        counted: what is called with each step's part of the answer, too.
+
+    Returns:
+        To be called with each step's part of the answer.
+    """
+    record: _Record = scope[_KEY]
+    record.request, record.prompt = request, body.get("messages", body.get("prompt"))
+
+    def added(delta: Delta) -> None:
+        counted(delta)
+        record.num_tokens += len(delta.token_ids)
+        if delta.token_ids and record.first_token_seconds is None:
+            record.first_token_seconds = time.perf_counter() - record.begun
+        if delta.completion is not None:
+            record.finish_reasons[delta.sample] = delta.completion.finish_reason
+
+    return added
