@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 _LOCAL = (
-    "template", "context", "dtype", "backend", "allow_slow", "device", "int8_cache", "compiled", "weights", "threads",
+    "template", "context", "draft", "draft_tokens", "dtype", "backend", "allow_slow", "device", "int8_cache",
+    "compiled", "weights", "threads",
 )  # fmt: skip
 _REMOTE = ("api_key", "model")
 
