@@ -23,7 +23,8 @@ class StepTimes:
 
     _KEPT = 0.98  # of the weight of earlier steps with each later one
     _SHARE = 0.1  # what another row is assumed to cost at first, of a step of one row
-    _CERTAINTY = 4.0  # the weight of that, in squares of rows
+    _CERTAINTY = 0.002  # the variance of rows, as a share of their squared mean, with which that counts for half
+    _NARROW = 0.003  # the variance, as such a share, below which steps say little of what a row costs
     _OUTLIER = 4.0  # a step that takes this many times longer than expected has waited for something else
 
     def __init__(self) -> None:
@@ -48,13 +49,20 @@ class StepTimes:
         mean, row = self._line()
         return max(mean + row * (rows - self._rows / self._weight), row), row
 
+    def lacks(self, rows: int) -> bool:
+        """Whether a step of so few rows should be taken, to learn what other rows cost: the latest all had more."""
+        if not self._weight:
+            return False
+        mean = self._rows / self._weight
+        return mean > rows + 0.5 and self._squares / self._weight - mean * mean < self._NARROW * mean * mean
+
     def _line(self) -> tuple[float, float]:
         """Seconds at the mean number of rows, and of a row more."""
         rows, seconds = self._rows / self._weight, self._seconds / self._weight
         spread = max(0.0, self._squares / self._weight - rows * rows)
         together = self._products / self._weight - rows * seconds
         assumed = self._SHARE * seconds / (1 + self._SHARE * (rows - 1))
-        certainty = max(1.0, self._CERTAINTY / self._weight)
+        certainty = self._CERTAINTY * rows * rows * max(1.0, 4 / self._weight)
         return seconds, max(assumed / 10, (together + certainty * assumed) / (spread + certainty))
 
 
@@ -67,7 +75,7 @@ def lengths(chances: Mapping[K, Chance], rows: int, tokens: int, times: StepTime
     """
     found = dict.fromkeys(chances, 0)
     known = times.of(rows)
-    if known is None:
+    if known is None or times.lacks(rows):
         return found
     seconds, row = known
     gained = float(tokens)

@@ -32,7 +32,7 @@ class Guard:
             hosts: the names that the header Host may have: a page of another site, whose name leads here, has its
                 own. None for any.
             max_requests: at the same time; more would take too much memory, even before they are read.
-            open_paths: that need no key, and are always answered.
+            open_paths: that need no key, and are answered however many requests run.
         """
         self._app, self._hosts, self._open = app, hosts, open_paths
         self._max_requests, self._running = max_requests, 0

@@ -27,7 +27,7 @@ from quantkit.runtime.draft_lengths import Chance, StepTimes, lengths
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.generate_batch import completions
-from quantkit.runtime.lookup import Lookup
+from quantkit.runtime.lookup import Acceptance, Lookup
 from quantkit.runtime.request import Request
 from quantkit.runtime.sampling import probabilities
 from quantkit.runtime.sampling_params import SamplingParams
@@ -184,6 +184,25 @@ def test_no_other_lengths_give_more_tokens_a_second() -> None:
         assert speed([found[name] for name in range(3)]) == pytest.approx(best, rel=0.02)
 
 
+@pytest.mark.parametrize("row", [0.05, 0.1, 0.33, 0.8], ids=lambda row: f"a row costs {row}")
+@pytest.mark.parametrize("right", [0.0, 0.2, 0.5, 0.8])
+def test_lengths_become_those_that_pay(row: float, right: float) -> None:
+    """One sequence, whose proposals are right with a probability, and steps whose times vary by a tenth."""
+    random, times, rate = Random(0), StepTimes(), Acceptance()
+    tokens = seconds = 0.0
+    times.add(64, 1 + 63 * row)
+    for _ in range(600):
+        count = lengths({0: Chance(8, rate.rate)}, 1, 1, times)[0]
+        accepted = next((at for at in range(count) if random.random() >= right), count)
+        if count:
+            rate.add(accepted, int(accepted < count))
+        taken = (1 + row * count) * random.lognormvariate(0, 0.1)
+        times.add(1 + count, taken)
+        tokens, seconds = tokens + accepted + 1, seconds + taken
+    best = max(sum(right**at for at in range(count + 1)) / (1 + row * count) for count in range(9))
+    assert tokens / seconds > 0.85 * best
+
+
 def test_a_step_that_waited_for_something_else_counts_little() -> None:
     times = StepTimes()
     for _ in range(50):
@@ -281,6 +300,7 @@ def test_requests_that_make_no_sense(models: dict[str, Decoder], tmp_path: Path)
         speculate(model, small, PROMPT, max_new_tokens=5)
 
 
+@pytest.mark.usefixtures("always")
 def test_the_command_takes_a_draft(folders: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
     command = ["generate", folders["int8"], "--dtype", "fp32", "--prompt", "My fellow", "--max-new-tokens", "15"]
     code, expected, _ = run(capfd, *command)
