@@ -16,7 +16,7 @@ from quantkit.cli.output import mention, require_stdout
 from quantkit.cli.processes import require_models
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
-from quantkit.serve import KEPT, PORT, SLOTS, WAITING
+from quantkit.serve import KEPT, PORT, SLOTS, TIME_LIMIT, WAITING
 
 
 @click.command(cls=Command)
@@ -29,6 +29,10 @@ from quantkit.serve import KEPT, PORT, SLOTS, WAITING
     click.option("--name", metavar="NAME", help="Name of the model in requests. Default: the folder's."),
     click.option(
         "--waiting", type=int, default=WAITING, show_default=True, help="Requests that may wait; others get 429."
+    ),
+    click.option(
+        "--time-limit", type=float, default=TIME_LIMIT, show_default=True, metavar="SECONDS",
+        help="What a request may take, with waiting; then it gets 504.",
     ),
 )  # fmt: skip
 @section(options.SPECULATION, options.draft, options.draft_tokens)

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 
 from quantkit.errors import RequestError
 
-SLOTS, WAITING, KEPT, PORT = 8, 64, 8, 8000
-"""Sequences that run at the same time, requests that may wait for them, sequences that stay in the cache when they end,
-and the port, by default."""
+SLOTS, WAITING, TIME_LIMIT, KEPT, PORT = 8, 64, 600.0, 8, 8000
+"""Sequences that run at the same time, requests that may wait for them, seconds that a request may take, sequences that
+stay in the cache when they end, and the port, by default."""
 
 
 def require_packages() -> None:

@@ -29,7 +29,7 @@ from quantkit.serve.guard import RETRY, Guard
 from quantkit.serve.log import CLIENT_GONE, RequestLog, recorded
 from quantkit.serve.metrics import Metrics
 from quantkit.serve.page.routes import FILES, page_routes
-from quantkit.serve.worker import Delta, Job, Worker
+from quantkit.serve.worker import Delta, Job, TimeLimitError, Worker
 from quantkit.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -116,6 +116,8 @@ class _Paths:
             except RequestError as error:
                 code = "context_length_exceeded" if "context" in error.problem else None
                 return _error(400, error_of(error, code=code))
+            except TimeLimitError as error:
+                return _error(504, error_of(error, kind="server_error", code="timeout"))
             except QuantkitError as error:
                 return _error(500, error_of(error, kind="server_error"))
             except ClientDisconnect:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantkit.arguments import as_integer, as_string
+from quantkit.arguments import as_integer, as_number, as_string
 from quantkit.errors import RequestError
 from quantkit.formats.detect import WeightKind
 from quantkit.grammar.grammars import Grammars
@@ -23,7 +23,7 @@ from quantkit.model.device import free_bytes
 from quantkit.progress import Progress, silent
 from quantkit.runtime.chat_session import conversation_length
 from quantkit.runtime.engine import Engine
-from quantkit.serve import KEPT, PORT, SLOTS, WAITING, is_loopback, require_packages
+from quantkit.serve import KEPT, PORT, SLOTS, TIME_LIMIT, WAITING, is_loopback, require_packages
 from quantkit.serve.about import about
 from quantkit.serve.worker import Worker
 from quantkit.tensors.dtypes import FloatName
@@ -48,6 +48,7 @@ class ServeOptions:
         name: by which requests name the model; None is the folder's.
         slots: sequences that run at the same time.
         waiting: requests that may wait for these.
+        time_limit: seconds that a request may wait and run.
         kept: sequences that ended and stay in the cache, so that others which begin with the same are read faster; as
             far as half of the free memory allows.
         context: tokens of a sequence; None is the model's, 8192 at most.
@@ -64,6 +65,7 @@ class ServeOptions:
     name: str | None = None
     slots: int = SLOTS
     waiting: int = WAITING
+    time_limit: float = TIME_LIMIT
     kept: int = KEPT
     context: int | None = None
     template: str | None = None
@@ -82,6 +84,8 @@ class ServeOptions:
         as_integer("slots", self.slots, 1)
         as_integer("waiting", self.waiting, 0)
         as_integer("kept", self.kept, 0)
+        if not as_number("time_limit", self.time_limit) > 0:
+            raise RequestError("`time_limit` must be positive", found=self.time_limit)
         if not 0 <= as_integer("port", self.port) <= 65535:
             raise RequestError("`port` is out of range", found=self.port, expected="0 to 65535")
         if self.api_key is not None and not as_string("api_key", self.api_key).strip():
@@ -129,7 +133,10 @@ def served(path: Path, options: ServeOptions, *, progress: Progress = silent) ->
         )
         for given in ({}, {"max_new_tokens": _TEXT_TOKENS})
     )
-    worker = Worker(engine, tokenizer, most_jobs=options.slots + options.waiting, running=options.slots)
+    worker = Worker(
+        engine, tokenizer, most_jobs=options.slots + options.waiting, running=options.slots,
+        seconds=options.time_limit,
+    )  # fmt: skip
     vocabulary = model.config.vocab_size
     name = path.resolve().name if options.name is None else options.name
     return Served(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,13 +44,18 @@ Deliver = Callable[["Delta | QuantkitError"], None]
 """Called from the worker's thread; an error is the last thing that comes."""
 
 
+class TimeLimitError(QuantkitError):
+    """A request took longer than it may."""
+
+
 @dataclass(eq=False)
 class Job:
-    """A request that was handed to the worker."""
+    """A request that was handed to the worker; `ends_by` is on the clock of `time.monotonic`."""
 
     request: Request
     stop: Sequence[str]
     deliver: Deliver
+    ends_by: float
     left: int = 0
     cancelled: bool = False
     readers: dict[Generation, Reader] = field(default_factory=dict)
@@ -57,13 +64,17 @@ class Job:
 class Worker:
     """Runs the jobs of a server in an engine, which it has for itself; its methods may be called from any thread."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, *, most_jobs: int, running: int | None = None) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, *, most_jobs: int, running: int | None = None,
+        seconds: float = math.inf,
+    ) -> None:  # fmt: skip
         """
         Args:
             most_jobs: that wait and run at the same time; `submit` refuses more.
-            running: see `Scheduler`.
+            running: see `Scheduler`'s `max_running`.
+            seconds: that a job may wait and run.
         """
-        self.most_jobs, self._running = most_jobs, running
+        self.most_jobs, self._running, self._seconds = most_jobs, running, seconds
         self._engine, self._tokenizer = engine, tokenizer
         self._scheduler = Scheduler(engine, max_running=running)
         self._new: deque[Job] = deque()
@@ -103,7 +114,7 @@ class Worker:
     def submit(self, request: Request, stop: Sequence[str], deliver: Deliver) -> Job | None:
         """Start a request; None if there are too many, or the worker is stopping. What comes of it is handed to
         `deliver`."""
-        job = Job(request, stop, deliver, left=request.samples)
+        job = Job(request, stop, deliver, time.monotonic() + self._seconds, left=request.samples)
         with self._changed:
             if not self.alive or len(self._new) + len(self._jobs) >= self.most_jobs:
                 return None
@@ -152,6 +163,10 @@ class Worker:
                 self._deliver(job, error)
         for job in [one for one in self._jobs if one.cancelled]:
             self._give_up(job)
+        now = time.monotonic()
+        for job in [one for one in self._jobs if one.ends_by <= now]:
+            self._give_up(job)
+            self._deliver(job, TimeLimitError(f"the request took more than {self._seconds:g} seconds"))
         if not self._scheduler.busy:
             return
         for one in self._scheduler.step():

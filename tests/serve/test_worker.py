@@ -14,7 +14,7 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.request import Request
 from quantkit.runtime.sampling_params import SamplingParams
 from quantkit.runtime.scheduler import Scheduler
-from quantkit.serve.worker import Delta, Worker
+from quantkit.serve.worker import Delta, TimeLimitError, Worker
 
 WITHOUT_END = SamplingParams(logit_bias={2: -100.0})
 
@@ -77,6 +77,19 @@ def test_what_is_too_many_is_refused_and_what_is_cancelled_is_not_delivered(work
         pass
     assert len(_all(last)) == 4
     assert all(one.completion is None for one in list(arrived.queue) if isinstance(one, Delta))
+
+
+def test_a_request_that_takes_too_long_ends_and_others_go_on(worker: Worker) -> None:
+    worker._seconds = 0.0
+    arrived: queue.Queue[Delta | QuantkitError] = queue.Queue()
+    assert worker.submit(Request([1, 5], 120, WITHOUT_END), (), arrived.put) is not None
+    found = arrived.get(timeout=60)
+    assert isinstance(found, TimeLimitError)
+    assert "took more than 0 seconds" in str(found)
+    worker._seconds = 60.0
+    assert worker.submit(Request([1, 5], 4, WITHOUT_END), (), arrived.put) is not None
+    assert len(_all(arrived)) == 4
+    assert worker.jobs == 0
 
 
 def test_a_worker_that_stops_leaves_no_one_waiting(worker: Worker) -> None:
