@@ -29,6 +29,7 @@ ROOMS = (
     ("quality", "runtime", "calibration"),
     ("bit_allocation", "training"),
     ("grammar",),
+    ("answers",),
     ("xla",),
     ("jobs", "doctor"),
     ("evals", "serve"),

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit.errors import QuantkitError, RequestError
-from quantkit.grammar.lark import HEAD
-from quantkit.runtime.constraint import ConstraintFactory
+from quantkit.grammar.after_reasoning import AfterReasoning, Reasoning
+from quantkit.grammar.lark import HEAD, START, START_AFTER_REASONING
+from quantkit.runtime.constraint import Constraint, ConstraintFactory
 from quantkit.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -53,11 +54,15 @@ class Grammars:
         self._vocabulary: tuple[LLTokenizer, int] | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
-    def constraint(self, grammar: str, end_ids: Sequence[int] = ()) -> ConstraintFactory:
+    def constraint(
+        self, grammar: str, end_ids: Sequence[int] = (), reasoning: Reasoning | None = None
+    ) -> ConstraintFactory:
         """What restricts continuations to a grammar, in llguidance's variant of Lark.
 
         Args:
+            grammar: whose first rule is ``answer``.
             end_ids: tokens that also end the text.
+            reasoning: that may come first, without restriction.
 
         Raises:
             RequestError: if the grammar is not supported, too large, or has no text; or llguidance is not installed.
@@ -68,11 +73,16 @@ class Grammars:
         if not self._lock.acquire(timeout=_WAIT_SECONDS):  # one at a time: each may need memory
             raise RequestError("other formats of answers are being compiled", hint="try again")
         try:
-            matcher, size = self._matcher(grammar)
+            matcher, size = self._matcher((START if reasoning is None else START_AFTER_REASONING) + grammar)
         finally:
             self._lock.release()
         vocab_size = self._vocab_size
-        return lambda: GrammarConstraint(matcher.deep_copy(), size, vocab_size, ends)
+
+        def begun() -> Constraint:
+            found = GrammarConstraint(matcher.deep_copy(), size, vocab_size, ends)
+            return found if reasoning is None else AfterReasoning(found, reasoning, ends, size - 1, vocab_size)
+
+        return begun
 
     def _matcher(self, grammar: str) -> tuple[LLMatcher, int]:
         """A matcher at the beginning of a text, never to be changed, and its number of tokens."""

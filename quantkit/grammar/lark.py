@@ -9,6 +9,12 @@ from typing import Any
 HEAD = '%llguidance {"no_forcing": true}\n'
 """Of each grammar: the model chooses among all tokens of what must follow."""
 
+START = "start: answer\n"
+"""Each grammar begins with the rule ``answer``."""
+
+START_AFTER_REASONING = "start: BLANK answer\nBLANK: /[ \\t\\n]{0,4}/\n"
+"""The same where a line break or two may come before the answer."""
+
 _JSON_OPTIONS = {
     "whitespace_pattern": r" |\r?\n[ \t]{0,40}",  # some models write nothing else once they have begun
     "json_allowed_escapes": 'nrbtf\\"',  # else a key that is taken could be spelled in another way
@@ -22,4 +28,4 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """A grammar of the JSON values that satisfy a checked schema."""
-    return f"start: {json_rule(schema)}\n"
+    return f"answer: {json_rule(schema)}\n"

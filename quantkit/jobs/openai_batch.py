@@ -3,26 +3,31 @@ answers in the form of its responses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.answers.form import Parts
+from quantkit.answers.pieces import Call
 from quantkit.arguments import as_string, require_flags
 from quantkit.errors import RequestError
+from quantkit.jobs.json_lines import strict_object
 from quantkit.json_values import shown
 from quantkit.runtime.sampling_params import SamplingOptions
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _KEYS = {"custom_id", "method", "url", "body"}
+OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 _PASSED = {"n", "stop", "draft_tokens", "response_format", *SamplingOptions.__annotations__}
 _OF_URL = {
-    _CHAT: {"messages", "logprobs", "top_logprobs", "chat_template_kwargs"},
+    _CHAT: {"messages", "logprobs", "top_logprobs", "chat_template_kwargs", *OF_TOOLS},
     _COMPLETIONS: {"prompt", "logprobs", "echo"},
 }
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _DEFAULTS: dict[str, object] = {
     "stream": False, "modalities": ["text"], "tools": [], "best_of": 1
 }  # fmt: skip
+_CALL = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}'
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 
 
@@ -91,6 +96,7 @@ def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchR
             raise RequestError("'top_logprobs' goes with 'logprobs'", expected='"logprobs": true')
         line |= {"logprobs": top} if wanted else {}
         names["logprobs"] = "top_logprobs"
+        line["messages"] = with_arguments(line["messages"])
     elif isinstance(prompt := line.get("prompt"), list) and all(type(one) is int for one in prompt):
         line["token_ids"] = line.pop("prompt")
     return BatchRequest(custom_id, url == _CHAT, model, answered_by, names), line
@@ -123,12 +129,53 @@ def choice_of(line: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
     return _chat_choice(line) if chat else _text_choice(line)
 
 
-def usage_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def usage_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The tokens of a prompt and of its continuations."""
     prompt_tokens, new_tokens = lines[0]["prompt_tokens"], sum(line["completion_tokens"] for line in lines)
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": prompt_tokens + new_tokens
     }  # fmt: skip
+    if any("reasoning_tokens" in line for line in lines):
+        reasoning = sum(line["reasoning_tokens"] for line in lines)
+        found["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return found
+
+
+def chat_message(parts: Parts, call_id: Callable[[int], str]) -> dict[str, Any]:
+    """An answer as a message; `call_id` makes the identifier of each call."""
+    message: dict[str, Any] = {"role": "assistant", "content": parts.content, "refusal": None}
+    if parts.reasoning:
+        message["reasoning_content"] = parts.reasoning
+    if parts.calls:
+        message["content"] = parts.content or None
+        message["tool_calls"] = [tool_call(one, call_id(place)) for place, one in enumerate(parts.calls)]
+    return message
+
+
+def tool_call(call: Call, identifier: str) -> dict[str, Any]:
+    """A call in the form of the API's messages."""
+    return {"id": identifier, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def with_arguments(messages: Any) -> Any:
+    """Messages whose calls have arguments as objects, which the API spells as JSON and chat templates print. Raises
+    `RequestError` if they are no JSON object."""
+    if not isinstance(messages, list):
+        return messages
+    return [_with_objects(one) if isinstance(one, Mapping) and one.get("tool_calls") else one for one in messages]
+
+
+def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = []
+    for call in message["tool_calls"] if isinstance(message["tool_calls"], list) else [None]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+            raise RequestError("a message has a tool call of the wrong type", found=shown(call), expected=_CALL)
+        if isinstance(text := function.get("arguments"), str):
+            place = f"arguments of a call of {shown(function.get('name'))}"
+            call = {**call, "function": {**function, "arguments": strict_object(text, place) if text.strip() else {}}}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
 
 
 def chat_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -151,7 +198,7 @@ def text_logprobs(entries: Sequence[Mapping[str, Any]], offsets: Sequence[int]) 
 
 def _chat_choice(line: Mapping[str, Any]) -> dict[str, Any]:
     logprobs = chat_logprobs(line["logprobs"]) if "logprobs" in line else None
-    message = {"role": "assistant", "content": line["text"], "refusal": None}
+    message = line.get("message") or {"role": "assistant", "content": line["text"], "refusal": None}
     return {
         "index": line["sample"], "message": message, "logprobs": logprobs, "finish_reason": line["finish_reason"]
     }  # fmt: skip

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from quantkit.answers.form import AnswerForm, Parts
+from quantkit.jobs.openai_batch import chat_message
 from quantkit.jobs.prompts_file import Prompt
 from quantkit.runtime.detokenizer import text_offsets
 from quantkit.runtime.request import Completion, Logprobs
 from quantkit.text.tokenizer import Tokenizer
 
 
-def line_of(number: int, prompt: Prompt, found: Completion, texts: TokenTexts) -> dict[str, Any]:
-    """What is written of a completion; see `quantkit.jobs.generate_file`."""
+def line_of(
+    number: int, prompt: Prompt, found: Completion, texts: TokenTexts, *, key: str | None = None
+) -> dict[str, Any]:
+    """What is written of a completion; see `quantkit.jobs.generate_file`. Identifiers of calls are made of `key`, by
+    default the number of the prompt."""
     echoed = len(prompt.request.prompt) if prompt.request.echo else 0
     text = found.text or ""
     if prompt.messages and not prompt.request.echo and not texts.tokenizer.byte_level:
@@ -22,6 +28,14 @@ def line_of(number: int, prompt: Prompt, found: Completion, texts: TokenTexts) -
         "finish_reason": found.finish_reason, "stop": found.stop, "prompt_tokens": found.prompt_tokens,
         "completion_tokens": len(found.token_ids) - echoed,
     }  # fmt: skip
+    if prompt.form is not None:
+        parts, parser = Parts(), prompt.form.parser()
+        parts.add([*parser.feed(text), *parser.close()])
+        identifiers = call_ids(prompt.form, str(number) if key is None else key, found.sample)
+        line["message"] = chat_message(parts, identifiers)
+        line["finish_reason"] = finish_reason(found, called=bool(parts.calls))
+        if prompt.form.reasoning is not None:
+            line["reasoning_tokens"] = prompt.form.reasoning_tokens(found.token_ids[echoed:])
     if prompt.truncated:
         line["truncated"] = True
     if prompt.token_ids:
@@ -32,6 +46,21 @@ def line_of(number: int, prompt: Prompt, found: Completion, texts: TokenTexts) -
             before = [] if prompt.request.echo else prompt.request.prompt
             line["text_offset"] = text_offsets(texts.tokenizer, before, found.token_ids, text)
     return line
+
+
+def call_ids(form: AnswerForm, key: str, sample: int) -> Callable[[int], str]:
+    """Identifiers of an answer's calls, by their places; Mistral's templates require 9 letters."""
+
+    def identifier(place: int) -> str:
+        found = hashlib.sha256(f"{key}/{sample}/{place}".encode()).hexdigest()
+        return found[:9] if (form.syntax or "").startswith("mistral") else f"call_{found[:24]}"
+
+    return identifier
+
+
+def finish_reason(found: Completion, *, called: bool) -> str:
+    """Why an answer ended, with the API's reason for one that calls tools."""
+    return "tool_calls" if called and found.finish_reason == "stop" else found.finish_reason
 
 
 def entries_of(tokens: Sequence[int], logprobs: Logprobs, texts: TokenTexts) -> list[dict[str, Any]]:

@@ -32,18 +32,22 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.answers.form import AnswerForm, tool_grammar
+from quantkit.answers.reasoning import reasoning_of
+from quantkit.answers.syntaxes import syntax_of
+from quantkit.answers.tools import Tools, checked_tools
 from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import require_flags, wrong_type
-from quantkit.errors import RequestError
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.grammar.response_format import response_grammar
 from quantkit.jobs.json_lines import EXPECTED, at_place, objects, repeated
-from quantkit.jobs.openai_batch import BatchRequest, from_batch_line, is_batch_line
+from quantkit.jobs.openai_batch import OF_TOOLS, BatchRequest, from_batch_line, is_batch_line
 from quantkit.json_values import shown
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.runtime.request import (
@@ -59,7 +63,7 @@ from quantkit.runtime.request import (
     with_prompt,
 )
 from quantkit.runtime.sampling_params import SamplingOptions
-from quantkit.text.chat import Chat, chat_format
+from quantkit.text.chat import Chat, TemplateChat, chat_format
 from quantkit.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -95,6 +99,7 @@ class Prompt:
         token_ids: whether it was given as such.
         truncated: whether its beginning was cut off.
         grammar: of the new text, for `Grammars`; None allows any.
+        form: how the answer to a request in OpenAI's format is split into reasoning, content and calls; None for text.
         batch: what the answer repeats of a line in OpenAI's batch format.
     """
 
@@ -105,13 +110,15 @@ class Prompt:
     token_ids: bool
     truncated: bool
     grammar: str | None = None
+    form: AnswerForm | None = None
     batch: BatchRequest | None = None
 
     def bound(self, grammars: Grammars) -> Request:
         """The request with its grammar's `Constraint`, which cannot be sent to other processes."""
         if self.grammar is None:
             return self.request
-        return replace(self.request, constraint=grammars.constraint(self.grammar, self.request.end_ids))
+        reasoning = None if self.form is None else self.form.reasoning
+        return replace(self.request, constraint=grammars.constraint(self.grammar, self.request.end_ids, reasoning))
 
 
 class PromptReader:
@@ -155,13 +162,13 @@ class PromptReader:
                     if (before := seen.setdefault(batch.custom_id, number)) != number:
                         raise RequestError(f"'custom_id' is that of line {before}", found=shown(batch.custom_id))
                 given = {key: value for key, value in values.items() if value is not None}
-                _require_known(values)
+                _require_known(values, _KEYS | {*OF_TOOLS} if batch else _KEYS)
                 kind = _kind(given)
             if kind == "messages":
                 _ = self._chat, self._chat_defaults  # an error in the model's folder is not the line's
             with at_place(f"{name}:{number}", batch.names if batch else {}):
                 known_by = {"id": values["id"]} if "id" in values else {}
-                found.append(replace(self._prompt(kind, given, known_by), batch=batch))
+                found.append(replace(self._prompt(kind, given, known_by, api=batch is not None), batch=batch))
         others = {one.batch.model for one in found if one.batch and one.batch.model not in (None, self._folder.name)}
         if others:
             _log.warning(
@@ -177,9 +184,13 @@ class PromptReader:
         if kind == "messages":
             _ = self._chat, self._chat_defaults
         with at_place(None, batch.names):
-            return replace(self._prompt(kind, given, {}), batch=batch)
+            return replace(self._prompt(kind, given, {}, api=True), batch=batch)
 
-    def _prompt(self, kind: str, given: Mapping[str, Any], known_by: dict[str, Any]) -> Prompt:
+    def _prompt(self, kind: str, given: Mapping[str, Any], known_by: dict[str, Any], *, api: bool) -> Prompt:
+        tools = None
+        if api and kind == "messages":
+            tools = checked_tools(*(given.get(key) for key in OF_TOOLS))
+            given = {**given, "tools": None if tools is None else tools.given}
         defaults = self._chat_defaults if kind == "messages" else {}
         chosen = {**defaults, **self._options, **{key: given[key] for key in OPTIONS & given.keys()}}
         fills = chosen.get("max_new_tokens") is None
@@ -195,20 +206,43 @@ class PromptReader:
         if fills:
             request = replace(request, max_new_tokens=max(1, self._max_tokens - len(cut)))
         request = with_prompt(self._config, request, cut, self._max_tokens)
-        grammar = None if (form := given.get("response_format")) is None else self._checked_grammar(form, request)
-        return Prompt(request, stop, known_by, kind == "messages", kind == "token_ids", len(cut) < len(ids), grammar)
+        wanted = given.get("response_format")
+        grammar, form = None if wanted is None else response_grammar(wanted), None
+        if api and kind == "messages":
+            form, calls = self._form(tools, ids)
+            if grammar is not None and tools is not None:
+                raise RequestError("'response_format' and 'tools' do not go together", hint='or "tool_choice": "none"')
+            grammar = grammar or calls
+            request = replace(request, spelled={} if form is None else form.spelled(self._tokenizer))
+        found = Prompt(
+            request, stop, known_by, kind == "messages", kind == "token_ids", len(cut) < len(ids), grammar, form
+        )
+        if grammar is not None:
+            self._require_compiled(found, "response_format" if wanted is not None else "tool_choice")
+        return found
 
-    def _checked_grammar(self, form: object, request: Request) -> str | None:
-        """The grammar of a ``response_format``, which can be compiled."""
-        if (grammar := response_grammar(form)) is None:
-            return None
+    def _form(self, tools: Tools | None, ids: list[int]) -> tuple[AnswerForm | None, str | None]:
+        """The form of an answer, and the grammar of the calls that it must have."""
+        reasoning = reasoning_of(self._tokenizer, ids)
+        if tools is None:
+            return None if reasoning is None else AnswerForm(reasoning=reasoning), None
+        assert isinstance(self._chat, TemplateChat)  # others refuse tools
+        known = self._tokenizer.special_tokens or {}
+        if (syntax := syntax_of(self._chat.source(with_tools=True), known)) is None:
+            raise RequestError(
+                "the way in which this model calls tools is not known", hint='leave them out, or "tool_choice": "none"'
+            )
+        form = AnswerForm(syntax, tuple(tools.parameters), tools.parallel, reasoning)
+        return form, tool_grammar(tools, syntax, self._tokenizer)
+
+    def _require_compiled(self, prompt: Prompt, name: str) -> None:
+        """Raise a `RequestError` if the grammar of a prompt is not supported."""
         if self._grammars is None:
-            raise RequestError("answers are not restricted through XLA", hint="leave out 'response_format'")
-        if request.samples > _MAX_CONSTRAINED:
-            expected = f"at most {_MAX_CONSTRAINED} with a response_format"
-            raise RequestError("n is out of range", found=request.samples, expected=expected)
-        self._grammars.constraint(grammar, request.end_ids)
-        return grammar
+            raise RequestError("answers are not restricted through XLA", hint=f"leave out '{name}'")
+        if (samples := prompt.request.samples) > _MAX_CONSTRAINED:
+            expected = f"at most {_MAX_CONSTRAINED} with a {name}"
+            raise RequestError("n is out of range", found=samples, expected=expected)
+        prompt.bound(self._grammars)
 
     def _ids(self, kind: str, given: Mapping[str, Any]) -> list[int]:
         value = given[kind]
@@ -230,7 +264,16 @@ class PromptReader:
             raise wrong_type("chat_template_kwargs", variables, "an object")
         if taken := variables.keys() & {"messages", "tools", "self"}:
             raise RequestError(f"'{min(taken)}' is no variable of the template's own")
-        return self._chat.encode(value, tools=tools, **variables)
+        ids = self._chat.encode(value, tools=tools, **variables)
+        if tools and ids == self._without_tools(value, variables):
+            raise RequestError("the model's chat template does not print tools", hint="leave them out")
+        return ids
+
+    def _without_tools(self, messages: Any, variables: Mapping[str, Any]) -> list[int] | None:
+        try:
+            return self._chat.encode(messages, tools=None, **variables)
+        except (RequestError, CheckpointError):  # with tools it works
+            return None
 
     @cached_property
     def _chat(self) -> Chat:
@@ -297,12 +340,12 @@ def _kind(given: Mapping[str, Any]) -> str:
     return kinds[0]
 
 
-def _require_known(values: Mapping[str, Any]) -> None:
+def _require_known(values: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise a `RequestError` for an unknown key."""
     for key in values:
         if key in BEAM_SEARCH:
             raise no_beam_search(key)
-        if key not in _KEYS:
-            close = difflib.get_close_matches(key, _KEYS, 1)
+        if key not in known:
+            close = difflib.get_close_matches(key, known, 1)
             meant = _ELSEWHERE.get(key) or (close[0] if close else None)
             raise RequestError(f"unknown key {shown(key)}", hint=f"did you mean '{meant}'?" if meant else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from quantkit.text.token_bytes import TokenBytes
 from quantkit.text.tokenizer import Tokenizer
@@ -11,6 +11,7 @@ from quantkit.text.tokenizer import Tokenizer
 _UNFINISHED = "\ufffd"
 _LONGEST_CHARACTER = 4  # bytes
 _CONTEXT = 8  # tokens
+_NOTHING: Mapping[int, str] = {}
 
 
 class Detokenizer:
@@ -21,16 +22,22 @@ class Detokenizer:
     string is held back until that is known. A token costs the same anywhere.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
-        """The prompt may begin and end within a character; the text ends before the first `stop` string."""
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = (),
+        spelled: Mapping[int, str] = _NOTHING,
+    ) -> None:  # fmt: skip
+        """The prompt may begin and end within a character; the text ends before the first `stop` string. `spelled` are
+        tokens that are shown so, such as special ones, which add no text otherwise."""
         self.stopped: str | None = None  # the stop string that was found
-        self._stop = tuple(stop)
+        self._stop, self._spelled = tuple(stop), spelled
         known = tokenizer.token_bytes
         self._texts = _Whole(tokenizer, prompt) if known is None else _Bytes(tokenizer, known, prompt)
         self._back = ""  # text that is held back
 
     def add(self, token: int) -> str:
         """The text that a token adds, as far as it can be given out; nothing once a stop string is found."""
+        if (spelling := self._spelled.get(token)) is not None:
+            return self._given(self._texts.end() + spelling)
         return self._given(self._texts.add(token))
 
     def close(self) -> str:

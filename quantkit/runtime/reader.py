@@ -21,7 +21,8 @@ class Reader:
 
     def __init__(self, number: int, generation: Continuation, tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
         self._number, self._of = number, generation
-        self._text = None if tokenizer is None else Detokenizer(tokenizer, generation.request.prompt, stop)
+        request = generation.request
+        self._text = None if tokenizer is None else Detokenizer(tokenizer, request.prompt, stop, request.spelled)
         self._prompt = ""
         if tokenizer is not None and generation.request.echo:
             self._prompt = "".join(text_pieces(tokenizer, (), generation.request.prompt))

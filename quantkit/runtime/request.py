@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -61,6 +61,7 @@ class Request:
         echo: whether to return the same for the prompt's tokens.
         end_ids: tokens that end it, besides those that end any text of the model.
         draft_tokens: that are proposed at a time at most; None is the engine's number, and 0 proposes none.
+        spelled: special tokens that the text shows, with their spellings.
         constraint: makes for each continuation what restricts its tokens; not for XLA. None allows all.
     """
 
@@ -72,6 +73,7 @@ class Request:
     echo: bool = False
     end_ids: tuple[int, ...] = ()
     draft_tokens: int | None = None
+    spelled: Mapping[int, str] = field(default_factory=dict)
     constraint: ConstraintFactory | None = None
 
     @property

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quantkit.answers.pieces import Parser
 from quantkit.errors import QuantkitError
-from quantkit.jobs.openai_batch import chat_logprobs, choice_of, text_logprobs, usage_of
-from quantkit.jobs.prompt_lines import TokenTexts, entries_of, line_of
+from quantkit.jobs.openai_batch import chat_logprobs, choice_of, text_logprobs, tool_call, usage_of
+from quantkit.jobs.prompt_lines import TokenTexts, call_ids, entries_of, finish_reason, line_of
 from quantkit.jobs.prompts_file import Prompt
 from quantkit.runtime.request import Completion
 from quantkit.serve.worker import Delta
@@ -36,11 +37,13 @@ class Answer:
     usage: bool = False
     created: int = 0
     _ends: dict[int, int] = field(default_factory=dict)
+    _parsers: dict[int, Parser] = field(default_factory=dict)
+    _calls: dict[int, int] = field(default_factory=dict)
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """All continuations."""
         ordered = sorted(completions, key=lambda one: one.sample)
-        lines = [line_of(0, self.prompt, one, self.texts) for one in ordered]
+        lines = [line_of(0, self.prompt, one, self.texts, key=self.number) for one in ordered]
         choices = [choice_of(line, chat=self.prompt.messages) for line in lines]
         return {**self._head(), "choices": choices, "usage": usage_of(lines)}
 
@@ -59,12 +62,37 @@ class Answer:
         if delta.logprobs is not None and delta.token_ids:
             found = entries_of(delta.token_ids, delta.logprobs, self.texts)
             logprobs = chat_logprobs(found) if self.prompt.messages else text_logprobs(found, self._offsets(delta))
-        if text or logprobs is not None:
-            said: dict[str, Any] = {"delta": {"content": text}} if self.prompt.messages else {"text": text}
-            yield self._event(delta.sample, {**said, "logprobs": logprobs})
+        said = self._said(delta.sample, text, ended=delta.completion is not None)
+        if logprobs is not None and not said:
+            said = [{"delta": {"content": ""}} if self.prompt.messages else {"text": ""}]
+        for one in said:
+            yield self._event(delta.sample, {**one, "logprobs": logprobs})
+            logprobs = None
         if delta.completion is not None:
             nothing: dict[str, Any] = {"delta": {}} if self.prompt.messages else {"text": ""}
-            yield self._event(delta.sample, {**nothing, "finish_reason": delta.completion.finish_reason})
+            reason = finish_reason(delta.completion, called=bool(self._calls.get(delta.sample)))
+            yield self._event(delta.sample, {**nothing, "finish_reason": reason})
+
+    def _said(self, sample: int, text: str, *, ended: bool) -> list[dict[str, Any]]:
+        """What new text adds to a continuation."""
+        if not self.prompt.messages:
+            return [{"text": text}] if text else []
+        form = self.prompt.form
+        if form is None:
+            return [{"delta": {"content": text}}] if text else []
+        parser = self._parsers.setdefault(sample, form.parser())
+        found = []
+        for piece in [*parser.feed(text), *(parser.close() if ended else [])]:
+            delta: dict[str, Any] = {"content": piece.content} if piece.content else {}
+            if piece.reasoning:
+                delta["reasoning_content"] = piece.reasoning
+            if piece.call is not None:
+                place = self._calls.get(sample, 0)
+                self._calls[sample] = place + 1
+                identifier = call_ids(form, self.number, sample)(place)
+                delta["tool_calls"] = [{"index": place, **tool_call(piece.call, identifier)}]
+            found.append({"delta": delta})
+        return found
 
     def end(self, completions: Sequence[Completion]) -> Iterator[bytes]:
         """The pieces after all continuations."""

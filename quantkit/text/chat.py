@@ -65,6 +65,10 @@ class TemplateChat:
         names = {number: name for name, number in (self._tokenizer.special_tokens or {}).items()}
         return "" if self._tokenizer.bos_id is None else names.get(self._tokenizer.bos_id, "")
 
+    def source(self, *, with_tools: bool) -> str:
+        """The template in Jinja, for conversations with or without tools."""
+        return self._choose(with_tools).source
+
     def text(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> str:

@@ -14,6 +14,7 @@ import quantkit
 from quantkit.errors import RequestError
 
 TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant:"
+TOOL = {"type": "function", "function": {"name": "look"}}
 CHAT = [{"role": "user", "content": "My fellow citizens"}]
 
 
@@ -153,7 +154,10 @@ def test_an_interrupted_run_of_requests_goes_on(model: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (request("a", messages=CHAT, tools=[{}]), "'tools' in 'body' is not supported for /v1/chat/completions"),
+        (request("a", messages=CHAT, tools=[{}]), "a tool is of the wrong type"),
+        (request("a", messages=CHAT, tools=[TOOL]), "the model's chat template does not print tools"),
+        (request("a", url="/v1/completions", prompt="a", tools=[TOOL]), "'tools' in 'body' is not supported"),
+        ({"messages": CHAT, "tool_choice": "none"}, "unknown key 'tool_choice'"),
         (request("a", messages=CHAT, response_format={"type": "xml"}), "'response_format' is not known"),
         (request("a", messages=CHAT, frequency_penalty=2.5), "frequency_penalty must lie in [-2, 2]"),
         (request("a", messages=CHAT, stream=True), "'stream' in 'body' is not supported"),

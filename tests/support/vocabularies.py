@@ -65,15 +65,19 @@ def write_tiktoken(folder: Path) -> Path:
     return folder
 
 
-def write_byte_level(folder: Path, pre_tokenizer: dict[str, Any], normalizer: dict[str, Any] | None = None) -> Path:
-    """A folder with a tiny tokenizer.json that merges bytes, with a special token and one that any text may hold."""
+def write_byte_level(
+    folder: Path, pre_tokenizer: dict[str, Any], normalizer: dict[str, Any] | None = None, *,
+    more: dict[str, bool] | None = None,
+) -> Path:  # fmt: skip
+    """A folder with a tiny tokenizer.json that merges bytes, with a special token and one that any text may hold;
+    `more` are further tokens, each with whether it is special."""
     from quantkit.text.token_bytes import BYTE_LETTERS
 
     folder.mkdir()
     merges = [["t", "h"], ["th", "e"], ["i", "n"], ["in", "g"], ["\u0120", "the"], ["1", "2"], ["\u010a", "\u010a"]]
     pieces = [*BYTE_LETTERS.values(), *("".join(pair) for pair in merges)]
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [("<s>", True), ("<|im_end|>", True), ("<tool>", False)]
+    added = [("<s>", True), ("<|im_end|>", True), ("<tool>", False), *(more or {}).items()]
     raw = {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": normalizer,
         "added_tokens": [

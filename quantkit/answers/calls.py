@@ -1,0 +1,172 @@
+"""Calls of tools in the text of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from quantkit.answers.pieces import Call, Piece, held
+
+
+class Syntax(Protocol):
+    """How a family of models writes calls.
+
+    Attributes:
+        opens: the text before calls.
+        closes: the text after one, which may be missing; empty if there is none.
+        bare: whether an answer that begins with an object is a call without `opens`.
+        separator: what may come between two calls that share `opens`; None if each has its own.
+        marks: all that are tokens in the vocabularies of such models.
+    """
+
+    opens: str
+    closes: str
+    bare: bool
+    separator: str | None
+    marks: tuple[str, ...]
+
+    def start(self, text: str) -> int | None:
+        """Where the JSON value begins in the text after `opens`; None if that is not known yet, -1 if there is none."""
+        ...
+
+    def calls(self, head: str, value: str) -> list[Call] | None:
+        """The calls in a JSON value, with the text before it; None if it is something else."""
+        ...
+
+
+class _Scan:
+    """Finds the end of a JSON object or list, of which it gets part after part."""
+
+    def __init__(self) -> None:
+        self._depth, self._string, self._escaped = 0, False, False
+
+    def end(self, text: str) -> int | None:
+        """The place after the value's last bracket; None if more has to come."""
+        for place, letter in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._string:
+                self._escaped, self._string = letter == "\\", letter != '"'
+            elif letter == '"':
+                self._string = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return place + 1
+        return None
+
+
+class CallParser:
+    """A `Parser` of content and calls.
+
+    Text that is no call of a known tool stays content, also one that ends before it is whole. Space before and after
+    calls is dropped.
+    """
+
+    def __init__(self, syntax: Syntax, names: Collection[str], *, parallel: bool = True) -> None:
+        """
+        Args:
+            names: of the known tools.
+            parallel: whether an answer may have several calls; otherwise further ones are dropped.
+        """
+        self._syntax, self._names, self._parallel = syntax, frozenset(names), parallel
+        self._state, self._started, self._called, self._closed = "text", False, False, False
+        self._buffer = ""  # text that is not read
+        self._raw: list[str] = []  # what may become a call: `opens`, the text before the value, and parts of the value
+        self._scan = _Scan()
+
+    def feed(self, text: str) -> list[Piece]:
+        self._buffer += text
+        found: list[Piece] = []
+        read = {"text": self._text, "head": self._head, "value": self._value, "after": self._after}
+        while read[self._state](found):
+            pass
+        return found
+
+    def close(self) -> list[Piece]:
+        left = "".join(self._raw) + ("" if self._state == "after" else self._buffer)
+        self._raw, self._buffer = [], ""
+        if self._called and not left.strip():
+            return []
+        return [Piece(left)] if left else []
+
+    # Each of these reads what it can of the buffer; whether the next state may read on.
+
+    def _text(self, found: list[Piece]) -> bool:
+        opens = self._syntax.opens
+        if not self._started:
+            start = self._buffer.lstrip()
+            if self._syntax.bare and start.startswith("{"):
+                self._raw, self._state, self._started = [""], "head", True
+                return True
+            if not start:
+                return False
+        place = self._buffer.find(opens)
+        if place >= 0:
+            self._emit(self._buffer[:place].rstrip(), found)
+            self._raw, self._buffer = [self._buffer[place : place + len(opens)]], self._buffer[place + len(opens) :]
+            self._state, self._started = "head", True
+            return True
+        count = held(self._buffer, [opens])
+        self._started = True
+        self._emit(self._buffer[: len(self._buffer) - count], found)
+        self._buffer = self._buffer[len(self._buffer) - count :]
+        return False
+
+    def _head(self, found: list[Piece]) -> bool:
+        place = self._syntax.start(self._buffer)
+        if place is None:
+            return False
+        if place < 0:
+            return self._give_up(found)
+        self._raw += [self._buffer[:place], ""]
+        self._buffer, self._state, self._scan = self._buffer[place:], "value", _Scan()
+        return True
+
+    def _value(self, found: list[Piece]) -> bool:
+        end = self._scan.end(self._buffer)
+        self._raw.append(self._buffer[:end])
+        self._buffer = "" if end is None else self._buffer[end:]
+        if end is None:
+            return False
+        calls = self._syntax.calls(self._raw[1], "".join(self._raw[2:]))
+        if not calls or not all(one.name in self._names for one in calls):
+            return self._give_up(found)
+        for one in calls:
+            if self._parallel or not self._called:
+                found.append(Piece(call=one))
+            self._called = True
+        self._raw, self._state, self._closed = [], "after", False
+        return True
+
+    def _after(self, found: list[Piece]) -> bool:
+        closes, separator = self._syntax.closes, self._syntax.separator
+        self._buffer = self._buffer.lstrip()
+        if not self._buffer:
+            return False
+        if closes and not self._closed:
+            if self._buffer.startswith(closes):
+                self._buffer, self._closed = self._buffer[len(closes) :], True
+                return True
+            if closes.startswith(self._buffer):
+                return False
+        if separator is not None:
+            rest = self._buffer.removeprefix(separator).lstrip()
+            if not rest:
+                return False
+            if rest.startswith("{"):
+                self._raw, self._buffer, self._state = [""], rest, "head"
+                return True
+        self._state = "text"
+        return True
+
+    def _give_up(self, found: list[Piece]) -> bool:
+        self._emit("".join(self._raw), found)
+        self._raw, self._state = [], "text"
+        return True
+
+    def _emit(self, text: str, found: list[Piece]) -> None:
+        if text:
+            found.append(Piece(text))

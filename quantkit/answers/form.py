@@ -1,0 +1,80 @@
+"""How the answer to a conversation is split, and what restricts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from quantkit.answers.calls import CallParser
+from quantkit.answers.pieces import Call, Parser, Piece, Plain
+from quantkit.answers.reasoning import CLOSES, OPENS, ReasoningParser
+from quantkit.answers.syntaxes import SYNTAXES
+from quantkit.answers.tools import Tools
+from quantkit.grammar.after_reasoning import Reasoning
+from quantkit.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """What the parts of an answer are.
+
+    Attributes:
+        syntax: the name of the model's syntax for calls; None if no tools may be called.
+        names: of the tools.
+        parallel: whether an answer may have several calls.
+        reasoning: how the answer may begin with reasoning, if it may.
+    """
+
+    syntax: str | None = None
+    names: tuple[str, ...] = ()
+    parallel: bool = True
+    reasoning: Reasoning | None = None
+
+    def parser(self) -> Parser:
+        """A parser for one answer."""
+        rest: Parser = Plain()
+        if self.syntax is not None:
+            rest = CallParser(SYNTAXES[self.syntax](), self.names, parallel=self.parallel)
+        return rest if self.reasoning is None else ReasoningParser(rest, self.reasoning.opened)
+
+    def spelled(self, tokenizer: Tokenizer) -> dict[int, str]:
+        """Special tokens that the parser has to see, and that texts of tokens do not show."""
+        marks = [OPENS, CLOSES] if self.reasoning is not None else []
+        if self.syntax is not None:
+            marks += SYNTAXES[self.syntax]().marks
+        known = tokenizer.special_tokens or {}
+        return {known[one]: one for one in marks if one in known and not tokenizer.decode([known[one]])}
+
+    def reasoning_tokens(self, tokens: Sequence[int]) -> int:
+        """How many of an answer's tokens are reasoning, with those that begin and end it."""
+        if self.reasoning is None or not (self.reasoning.opened or self.reasoning.begin in tokens[:4]):
+            return 0
+        return tokens.index(self.reasoning.end) + 1 if self.reasoning.end in tokens else len(tokens)
+
+
+@dataclass
+class Parts:
+    """An answer, put together."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Append more of it."""
+        for one in pieces:
+            self.content += one.content
+            self.reasoning += one.reasoning
+            self.calls += [one.call] if one.call is not None else []
+
+
+def tool_grammar(tools: Tools, syntax: str, tokenizer: Tokenizer) -> str | None:
+    """The grammar of the answers that tools allow; None if that is any text. Raises `RequestError` as
+    `Tools.grammar`."""
+    hidden: Mapping[str, int] = {mark: token for token, mark in AnswerForm(syntax).spelled(tokenizer).items()}
+
+    def spelled(mark: str) -> str:
+        return f"<[{hidden[mark]}]>" if mark in hidden else json.dumps(mark)
+
+    return tools.grammar(syntax, spelled)

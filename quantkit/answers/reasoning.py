@@ -1,0 +1,82 @@
+"""Reasoning before an answer, between ``<think>`` and ``</think>``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantkit.answers.pieces import Parser, Piece, held
+from quantkit.grammar.after_reasoning import Reasoning
+from quantkit.text.tokenizer import Tokenizer
+
+OPENS, CLOSES = "<think>", "</think>"
+
+
+def reasoning_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | None:
+    """How the answer to a prompt may begin with reasoning; None if the vocabulary has no tokens for that, or the prompt
+    itself has closed it, as templates do where none is wanted."""
+    known = tokenizer.special_tokens or {}
+    if OPENS not in known or CLOSES not in known:
+        return None
+    begin, end = known[OPENS], known[CLOSES]
+    last = next((place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in (begin, end)), None)
+    if last is None or tokenizer.decode(prompt[last + 1 :], specials=True).strip():
+        return Reasoning(begin, end, opened=False)
+    return Reasoning(begin, end, opened=True) if prompt[last] == begin else None
+
+
+@dataclass
+class ReasoningParser:
+    """A `Parser` of reasoning, and of what follows by another one. Space around the reasoning is dropped.
+
+    Attributes:
+        opened: whether the text begins within the reasoning; otherwise with ``<think>``, or without reasoning.
+    """
+
+    rest: Parser
+    opened: bool
+
+    def __post_init__(self) -> None:
+        self._state = "reasoning" if self.opened else "start"
+        self._buffer, self._blank = "", True
+
+    def feed(self, text: str) -> list[Piece]:
+        self._buffer += text
+        found: list[Piece] = []
+        if self._state == "start":
+            start = self._buffer.lstrip()
+            if start.startswith(OPENS):
+                self._state, self._buffer = "reasoning", start[len(OPENS) :]
+            elif OPENS.startswith(start):
+                return []
+            else:
+                self._state = "content"
+        if self._state == "reasoning":
+            found += self._reasoning()
+        if self._state == "after":
+            self._buffer = self._buffer.lstrip()
+            self._state = "content" if self._buffer else "after"
+        if self._state == "content":
+            text, self._buffer = self._buffer, ""
+            found += self.rest.feed(text)
+        return found
+
+    def _reasoning(self) -> list[Piece]:
+        place = self._buffer.find(CLOSES)
+        if place >= 0:
+            text, self._buffer = self._buffer[:place].rstrip(), self._buffer[place + len(CLOSES) :]
+            self._state = "after"
+        else:
+            place = len(self._buffer) - held(self._buffer, [CLOSES])
+            text, self._buffer = self._buffer[:place], self._buffer[place:]
+        if self._blank:
+            text = text.lstrip()
+        self._blank = self._blank and not text
+        return [Piece(reasoning=text)] if text else []
+
+    def close(self) -> list[Piece]:
+        left, self._buffer = self._buffer, ""
+        if self._state == "reasoning":
+            text = left.strip() if self._blank else left.rstrip()
+            return [Piece(reasoning=text)] if text else []
+        return [*(self.rest.feed(left) if left and self._state == "start" else []), *self.rest.close()]

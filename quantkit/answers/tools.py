@@ -1,0 +1,194 @@
+"""``tools`` and ``tool_choice`` of OpenAI's API, and the grammars of the calls that they allow."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.arguments import as_string, require_flags
+from quantkit.errors import RequestError
+from quantkit.grammar.lark import json_rule
+from quantkit.grammar.schema import MAX_CHARACTERS, checked_schema
+from quantkit.json_values import shown
+
+MAX_TOOLS = 128
+"""Of one request, as in OpenAI's API."""
+
+_MAX_CHARACTERS = 2 * MAX_CHARACTERS  # of a grammar
+_MAX_CALLS = 16  # of one answer whose calls are required
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}", re.ASCII)
+_EXPECTED = '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
+_CHOICES = 'none, auto, required, or {"type": "function", "function": {"name": "..."}}'
+_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Checked functions, and what is to be done with them.
+
+    Attributes:
+        given: as the request has them, for chat templates.
+        parameters: the JSON schema of each function's arguments, by its name.
+        strict: the functions whose arguments must satisfy their schema whenever they are called.
+        required: the functions of which one must be called; empty if none must.
+        parallel: whether one answer may have several calls.
+    """
+
+    given: list[dict[str, Any]]
+    parameters: dict[str, Any]
+    strict: frozenset[str]
+    required: tuple[str, ...]
+    parallel: bool
+
+    def grammar(self, syntax: str, spelled: Callable[[str], str]) -> str | None:
+        """The grammar of the answers that are allowed, as `Grammars` takes it; None if that is any text.
+
+        Args:
+            syntax: the name of the family's.
+            spelled: a mark of the family as part of a rule.
+
+        Raises:
+            RequestError: if a schema has keywords that are not supported.
+        """
+        if not self.required and not self.strict:
+            return None
+        names = self.required or tuple(self.parameters)
+        restricted = set(names) if self.required else self.strict
+        arguments = [self._arguments(name, name in restricted) for name in names]
+        rules = [f"args_{number}: {json_rule(schema)}\n" for number, schema in enumerate(arguments)]
+        form = _GRAMMARS[syntax](names, spelled, self.parallel, bool(self.required)) + "".join(rules)
+        if len(form) > _MAX_CHARACTERS:
+            raise RequestError("the tools are too large", found=len(form), expected=f"{_MAX_CHARACTERS} characters")
+        return form
+
+    def _arguments(self, name: str, restricted: bool) -> dict[str, Any]:
+        if not restricted:
+            return {"type": "object"}
+        schema = self.parameters[name]
+        return checked_schema({"type": "object", **schema})
+
+
+def checked_tools(tools: object, choice: object, parallel: object) -> Tools | None:
+    """The tools of a request; None if there are none, or none may be called.
+
+    Args:
+        choice, parallel: its ``tool_choice`` and ``parallel_tool_calls``, None where it has none.
+
+    Raises:
+        RequestError: for a request that is invalid.
+    """
+    if tools is not None and not isinstance(tools, list):
+        raise RequestError("'tools' is of the wrong type", found=shown(tools), expected=f"a list of {_EXPECTED}")
+    require_flags(parallel_tool_calls=True if parallel is None else parallel)
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("'tool_choice' goes with 'tools'", found=shown(choice))
+        return None
+    if len(tools) > MAX_TOOLS:
+        raise RequestError("too many tools", found=len(tools), expected=f"at most {MAX_TOOLS}")
+    parameters, strict = dict[str, Any](), set[str]()
+    for one in tools:
+        function = _function(one)
+        name = function["name"]
+        if name in parameters:
+            raise RequestError("two tools have the same name", found=shown(name))
+        parameters[name] = function["parameters"]
+        if function["strict"]:
+            strict.add(name)
+    if choice == "none":
+        return None
+    required = _required(choice, tuple(parameters))
+    return Tools(tools, parameters, frozenset(strict), required, parallel is not False and not _named(choice))
+
+
+def _function(tool: object) -> dict[str, Any]:
+    """The function of a tool, with all its keys."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(function, Mapping):
+        raise RequestError("a tool is of the wrong type", found=shown(tool), expected=_EXPECTED)
+    if not _NAME.fullmatch(name := as_string("function.name", function.get("name"))):
+        raise RequestError(
+            "a tool has an impossible name", found=shown(name), expected="up to 64 letters, digits, _ - ."
+        )
+    parameters, strict = function.get("parameters"), function.get("strict") or False
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise RequestError(f"the parameters of {shown(name)} are no JSON schema", found=shown(parameters))
+    if parameters and parameters.get("type", "object") != "object":
+        problem = f"the parameters of {shown(name)} are of the wrong type"
+        raise RequestError(problem, found=shown(parameters["type"]), expected="object")
+    require_flags(**{"function.strict": strict})
+    return {"name": name, "parameters": parameters or _NOTHING, "strict": strict}
+
+
+def _named(choice: object) -> bool:
+    return isinstance(choice, Mapping)
+
+
+def _required(choice: object, names: Sequence[str]) -> tuple[str, ...]:
+    """The functions of which one must be called."""
+    if choice is None or choice == "auto":
+        return ()
+    if choice == "required":
+        return tuple(names)
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise RequestError("'tool_choice' is not known", found=shown(choice), expected=_CHOICES)
+    if name not in names:
+        raise RequestError("'tool_choice' names a function that is not among the tools", found=shown(name))
+    return (name,)
+
+
+def _hermes(names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool) -> str:
+    opens, closes = spelled("<tool_call>"), spelled("</tool_call>")
+    body = _bodies(names, "arguments") + f'rest: "\\n" body "\\n" {closes}\n'
+    if required:
+        more = f' ("\\n" call){{0,{_MAX_CALLS - 1}}}' if parallel else ""
+        return f"answer: call{more}\ncall: {opens} rest\n" + body
+    return _among_text(opens, parallel) + body
+
+
+def _mistral(names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool) -> str:
+    several = f' ("," " "? body){{0,{_MAX_CALLS - 1}}}' if parallel else ""
+    body = _bodies(names, "arguments") + f'rest: " "? "[" body{several} "]"\n'
+    opens = spelled("[TOOL_CALLS]")
+    return (f"answer: {opens} rest\n" if required else _among_text(opens, parallel=False)) + body
+
+
+def _mistral_args(names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool) -> str:
+    opens, args = spelled("[TOOL_CALLS]"), spelled("[ARGS]")
+    rest = "rest: " + " | ".join(f"{json.dumps(name)} {args} args_{n}" for n, name in enumerate(names)) + "\n"
+    if required:
+        more = f" call{{0,{_MAX_CALLS - 1}}}" if parallel else ""
+        return f"answer: call{more}\ncall: {opens} rest\n" + rest
+    return _among_text(opens, parallel) + rest
+
+
+def _llama3(names: Sequence[str], spelled: Callable[[str], str], parallel: bool, required: bool) -> str:
+    body = _bodies(names, "parameters")
+    if required:
+        return "answer: body\n" + body
+    return f"answer: PLAIN? | {spelled('<|python_tag|>')}? body\nPLAIN: /[^{{ \\n\\t](.|\\n)*/\n" + body
+
+
+_GRAMMARS: dict[str, Callable[[Sequence[str], Callable[[str], str], bool, bool], str]] = {
+    "hermes": _hermes, "llama3": _llama3, "mistral": _mistral, "mistral_args": _mistral_args,
+}  # fmt: skip
+
+
+def _bodies(names: Sequence[str], key: str) -> str:
+    """The rule ``body`` of an object with a function's name and its arguments."""
+    heads = [json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ') for name in names]
+    return "body: " + " | ".join(f'{head} args_{number} "}}"' for number, head in enumerate(heads)) + "\n"
+
+
+def _among_text(opens: str, parallel: bool) -> str:
+    """Any text, in which `opens` begins what the rule ``rest`` describes."""
+    calls = "call*" if parallel else "call?"
+    begin = f"head: TEXT {opens}\n"
+    if opens.startswith('"'):
+        begin = f"head[lazy]: TEXT {opens}\n"  # ends as soon as the mark is there
+    return f"answer: {calls} tail\ntail: TEXT\nTEXT: /(.|\\n)*/\n{begin}call: head rest\n"

@@ -1,0 +1,63 @@
+"""A constraint that begins after a model's reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quantkit.runtime.constraint import Constraint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """The tokens between which a model reasons.
+
+    Attributes:
+        opened: whether the prompt ends with the first of them; otherwise an answer may begin with it.
+    """
+
+    begin: int
+    end: int
+    opened: bool
+
+
+class AfterReasoning:
+    """A `Constraint` that allows any text up to the end of the reasoning, and then what another one allows."""
+
+    def __init__(
+        self, inner: Constraint, reasoning: Reasoning, forbidden: Sequence[int], size: int, vocab_size: int
+    ) -> None:
+        """
+        Args:
+            forbidden: tokens that end the text.
+            size: tokens that the tokenizer knows; the others, up to `vocab_size`, are forbidden too.
+        """
+        self._inner, self._reasoning = inner, reasoning
+        self._forbidden, self._size, self._vocab_size = [*forbidden, reasoning.begin], size, vocab_size
+        self._inside, self._first = reasoning.opened, True
+
+    def allowed(self) -> Tensor:
+        import torch
+
+        if not self._inside:
+            mask = self._inner.allowed()
+            if self._first:
+                mask[self._reasoning.begin] = True
+            return mask
+        mask = torch.zeros(self._vocab_size, dtype=torch.bool)
+        mask[: self._size] = True
+        mask[self._forbidden] = False
+        return mask
+
+    def accept(self, token: int) -> None:
+        if self._inside:
+            self._inside = token != self._reasoning.end
+        elif self._first and token == self._reasoning.begin:
+            self._inside = True
+        else:
+            self._inner.accept(token)
+        self._first = False
