@@ -20,6 +20,7 @@ import numpy as np
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.grammar.after_reasoning import AfterReasoning, Reasoning
 from quantkit.grammar.lark import HEAD, START, START_AFTER_REASONING
+from quantkit.grammar.trial import try_out
 from quantkit.runtime.constraint import Constraint, ConstraintFactory
 from quantkit.text.tokenizer import Tokenizer
 
@@ -36,6 +37,7 @@ _WAIT_SECONDS = 60.0
 _LIMITS = {
     "max_items_in_row": 5000,  # four for each property that may be left out
     "max_lexer_states": 50_000, "max_grammar_size": 100_000, "verbose_errors": False,
+    "precompute_large_lexemes": False,  # whose time depends on the vocabulary
 }  # fmt: skip
 _NO_PACKAGE = 'pip install "quantkit[serve]"'
 
@@ -50,9 +52,9 @@ class Grammars:
             end_ids: tokens that end any text of the model.
         """
         self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, tuple(end_ids)
-        self._lock = threading.Lock()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._vocabulary: tuple[LLTokenizer, int] | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, LLMatcher | RequestError] = OrderedDict()
 
     def constraint(
         self, grammar: str, end_ids: Sequence[int] = (), reasoning: Reasoning | None = None
@@ -70,12 +72,21 @@ class Grammars:
         ends = [one for one in dict.fromkeys((*self._end_ids, *end_ids)) if 0 <= one < self._vocab_size]
         if not ends:
             raise RequestError("the model has no end token, so no answer could end where its format does")
-        if not self._lock.acquire(timeout=_WAIT_SECONDS):  # one at a time: each may need memory
-            raise RequestError("other formats of answers are being compiled", hint="try again")
-        try:
-            matcher, size = self._matcher((START if reasoning is None else START_AFTER_REASONING) + grammar)
-        finally:
-            self._lock.release()
+        whole = (START if reasoning is None else START_AFTER_REASONING) + grammar
+        if (known := self._known(whole)) is None:
+            if not self._compiling.acquire(timeout=_WAIT_SECONDS):  # one at a time: each may need memory
+                raise RequestError("other formats of answers are being compiled", hint="try again")
+            try:
+                known = self._known(whole) or self._matcher(whole)
+            except RequestError as error:
+                known = error
+            finally:
+                self._compiling.release()
+            self._keep(whole, known)
+        if isinstance(known, RequestError):
+            raise RequestError(known.problem, found=known.found, expected=known.expected, hint=known.hint)
+        assert self._vocabulary is not None
+        matcher, size = known, self._vocabulary[1]
         vocab_size = self._vocab_size
 
         def begun() -> Constraint:
@@ -84,26 +95,34 @@ class Grammars:
 
         return begun
 
-    def _matcher(self, grammar: str) -> tuple[LLMatcher, int]:
-        """A matcher at the beginning of a text, never to be changed, and its number of tokens."""
+    def _known(self, grammar: str) -> LLMatcher | RequestError | None:
+        """A matcher at the beginning of a text, never to be changed, or why there is none; None if neither is known."""
+        with self._lock:
+            if (found := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+            return found
+
+    def _keep(self, grammar: str, found: LLMatcher | RequestError) -> None:
+        with self._lock:
+            self._compiled[grammar] = found
+            while len(self._compiled) > MAX_GRAMMARS:
+                self._compiled.popitem(last=False)
+
+    def _matcher(self, grammar: str) -> LLMatcher:
         if find_spec("llguidance") is None:
             raise RequestError("llguidance is not installed", hint=_NO_PACKAGE)
         from llguidance import LLMatcher, LLParserLimits
 
-        vocabulary, size = self._vocabulary = self._vocabulary or self._tokens()
-        if (found := self._compiled.get(grammar)) is None:
-            limits: Any = _LIMITS
-            found = LLMatcher(vocabulary, HEAD + grammar, log_level=0, limits=LLParserLimits(**limits))
-            first = None if found.is_error() else found.deep_copy()
-            if first is not None:
-                first.compute_bitmask()
-            if first is None or first.is_error():
-                raise RequestError(f"the format is not supported: {_reason(first or found)}")
-            self._compiled[grammar] = found
-        self._compiled.move_to_end(grammar)
-        while len(self._compiled) > MAX_GRAMMARS:
-            self._compiled.popitem(last=False)
-        return found, size
+        vocabulary, _ = self._vocabulary = self._vocabulary or self._tokens()
+        limits: Any = _LIMITS
+        try_out(HEAD + grammar, limits)
+        found = LLMatcher(vocabulary, HEAD + grammar, log_level=0, limits=LLParserLimits(**limits))
+        first = None if found.is_error() else found.deep_copy()
+        if first is not None:
+            first.compute_bitmask()
+        if first is None or first.is_error():
+            raise RequestError(f"the format is not supported: {_reason(first or found)}")
+        return found
 
     def _tokens(self) -> tuple[LLTokenizer, int]:
         """The bytes of all tokens, and behind them a token that stands for the end; with their number."""

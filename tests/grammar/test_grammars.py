@@ -141,6 +141,7 @@ HUGE: dict[str, Any] = {
             **{f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}, "d40": {"type": "null"}
         },
     },
+    "patterns": {"allOf": [{"type": "string", "pattern": f".*a{i}.*b.*"} for i in range(300)]},
     "states": {"type": "string", "pattern": "^(.|b)*a.{200}$"},
     "repetitions": {"type": "string", "pattern": "^((a{1,100}){1,100}){1,100}$"},
     "counts": {"type": "array", "minItems": 10**6, "items": {"type": "string", "minLength": 10**6}},
@@ -180,6 +181,24 @@ def test_grammars_are_compiled_once_and_the_oldest_are_dropped(monkeypatch: pyte
     found.constraint(json_grammar({"const": 3}))
     assert len(found._compiled) == 2
     assert kept in found._compiled.values()
+
+
+def test_what_took_too_long_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is known does not wait for what is being compiled."""
+    found, tried = _grammars(), list[str]()
+
+    def slow(grammar: str, limits: object) -> None:
+        tried.append(grammar)
+        found.constraint(first)  # which another thread could need now
+        raise RequestError("the format is not supported: it takes too long")
+
+    first = json_grammar({"const": 1})
+    found.constraint(first)
+    monkeypatch.setattr(module, "try_out", slow)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="it takes too long"):
+            found.constraint(json_grammar({"const": 2}))
+    assert len(tried) == 1
 
 
 def test_what_a_model_lacks_is_an_error() -> None:
