@@ -114,6 +114,8 @@ class _Reader:
                 continue
             if (keyword == "$id" and place == "#") or (keyword == "uniqueItems" and value is False):
                 continue
+            if keyword == "format" and isinstance(node.get("type"), str) and node["type"] != "string":
+                continue  # such as OpenAPI's int32
             if keyword not in _KEYWORDS:
                 raise RequestError(
                     f"the JSON schema has the keyword {shown(keyword)}, which is not supported",

@@ -72,6 +72,12 @@ def test_what_is_not_supported_is_named(schema: Any, message: str) -> None:
     assert message in str(error.value)
 
 
+def test_formats_of_numbers_constrain_nothing() -> None:
+    assert checked_schema({"type": "integer", "format": "int32"}) == {"type": "integer"}
+    with pytest.raises(RequestError, match="the format 'int32'"):
+        checked_schema({"type": ["integer", "string"], "format": "int32"})
+
+
 def test_one_of_is_any_of_where_its_schemas_are_disjoint() -> None:
     """As pydantic writes unions whose kinds have names."""
     kinds = {

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError, OpenAI, pydantic_function_tool
+from pydantic import BaseModel, Field
 from random_schemas import judge
 from served import started
 from tool_models import TEMPLATES, write_tool_model
@@ -97,6 +98,23 @@ def test_calls_that_are_required_are_made_whole_or_in_pieces(family: str, client
         assert [(one["name"], one["arguments"]) for one in calls.values()] == [
             (call.function.name, call.function.arguments)
         ]
+
+
+class Weather(BaseModel):
+    day: Literal["today", "tomorrow"]
+    hours: list[int] = Field(max_length=1)
+
+
+def test_the_client_parses_its_own_functions(clients: dict[str, OpenAI]) -> None:
+    given: dict[str, Any] = {**GIVEN, "tools": [pydantic_function_tool(Weather)], "tool_choice": "required"}
+    found = clients["hermes"].chat.completions.parse(**given, parallel_tool_calls=False).choices[0].message
+    (call,) = found.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Weather)
+    with clients["hermes"].chat.completions.stream(**given, parallel_tool_calls=False) as stream:
+        kinds = [event.type for event in stream]
+        (same,) = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert "tool_calls.function.arguments.done" in kinds
+    assert same.function.parsed_arguments == call.function.parsed_arguments
 
 
 @pytest.mark.parametrize("family", ["hermes", "mistral", "mistral_args"])
