@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.grammar.after_reasoning import AfterReasoning, Reasoning
 from quantkit.grammar.lark import HEAD, START, START_AFTER_REASONING
@@ -151,11 +149,14 @@ class GrammarConstraint:
             vocab_size: V.
             ends: the tokens that end the text.
         """
+        import numpy as np  # here, as commands that only check options import this file
+
         self._matcher, self._size, self._vocab_size, self._ends = matcher, size, vocab_size, list(ends)
         self._bits: Any = np.zeros((size + 31) // 32, np.int32)
         self._ended = False
 
     def allowed(self) -> Tensor:
+        import numpy as np
         import torch
 
         mask = np.zeros(self._vocab_size, np.bool_)

@@ -35,7 +35,8 @@ def main() -> None:
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits))
         if not matcher.is_error():
             matcher.compute_bitmask()
-        print("done", flush=True)
+        sys.stdout.write("done\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
