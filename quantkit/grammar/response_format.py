@@ -39,7 +39,8 @@ def _schema(described: Any) -> Any:
     if not _NAME.fullmatch(as_string("json_schema.name", described.get("name"))):
         expected = "up to 64 letters, digits, _ and -"
         raise RequestError("'json_schema.name' is not possible", found=shown(described["name"]), expected=expected)
-    require_flags(**{"json_schema.strict": described.get("strict") or False})
+    strict = described.get("strict")
+    require_flags(**{"json_schema.strict": False if strict is None else strict})
     if described.get("schema") is None:
         raise RequestError("'schema' is missing in 'json_schema'", expected=_EXPECTED)
     return described["schema"]

@@ -98,7 +98,7 @@ class _Reader:
             elif keyword in _COMBINED:
                 parts = [self._schema(one, f"{here}/{index}") for index, one in enumerate(_list(value, here, 1))]
                 others += parts if keyword == "allOf" else [self._either(keyword, value, parts)]
-            elif keyword == "format" and value in _PATTERNS:
+            elif keyword == "format" and _format(value, here) in _PATTERNS:
                 others.append({"pattern": _PATTERNS[value]})
             else:
                 own[keyword] = self._keyword(keyword, value, here)
@@ -255,12 +255,12 @@ def _pattern(value: Any, place: str) -> str:
 
 
 def _format(value: Any, place: str) -> str:
-    if value not in FORMATS:
+    if not isinstance(value, str) or value not in FORMATS:
         raise RequestError(
             f"the JSON schema has the format {shown(value)}, which is not supported", found=place,
             expected=", ".join(FORMATS),
         )  # fmt: skip
-    return str(value)
+    return value
 
 
 def _unchecked(value: Any, place: str) -> Any:

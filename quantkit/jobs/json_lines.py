@@ -18,6 +18,7 @@ from quantkit.json_values import LINES_OF_ARRAY, MAX_DEPTH, depth, shown, within
 EXPECTED = '{"prompt": "..."} or {"messages": [...]}'
 _SPELLED = re.compile(r"`(\w+)`")
 _WORD = re.compile(r"\w+")
+_MAX_DIGITS = 4000  # of an integer: Python spells at most 4300
 _NO_NAMES: Mapping[str, str] = {}
 
 
@@ -62,10 +63,7 @@ def repeated(keys: list[Any]) -> Any:
 
 
 def _integer(text: str) -> float:
-    try:
-        return int(text)
-    except ValueError:  # of more digits than Python takes
-        return math.inf
+    return math.inf if len(text) > _MAX_DIGITS else int(text)
 
 
 class _Spelled(str):
@@ -111,11 +109,12 @@ def at_place(place: str | None, names: Mapping[str, str] = _NO_NAMES) -> Iterato
         yield
     except (RequestError, CheckpointError) as error:
         kind: type[QuantkitError] = RequestError if isinstance(error, RequestError) else CheckpointError
-        problem = error.problem if error.path is None else f"{error.path}: {error.problem}"
+        path = error.path if place is None else place
+        problem = error.problem if error.path in (None, path) else f"{error.path}: {error.problem}"
         texts: dict[str, Any] = {"problem": problem, "expected": error.expected, "hint": error.hint}
         spelled = {
             key: _WORD.sub(lambda word: names.get(word[0], word[0]), _SPELLED.sub(r"'\1'", one))
             if isinstance(one, str) else one
             for key, one in texts.items()
         }  # fmt: skip
-        raise kind(**spelled, path=place, found=error.found) from error
+        raise kind(**spelled, path=path, found=error.found) from error

@@ -262,7 +262,7 @@ class PromptReader:
             raise wrong_type("tools", tools, "a list of objects")
         if not isinstance(variables, dict):
             raise wrong_type("chat_template_kwargs", variables, "an object")
-        if taken := variables.keys() & {"messages", "tools", "self"}:
+        if taken := variables.keys() & {"messages", "tools", "self", "budget"}:
             raise RequestError(f"'{min(taken)}' is no variable of the template's own")
         ids = self._chat.encode(value, tools=tools, **variables)
         if tools and ids == self._without_tools(value, variables):

@@ -13,10 +13,12 @@ from quantkit.errors import QuantkitError
 from quantkit.jobs.openai_batch import chat_logprobs, choice_of, text_logprobs, tool_call, usage_of
 from quantkit.jobs.prompt_lines import TokenTexts, call_ids, entries_of, finish_reason, line_of
 from quantkit.jobs.prompts_file import Prompt
+from quantkit.json_values import printable
 from quantkit.runtime.request import Completion
 from quantkit.serve.worker import Delta
 
 DONE = b"data: [DONE]\n\n"
+_MAX_MESSAGE = 1000  # characters
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,13 @@ class Answer:
 def error_of(
     error: QuantkitError | str, *, kind: str = "invalid_request_error", code: str | None = None
 ) -> dict[str, Any]:
-    """An error as JSON."""
+    """An error as JSON: on one short line, whatever the request holds."""
     if isinstance(error, QuantkitError):  # clients need not know where the model is
         error = QuantkitError(error.problem, found=error.found, expected=error.expected, hint=error.hint)
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}
+    message = printable(str(error))
+    if len(message) > _MAX_MESSAGE:
+        message = f"{message[:_MAX_MESSAGE]} ..."
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def failed(error: QuantkitError) -> bytes:

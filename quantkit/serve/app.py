@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,9 @@ from quantkit.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_TOO_LONG = "prompt and new tokens exceed"
+_SHORT = 1 << 16  # characters of a body that is read at once
+_MAX_STOPS = 256  # each is looked for with every token
 _CLOSE = {"Connection": "close"}  # the rest of the body is not waited for
 
 
@@ -95,8 +99,13 @@ def application(
         await asyncio.to_thread(served.worker.stop)
 
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
+    app.router.redirect_slashes = False  # a path with one more slash is another path
     guarded = Guard(app, api_key, hosts, max_requests=max_requests, open_paths=frozenset({"/health", *FILES}))
     return RequestLog(guarded, log, prompts=log_prompts)
+
+
+class _UnknownModelError(RequestError):
+    """A request names a model that is not served."""
 
 
 class _Paths:
@@ -106,6 +115,8 @@ class _Paths:
         self._served, self._metrics = served, metrics
         self._texts = TokenTexts(served.tokenizer)
         self._created = now()
+        # formats of answers are compiled one by one, and no other request waits for that
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="quantkit-formats")
 
     def answered(self, path: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """A path whose errors are answered as OpenAI's API does."""
@@ -113,8 +124,10 @@ class _Paths:
         async def answer(request: Request) -> Response:
             try:
                 return await path(request)
+            except _UnknownModelError as error:
+                return _error(404, error_of(error, code="model_not_found"))
             except RequestError as error:
-                code = "context_length_exceeded" if "context" in error.problem else None
+                code = "context_length_exceeded" if error.problem.startswith(_TOO_LONG) else None
                 return _error(400, error_of(error, code=code))
             except TimeLimitError as error:
                 return _error(504, error_of(error, kind="server_error", code="timeout"))
@@ -133,19 +146,23 @@ class _Paths:
     async def generate(self, request: Request) -> Response:
         """Answer messages, or continue a text."""
         body = await self._body(request)
-        stream, options = body.pop("stream", None) or False, body.pop("stream_options", None) or {}
+        stream, options = body.pop("stream", None), body.pop("stream_options", None)
+        stream, options = False if stream is None else stream, {} if options is None else options
         require_flags(stream=stream)
         usage = _usage_requested(options, stream)
         if stream and body.get("echo"):
             raise RequestError("'echo' does not go with 'stream'", hint="leave one of them out")
-        if (model := body.get("model")) is not None and as_string("model", model) != self._served.name:
-            return self._unknown_model(model)
+        self._require_model(body)
         number = secrets.token_hex(12)
         reader = self._served.chats if request.url.path == CHAT else self._served.texts
-        prompt = await asyncio.to_thread(reader.answered, request.url.path, number, body)
-        wanted = await asyncio.to_thread(prompt.bound, self._served.grammars)
-        events: asyncio.Queue[Delta | QuantkitError] = asyncio.Queue()
         loop = asyncio.get_running_loop()
+        threads = self._compiling if body.get("response_format") is not None else None
+        prompt = await loop.run_in_executor(threads, reader.answered, request.url.path, number, body)
+        wanted = await loop.run_in_executor(threads, prompt.bound, self._served.grammars)
+        if len(prompt.stop) > _MAX_STOPS:
+            expected = f"at most {_MAX_STOPS}"
+            raise RequestError("'stop' has too many strings", found=len(prompt.stop), expected=expected)
+        events: asyncio.Queue[Delta | QuantkitError] = asyncio.Queue()
 
         def deliver(event: Delta | QuantkitError) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
@@ -170,12 +187,14 @@ class _Paths:
     async def model(self, request: Request) -> Response:
         """A model by its name."""
         name = request.path_params["name"]
-        return JSONResponse(self._model()) if name == self._served.name else self._unknown_model(name)
+        self._require_model({"model": name})
+        return JSONResponse(self._model())
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text."""
         body = await self._body(request)
         _require_keys(body, {"model", "prompt", "add_special_tokens"})
+        self._require_model(body)
         text, specials = as_string("prompt", body.get("prompt")), body.get("add_special_tokens", True)
         require_flags(add_special_tokens=specials)
         tokens = await asyncio.to_thread(self._served.tokenizer.encode, text, bos=specials)
@@ -185,6 +204,7 @@ class _Paths:
         """The text of tokens."""
         body = await self._body(request)
         _require_keys(body, {"model", "tokens"})
+        self._require_model(body)
         tokens = body.get("tokens")
         if not isinstance(tokens, list) or not all(type(one) is int and one >= 0 for one in tokens):
             raise RequestError("'tokens' is of the wrong type", found=shown(tokens), expected="a list of token ids")
@@ -268,6 +288,10 @@ class _Paths:
             text = content.decode()
         except UnicodeDecodeError as error:
             raise RequestError("the body is not UTF-8") from error
+        if not text.strip():
+            raise RequestError("the body is empty", expected="a JSON object")
+        if len(text) > _SHORT:  # others go on
+            return await asyncio.to_thread(strict_object, text, None)
         return strict_object(text, None)
 
     def _model(self) -> dict[str, Any]:
@@ -277,9 +301,10 @@ class _Paths:
             "max_model_len": served.context, "quantkit": served.about,
         }  # fmt: skip
 
-    def _unknown_model(self, name: str) -> Response:
-        message = f"the model {shown(name)} is not served here; {shown(self._served.name)} is"
-        return _error(404, error_of(message, code="model_not_found"))
+    def _require_model(self, body: Mapping[str, Any]) -> None:
+        """Raise an error if a request names another model, or something that is no name."""
+        if (name := body.get("model")) is not None and as_string("model", name) != self._served.name:
+            raise _UnknownModelError(f"the model {shown(name)} is not served here; {shown(self._served.name)} is")
 
 
 def _usage_requested(options: object, stream: bool) -> bool:
@@ -289,9 +314,9 @@ def _usage_requested(options: object, stream: bool) -> bool:
     if options and not stream:
         raise RequestError("'stream_options' goes with 'stream'")
     _require_keys(options, {"include_usage", "include_obfuscation"})
-    usage = options.get("include_usage") or False
-    require_flags(include_usage=usage)
-    return bool(usage)
+    usage = options.get("include_usage")
+    require_flags(include_usage=False if usage is None else usage)
+    return usage is True
 
 
 def _require_keys(found: Mapping[str, Any], known: set[str]) -> None:

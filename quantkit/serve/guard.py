@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from quantkit.serve.answers import error_of
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]*)(?::\d*)?", re.ASCII)
 
 RETRY = {"Retry-After": "1"}
 """The header of an answer to one request of too many; in seconds."""
@@ -63,6 +66,7 @@ class Guard:
             self._running -= 1
 
 
-def _name(host: str) -> str:
-    """A host without its port."""
-    return host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+def _name(host: str) -> str | None:
+    """A host without its port, in small letters; None if it is none."""
+    found = _HOST.fullmatch(host.lower())
+    return None if found is None else found[1]

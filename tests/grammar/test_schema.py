@@ -47,6 +47,7 @@ def test_only_keywords_that_constrain_are_left_and_references_lead_to_definition
         ({"$ref": "#anchor"}, "outside itself, or to an anchor"),
         ({"$ref": "#/$defs/none"}, "a place that is not in it (found #/$defs/none)"),
         ({"format": "regex"}, "the format 'regex', which is not supported"),
+        ({"format": ["date"]}, "the format ['date'], which is not supported"),
         ({"type": "float"}, "an unknown type (found 'float'"),
         ({"items": [{}]}, "use 'prefixItems'"),
         ({"minLength": 10**7}, "'minLength' is more than any answer has"),

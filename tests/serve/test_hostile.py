@@ -1,0 +1,153 @@
+"""Requests that are meant to harm: each is refused in JSON, and none keeps the others waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from quantkit.errors import RequestError
+from quantkit.serve.app import application
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Who?"}]
+
+
+def _answer(address: str, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any]:
+    with closing(http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)) as connection:
+        connection.request(method, path, body, {"Content-Type": "application/json", **headers})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+
+def _schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "status", "message"),
+    [
+        (CHAT, {"messages": MESSAGES, "response_format": _schema({"$ref": "#/\ud800"})}, 400, "(found #/\\ud800)"),
+        (CHAT, {"messages": MESSAGES, "response_format": _schema({"a" * 5000: 1})}, 400, "a ..."),
+        (CHAT, {"messages": MESSAGES, "response_format": _schema({"format": ["date"]})}, 400, "the format ['date']"),
+        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"budget": 1}}, 400, "'budget' is no variable"),
+        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"continue_final_message": "\ud800"}}, 400, '"\\ud800"'),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 10**4299}, 400, "'max_tokens' holds a number that is too"),
+        ("/v1/completions", {"prompt": "x", "stream": 0}, 400, "`stream` is of the wrong type"),
+        ("/v1/completions", {"prompt": "x", "stream": True, "stream_options": []}, 400, "'stream_options' is of the"),
+        ("/v1/completions", {"prompt": "x", "stop": [str(n) for n in range(257)]}, 400, "(found 257, expected at most"),
+        ("/tokenize", {"prompt": "x", "model": 5}, 400, "`model` is of the wrong type"),
+        ("/detokenize", {"tokens": [1], "model": "gpt"}, 404, "the model 'gpt' is not served here"),
+    ],
+)
+def test_odd_values_are_refused_by_name(path: str, given: Any, status: int, message: str, address: str) -> None:
+    found, answer = _answer(address, "POST", path, json.dumps(given).encode())
+    assert (found, answer["error"]["type"]) == (status, "invalid_request_error")
+    assert message in answer["error"]["message"]
+    assert len(answer["error"]["message"]) < 1100
+
+
+def test_only_too_long_a_prompt_has_the_code_of_that(address: str) -> None:
+    for given, code in (({"max_tokens": 600}, "context_length_exceeded"), ({"context": 1}, None)):
+        status, answer = _answer(address, "POST", "/v1/completions", json.dumps({"prompt": "x", **given}).encode())
+        assert (status, answer["error"]["code"]) == (400, code)
+
+
+def test_an_empty_body_is_called_so(address: str) -> None:
+    status, answer = _answer(address, "POST", "/v1/completions")
+    assert (status, answer["error"]["message"]) == (400, "the body is empty (expected a JSON object)")
+
+
+def test_errors_do_not_say_where_the_template_is(address: str) -> None:
+    given = {"messages": [{"role": "user", "content": "x" * (5 << 20)}]}
+    status, answer = _answer(address, "POST", CHAT, json.dumps(given).encode())
+    assert (status, answer["error"]["message"]) == (400, "the chat template's result is too long")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("LocalHost:8000", 200), ("[::1]:8000", 200), ("127.0.0.1:", 200), ("", 421),
+        ("[::1]evil.example", 421), ("localhost:80@evil.example", 421), ("localhost.evil.example", 421),
+    ],
+)  # fmt: skip
+def test_a_host_is_this_machine_as_a_whole(host: str, status: int, address: str) -> None:
+    assert _answer(address, "GET", "/health", Host=host)[0] == status
+
+
+def test_a_path_with_one_more_slash_is_another(address: str) -> None:
+    status, answer = _answer(address, "POST", f"{CHAT}/", b"{}")
+    assert (status, answer["error"]["message"]) == (404, "Not Found")
+
+
+def test_formats_that_are_compiled_keep_no_other_request_waiting() -> None:
+    """More of them than there are threads; the other request ends while all of them wait."""
+    released = threading.Event()
+
+    def answered(path: str, number: str, body: Any) -> Any:
+        if "response_format" in body:
+            assert released.wait(60)
+        raise RequestError("answered")
+
+    reader = SimpleNamespace(answered=answered)
+    app = _application(reader)
+
+    async def all_of_them() -> list[int]:
+        formatted = {"response_format": {"type": "json_object"}}
+        waiting = [asyncio.ensure_future(_status(app, formatted)) for _ in range(50)]
+        try:
+            await asyncio.sleep(0.1)
+            other = await asyncio.wait_for(_status(app, {}), 30)
+        finally:
+            released.set()
+        return [other, *await asyncio.gather(*waiting)]
+
+    assert asyncio.run(all_of_them()) == [400] * 51
+
+
+def test_a_long_body_is_read_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some take seconds, in which streams go on."""
+    threads: list[bool] = []
+
+    def read(text: str, place: None) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        raise RequestError("read")
+
+    monkeypatch.setattr("quantkit.serve.app.strict_object", read)
+    app = _application(None)
+    assert [asyncio.run(_status(app, {"user": "x" * size})) for size in (1, 1 << 17)] == [400, 400]
+    assert threads == [True, False]
+
+
+def _application(reader: Any) -> Any:
+    """The application, with prompts from this reader, and a worker without work."""
+    worker = SimpleNamespace(alive=True, jobs=0, reused=0, proposed=0, accepted=0)
+    served: Any = SimpleNamespace(
+        name="demo", worker=worker, tokenizer=SimpleNamespace(special_tokens=None), chats=reader, texts=reader,
+        grammars=None, body_bytes=1 << 20, body_seconds=60.0,
+    )  # fmt: skip
+    return application(served, api_key=None, hosts=None, max_requests=100)
+
+
+async def _status(app: Any, given: dict[str, Any]) -> int:
+    """The status with which a completion is answered."""
+    found: list[int] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps({"prompt": "x", **given}).encode()}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            found.append(message["status"])
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    await app(scope, receive, send)
+    return found[0]
