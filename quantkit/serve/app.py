@@ -132,7 +132,8 @@ class _Paths:
             except TimeLimitError as error:
                 return _error(504, error_of(error, kind="server_error", code="timeout"))
             except QuantkitError as error:
-                return _error(500, error_of(error, kind="server_error"))
+                status = 500 if self._served.worker.alive else 503  # it ends
+                return _error(status, error_of(error, kind="server_error"))
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
             except HTTPException:

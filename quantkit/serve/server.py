@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,12 +30,15 @@ from quantkit.serve.worker import Worker
 from quantkit.tensors.dtypes import FloatName
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from quantkit.serve.app import Served
 
 _TEXT_TOKENS = 16  # of a completion by default, as in OpenAI's API
 _BODY_BYTES = 16 << 20
 _BODY_SECONDS = 30.0
 _GRACE_SECONDS = 30
+_ERROR_SECONDS = 3  # in which those who got no whole answer read why
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -168,7 +172,7 @@ def serve(
     )  # fmt: skip
     config = uvicorn.Config(
         app, options.host, options.port, log_level="critical", access_log=False, server_header=False,
-        timeout_graceful_shutdown=_GRACE_SECONDS,
+        timeout_graceful_shutdown=_GRACE_SECONDS + _ERROR_SECONDS,
     )  # fmt: skip
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # clients that go away are no news
     try:
@@ -184,6 +188,25 @@ def serve(
             host = f"[{options.host}]" if ":" in options.host else options.host
             began(f"http://{host}:{socket.getsockname()[1]}")
             with suppress(KeyboardInterrupt):  # the signal, once more, when all has ended
-                uvicorn.Server(config).run(sockets=[socket])
+                _ending_server(config, found.worker).run(sockets=[socket])
     finally:
         found.worker.stop()
+
+
+def _ending_server(config: uvicorn.Config, worker: Worker) -> uvicorn.Server:
+    """A server that ends the requests that still run after the grace time, so that their clients read an error."""
+    import uvicorn
+
+    async def end_requests() -> None:
+        await asyncio.sleep(_GRACE_SECONDS)
+        await asyncio.to_thread(worker.stop)
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[Any] | None = None) -> None:
+            ending = asyncio.ensure_future(end_requests())
+            try:
+                await super().shutdown(sockets)
+            finally:
+                ending.cancel()
+
+    return Server(config)

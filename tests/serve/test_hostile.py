@@ -5,8 +5,14 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import re
+import signal
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -124,6 +130,36 @@ def test_a_long_body_is_read_in_another_thread(monkeypatch: pytest.MonkeyPatch) 
     app = _application(None)
     assert [asyncio.run(_status(app, {"user": "x" * size})) for size in (1, 1 << 17)] == [400, 400]
     assert threads == [True, False]
+
+
+def test_whoever_gets_no_whole_answer_before_the_server_ends_reads_why(model: Path) -> None:
+    """After the grace time, here half a second."""
+    program = "import quantkit.cli.entry as cli, quantkit.serve.server as one; one._GRACE_SECONDS = 0.5; cli.main()"
+    command = [sys.executable, "-c", program, "serve", str(model), "--port", "0", "--context", "4096"]
+    given = {"prompt": "War", "max_tokens": 4000, "n": 64, "logit_bias": {"2": -100}}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = re.findall(r"http://\S+(?=/v1)", process.stdout.readline())[0]
+            with ThreadPoolExecutor(1) as pool, closing(_connected(address, {**given, "stream": True})) as stream:
+                whole = pool.submit(_answer, address, "POST", "/v1/completions", json.dumps(given).encode())
+                response = stream.getresponse()
+                response.readline()
+                process.send_signal(signal.SIGTERM)
+                *_, last, empty = response.read().split(b"\n\n")
+                status, answer = whole.result()
+            error = {"message": "the server is shutting down", "type": "server_error", "param": None, "code": None}
+            assert (json.loads(last.removeprefix(b"data: ")), empty) == ({"error": error}, b"")
+            assert (status, answer) == (503, {"error": error})
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def _connected(address: str, given: Any) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(given).encode(), {"Content-Type": "application/json"})
+    return connection
 
 
 def _application(reader: Any) -> Any:
