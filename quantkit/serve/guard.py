@@ -49,7 +49,7 @@ class Guard:
         if self._hosts is not None and _name(headers.get("host", "")) not in self._hosts:
             refusal = JSONResponse(error_of("this server is not known by that name"), 421)
         elif self._expected is not None and scope["path"] not in self._open:
-            given = headers.get("authorization", "").encode(errors="replace")
+            given = headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
             if not hmac.compare_digest(given, self._expected):
                 wrong = error_of("the API key is missing or wrong", code="invalid_api_key")
                 refusal = JSONResponse(wrong, 401, {"WWW-Authenticate": "Bearer"})

@@ -23,6 +23,7 @@ from quantkit.errors import RequestError
 from quantkit.serve.app import application
 
 CHAT = "/v1/chat/completions"
+_JSON = (b"content-type", b"application/json")
 MESSAGES = [{"role": "user", "content": "Who?"}]
 
 
@@ -86,6 +87,13 @@ def test_errors_do_not_say_where_the_template_is(address: str) -> None:
 )  # fmt: skip
 def test_a_host_is_this_machine_as_a_whole(host: str, status: int, address: str) -> None:
     assert _answer(address, "GET", "/health", Host=host)[0] == status
+
+
+def test_a_key_of_any_letters_is_sent_as_utf_8() -> None:
+    app = _application(None, api_key="sécret ключ")
+    sent = {key: (b"authorization", f"Bearer {key}".encode()) for key in ("sécret ключ", "secret", "s\xc3\xa9cret")}
+    found = {key: asyncio.run(_status(app, {}, header)) for key, header in sent.items()}
+    assert found == {"sécret ключ": 415, "secret": 401, "s\xc3\xa9cret": 401}
 
 
 def test_a_path_with_one_more_slash_is_another(address: str) -> None:
@@ -162,18 +170,18 @@ def _connected(address: str, given: Any) -> http.client.HTTPConnection:
     return connection
 
 
-def _application(reader: Any) -> Any:
+def _application(reader: Any, api_key: str | None = None) -> Any:
     """The application, with prompts from this reader, and a worker without work."""
     worker = SimpleNamespace(alive=True, jobs=0, reused=0, proposed=0, accepted=0)
     served: Any = SimpleNamespace(
         name="demo", worker=worker, tokenizer=SimpleNamespace(special_tokens=None), chats=reader, texts=reader,
         grammars=None, body_bytes=1 << 20, body_seconds=60.0,
     )  # fmt: skip
-    return application(served, api_key=None, hosts=None, max_requests=100)
+    return application(served, api_key=api_key, hosts=None, max_requests=100)
 
 
-async def _status(app: Any, given: dict[str, Any]) -> int:
-    """The status with which a completion is answered."""
+async def _status(app: Any, given: dict[str, Any], header: tuple[bytes, bytes] = _JSON) -> int:
+    """The status with which a completion is answered; with another header, without a type."""
     found: list[int] = []
 
     async def receive() -> Any:
@@ -183,7 +191,6 @@ async def _status(app: Any, given: dict[str, Any]) -> int:
         if message["type"] == "http.response.start":
             found.append(message["status"])
 
-    headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [header], "query_string": b""}
     await app(scope, receive, send)
     return found[0]
