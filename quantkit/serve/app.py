@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _TOO_LONG = "prompt and new tokens exceed"
 _SHORT = 1 << 16  # characters of a body that is read at once
+_MAX_SAMPLES = 128  # of a request, as in OpenAI's API
 _MAX_STOPS = 256  # each is looked for with every token
 _CLOSE = {"Connection": "close"}  # the rest of the body is not waited for
 
@@ -157,9 +158,12 @@ class _Paths:
         number = secrets.token_hex(12)
         reader = self._served.chats if request.url.path == CHAT else self._served.texts
         loop = asyncio.get_running_loop()
-        threads = self._compiling if body.get("response_format") is not None else None
+        compiled = any(body.get(key) is not None for key in ("response_format", "tools"))
+        threads = self._compiling if compiled else None
         prompt = await loop.run_in_executor(threads, reader.answered, request.url.path, number, body)
         wanted = await loop.run_in_executor(threads, prompt.bound, self._served.grammars)
+        if prompt.request.samples > _MAX_SAMPLES:
+            raise RequestError("n is out of range", found=prompt.request.samples, expected=f"1 to {_MAX_SAMPLES}")
         if len(prompt.stop) > _MAX_STOPS:
             expected = f"at most {_MAX_STOPS}"
             raise RequestError("'stop' has too many strings", found=len(prompt.stop), expected=expected)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from quantkit.serve.app import Served
 
 _TEXT_TOKENS = 16  # of a completion by default, as in OpenAI's API
-_BODY_BYTES = 16 << 20
+_BODY_BYTES = 8 << 20
 _BODY_SECONDS = 30.0
 _GRACE_SECONDS = 30
 _ERROR_SECONDS = 3  # in which those who got no whole answer read why

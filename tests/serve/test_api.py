@@ -138,7 +138,7 @@ def test_the_rest_of_the_api(client: OpenAI, address: str, loaded: tuple[Any, An
         ("/v1/completions", b'{"prompt": "a", "prompt": "b"}', 400, "is there twice"),
         ("/v1/completions", b'{"prompt": ' + b"[" * 5000, 400, "is no JSON object"),
         ("/v1/completions", b"\xff", 400, "not UTF-8"),
-        ("/v1/completions", b" " * ((16 << 20) + 1), 413, "the body has more than 16777216 bytes"),
+        ("/v1/completions", b" " * ((8 << 20) + 1), 413, "the body has more than 8388608 bytes"),
         ("/detokenize", {"tokens": [10**9]}, 400, "outside the vocabulary"),
         ("/detokenize", {"tokens": "x"}, 400, "a list of token ids"),
         ("/nothing", {}, 404, "Not Found"),
@@ -154,7 +154,7 @@ def test_too_large_a_body_is_not_read_to_its_end(address: str) -> None:
     with socket.create_connection(urlsplit(address).netloc.split(":"), timeout=60) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         client.sendall(b"Content-Length: %d\r\n\r\n" % (64 << 20))
-        client.sendall(b" " * ((16 << 20) + 1))
+        client.sendall(b" " * ((8 << 20) + 1))
         answer = b"".join(iter(lambda: client.recv(1 << 16), b""))  # until the server closes it
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"\r\nconnection: close\r\n" in answer.lower()

@@ -50,6 +50,7 @@ def _schema(schema: Any) -> dict[str, Any]:
         ("/v1/completions", {"prompt": "x", "stream": 0}, 400, "`stream` is of the wrong type"),
         ("/v1/completions", {"prompt": "x", "stream": True, "stream_options": []}, 400, "'stream_options' is of the"),
         ("/v1/completions", {"prompt": "x", "stop": [str(n) for n in range(257)]}, 400, "(found 257, expected at most"),
+        ("/v1/completions", {"prompt": "x", "n": 129}, 400, "n is out of range (found 129, expected 1 to 128)"),
         ("/tokenize", {"prompt": "x", "model": 5}, 400, "`model` is of the wrong type"),
         ("/detokenize", {"tokens": [1], "model": "gpt"}, 404, "the model 'gpt' is not served here"),
     ],
