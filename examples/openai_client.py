@@ -37,6 +37,19 @@ for token in answer.choices[0].logprobs.content:
     others = ", ".join(f"{other.token!r} {math.exp(other.logprob):.3f}" for other in token.top_logprobs)
     print(f"{token.token!r} {math.exp(token.logprob):.3f} ({others})")
 
+print("--- an answer that is JSON of a schema")
+schema = {
+    "type": "object",
+    "properties": {"river": {"type": "string", "maxLength": 30}, "long": {"type": "boolean"}},
+    "required": ["river", "long"],
+    "additionalProperties": False,
+}
+answer = client.chat.completions.create(
+    model=model, messages=messages, max_tokens=400, temperature=0,
+    response_format={"type": "json_schema", "json_schema": {"name": "river", "schema": schema}},
+)  # fmt: skip
+print(answer.choices[0].message.content)
+
 print("--- a prompt continued, with options that only some servers have")
 answer = client.completions.create(
     model=model, prompt="The capital of France is", max_tokens=8, seed=1, extra_body={"top_k": 20, "min_p": 0.05}

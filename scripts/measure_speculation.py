@@ -46,8 +46,8 @@ class Replay:
     seconds, length = 0.0, 1 << 30
 
     def __init__(self, text: list[int], right: float, vocabulary: int) -> None:
-        random = Random(0)
-        self._text = [token if random.random() < right else (token + 1) % vocabulary for token in text]
+        wrong = set(Random(0).sample(range(len(text)), round(len(text) * (1 - right))))
+        self._text = [(token + 1) % vocabulary if place in wrong else token for place, token in enumerate(text)]
 
     def propose(self, counts: Mapping[Generation, int]) -> dict[Generation, list[int]]:
         return {one: self._text[len(one.tokens) :][:count] for one, count in counts.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -19,7 +20,7 @@ def test_the_client_of_openai_runs(address: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OPENAI_API_KEY"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    _, whole, stream, likely, continued = re.split(r"^--- .*\n", done.stdout, flags=re.MULTILINE)
+    _, whole, stream, likely, river, continued = re.split(r"^--- .*\n", done.stdout, flags=re.MULTILINE)
     answer, counted = whole.rstrip("\n").rsplit("\n", 1)
     assert re.fullmatch(r"\(\d+ tokens, ended by (stop|length)\)", counted)
     assert len(answer) > 5
@@ -29,6 +30,7 @@ def test_the_client_of_openai_runs(address: str) -> None:
     for line in lines:
         token, probability, others = re.fullmatch(r"('.*?'|\".*?\") ([01]\.\d{3}) \((.*)\)", line).groups()  # type: ignore[union-attr]
         assert others.startswith(f"{token} {probability}, ")  # the likeliest one was taken
+    assert json.loads(river).keys() == {"river", "long"}
     assert continued.strip()
 
 
