@@ -127,11 +127,11 @@ class _Paths:
                 return await path(request)
             except _UnknownModelError as error:
                 return _error(404, error_of(error, code="model_not_found"))
+            except TimeLimitError as error:
+                return _error(504, error_of(error, kind="server_error", code="timeout"))
             except RequestError as error:
                 code = "context_length_exceeded" if error.problem.startswith(_TOO_LONG) else None
                 return _error(400, error_of(error, code=code))
-            except TimeLimitError as error:
-                return _error(504, error_of(error, kind="server_error", code="timeout"))
             except QuantkitError as error:
                 status = 500 if self._served.worker.alive else 503  # it ends
                 return _error(status, error_of(error, kind="server_error"))

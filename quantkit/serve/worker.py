@@ -44,7 +44,7 @@ Deliver = Callable[["Delta | QuantkitError"], None]
 """Called from the worker's thread; an error is the last thing that comes."""
 
 
-class TimeLimitError(QuantkitError):
+class TimeLimitError(RequestError):
     """A request took longer than it may."""
 
 

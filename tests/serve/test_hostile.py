@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from served import started
 
 from quantkit.errors import RequestError
 from quantkit.serve.app import application
@@ -163,6 +164,17 @@ def test_whoever_gets_no_whole_answer_before_the_server_ends_reads_why(model: Pa
             assert process.wait(60) == 0
         finally:
             process.kill()
+
+
+def test_what_takes_longer_than_the_time_limit_ends_with_an_error(model: Path) -> None:
+    given = {"prompt": "War", "max_tokens": 4000, "logit_bias": {"2": -100}}
+    with started(model, "--time-limit", "0.3", "--context", "4096") as (_, address):
+        status, answer = _answer(address, "POST", "/v1/completions", json.dumps(given).encode())
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+        with closing(_connected(address, {**given, "stream": True})) as stream:
+            *_, last, empty = stream.getresponse().read().split(b"\n\n")
+        assert "more than 0.3 seconds" in json.loads(last.removeprefix(b"data: "))["error"]["message"]
+        assert empty == b""
 
 
 def _connected(address: str, given: Any) -> http.client.HTTPConnection:
