@@ -47,7 +47,7 @@ class Speculation:
         found = {one: tokens for one, limit in limits.items() if (tokens := self._looked_up(one, limit))}
         chances = {one: Chance(len(tokens), _lookup(one).rate) for one, tokens in found.items()}
         if self._draft is not None:
-            for one in limits.keys() - found.keys():
+            for one in [one for one in limits if one not in found]:  # in one order in all processes
                 room = self._draft.length - one.position - 1
                 rate = self._drafted.setdefault(one, Acceptance()).rate
                 chances[one] = Chance(max(0, min(limits[one], room)), rate, self._draft.seconds)

@@ -138,7 +138,7 @@ def served(path: Path, options: ServeOptions, *, progress: Progress = silent) ->
         for given in ({}, {"max_new_tokens": _TEXT_TOKENS})
     )
     worker = Worker(
-        engine, tokenizer, most_jobs=options.slots + options.waiting, running=options.slots,
+        engine, tokenizer, most_jobs=options.slots + options.waiting, max_running=options.slots,
         seconds=options.time_limit,
     )  # fmt: skip
     vocabulary = model.config.vocab_size

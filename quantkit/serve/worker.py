@@ -65,18 +65,18 @@ class Worker:
     """Runs the jobs of a server in an engine, which it has for itself; its methods may be called from any thread."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, *, most_jobs: int, running: int | None = None,
+        self, engine: Engine, tokenizer: Tokenizer, *, most_jobs: int, max_running: int | None = None,
         seconds: float = math.inf,
     ) -> None:  # fmt: skip
         """
         Args:
             most_jobs: that wait and run at the same time; `submit` refuses more.
-            running: see `Scheduler`'s `max_running`.
+            max_running: see `Scheduler`.
             seconds: that a job may wait and run.
         """
-        self.most_jobs, self._running, self._seconds = most_jobs, running, seconds
+        self.most_jobs, self._max_running, self._seconds = most_jobs, max_running, seconds
         self._engine, self._tokenizer = engine, tokenizer
-        self._scheduler = Scheduler(engine, max_running=running)
+        self._scheduler = Scheduler(engine, max_running=max_running)
         self._new: deque[Job] = deque()
         self._jobs: list[Job] = []
         self._of: dict[Generation, Job] = {}
@@ -216,7 +216,7 @@ class Worker:
         with self._changed:
             failed, self._jobs = self._jobs, []
         self._of.clear()
-        self._scheduler = Scheduler(self._engine, max_running=self._running)
+        self._scheduler = Scheduler(self._engine, max_running=self._max_running)
         shown = error if isinstance(error, QuantkitError) else QuantkitError("internal error")
         for job in failed:
             self._deliver(job, shown)

@@ -27,6 +27,7 @@ from quantkit.runtime.draft_lengths import Chance, StepTimes, lengths
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generate import generate
 from quantkit.runtime.generate_batch import completions
+from quantkit.runtime.generation import Generation
 from quantkit.runtime.lookup import Acceptance, Lookup
 from quantkit.runtime.request import Request
 from quantkit.runtime.sampling import probabilities
@@ -119,6 +120,31 @@ def test_what_repeats_itself_needs_few_steps(models: dict[str, Decoder], steps: 
     saved = before - len(steps)
     assert saved == engine.accepted > 20
     assert engine.proposed >= engine.accepted
+
+
+def test_proposals_come_in_the_order_of_the_sequences(
+    models: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that share a model must put the same rows in the same places, and hashes differ between them."""
+    monkeypatch.setattr(Generation, "__hash__", lambda one: 15 - one.sample)
+    engine = Engine(models["int8"], 60, slots=8, draft=models["fp32"])
+    scheduler, orders = Scheduler(engine), list[list[int]]()
+    propose = scheduler.speculation.propose
+
+    def watched(sequences: Sequence[Generation], rows: int) -> dict[Generation, list[int]]:
+        found = propose(sequences, rows)
+        if len(found) == 8:
+            orders.append([one.sample for one in found])
+            assert orders[-1] == [one.sample for one in sequences]
+        return found
+
+    monkeypatch.setattr(Lookup, "propose", lambda lookup, count: [])
+    monkeypatch.setattr(scheduler.speculation, "_adaptive", False)
+    monkeypatch.setattr(scheduler.speculation, "propose", watched)
+    scheduler.add(Request(PROMPT, 20, SamplingParams(temperature=1.0, seed=0), samples=8))
+    while scheduler.busy:
+        scheduler.step()
+    assert orders
 
 
 def test_a_request_may_want_none(models: dict[str, Decoder]) -> None:
