@@ -27,7 +27,7 @@ from quantkit.progress import Progress, in_phase, silent
 from quantkit.quality import measures
 from quantkit.quality.verify import Verdict, verify
 from quantkit.runtime.generate import generate
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer, prompt_start
 
 FLOATS = "bf16"
 SCHEMES = ("int8", "int4-g32", "int4-g64", "int4-g128")
@@ -178,7 +178,7 @@ def compare(source: Path, checkpoints: Sequence[Path], *, progress: Progress) ->
     """Measure checkpoints against their source on the excerpt that ships with quantkit, in float32, source first."""
     reference, *others = (open_checkpoint(path) for path in (source, *checkpoints))
     tokenizer = load_tokenizer(source)
-    windows = measures.text_windows(tokenizer.encode(excerpt()), tokenizer.bos_id, _WINDOW)
+    windows = measures.text_windows(tokenizer.encode(excerpt()), prompt_start(tokenizer), _WINDOW)
     found = measures.compare(reference, others, windows, progress=progress)
     figures = [(found[0].reference_perplexity, 0.0, 0.0)]
     figures += [(one.perplexity, one.divergence.kl, one.divergence.largest_logit_difference) for one in found]

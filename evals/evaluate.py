@@ -45,6 +45,7 @@ from quantkit.quality.figures import Estimate, layer_errors, method_of
 from quantkit.quality.measures import Divergence, Hidden, Listener, compare, perplexity_estimates
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
 from quantkit.quality.positions import PositionDivergence
+from quantkit.text.tokenizer import prompt_start
 from quantkit.via_transformers import VIAS, Via, require_no_code
 from quantkit.via_transformers.forward import final_hidden
 
@@ -279,7 +280,7 @@ def _row(
     return Row(
         name=model.name, megabytes=found.weight_bytes / 1e6, bits_per_weight=found.bits_per_weight,
         rolling_window=model.rolling_window, prefix=prefix_token(model.tokenizer, model.checkpoint),
-        adds_bos=token_ids(model.tokenizer, "a")[0] == model.tokenizer.bos_id,
+        adds_bos=prompt_start(model.tokenizer) == [model.tokenizer.bos_id],
         texts=texts, tasks=answers[0], task_backends=answers[1], speed=speed, layer_errors=errors,
         method=method_of(model.checkpoint.path),
     )  # fmt: skip
@@ -309,7 +310,7 @@ def _by_position(
     tokenizer, (length, count) = models[0].tokenizer, requested
     context = min(model.checkpoint.config.max_positions for model in models)
     ids = token_ids(tokenizer, text.raw)
-    windows, notes = position_windows(text.name, ids, tokenizer.bos_id, length, context, count)
+    windows, notes = position_windows(text.name, ids, prompt_start(tokenizer), length, context, count)
     report = in_phase(progress, f"{text.name}: divergence by position")
     found = divergence_by_position(reference, others, windows, reference_hidden=hidden, group=group, progress=report)
     if count is not None and len(windows) < count:

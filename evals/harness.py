@@ -13,7 +13,7 @@ from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.evals import optional
 from quantkit.evals.models import Model, backend_names
-from quantkit.evals.texts import prefix_token, rolling, token_ids
+from quantkit.evals.texts import prefix_token, rolling
 from quantkit.model.load import load_model
 from quantkit.progress import Progress, silent
 from quantkit.quality.measures import NOT_SCORED
@@ -55,11 +55,8 @@ class Scorer:
         self._progress = progress
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Token ids, with the BOS that the model expects unless it is declined."""
-        ids = token_ids(self._tokenizer, string)
-        if add_special_tokens is False and self._tokenizer.bos_id is not None and ids[:1] == [self._tokenizer.bos_id]:
-            return ids[1:]
-        return ids
+        """Token ids, with the BOS that the tokenizer adds unless it is declined."""
+        return self._tokenizer.encode(string, specials=True, bos=add_special_tokens is not False)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log probability of whole texts, in rolling windows."""

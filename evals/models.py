@@ -102,7 +102,7 @@ def streams(models: Sequence[Model], text: Text, length: int, *, same: bool) -> 
         raise RequestError(f"{odd[0]} and {models[0].name} do not read the text '{text.name}' as the same tokens")
     if min(len(one) for one in ids) < 2:
         raise RequestError(f"the text '{text.name}' is too short to measure on")
-    return [(len(one), text_windows(one, None, length)) for one in ids]
+    return [(len(one), text_windows(one, [], length)) for one in ids]
 
 
 class StateCache:

@@ -140,7 +140,7 @@ def measuring_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if tokenizer.kind != "sentencepiece":
         return tokenizer
     with tempfile.TemporaryDirectory(prefix="quantkit-tokenizer-") as scratch:
-        exported = export_json(checkpoint.path / "tokenizer.model", Path(scratch))
+        exported = export_json(checkpoint.path / "tokenizer.model", Path(scratch), alone=False)
         return tokenizer if exported is None else load_tokenizer(scratch)
 
 

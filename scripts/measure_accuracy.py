@@ -33,7 +33,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer, prompt_start
 
 WINDOW, WINDOWS, SAMPLES = 256, 60, 128
 PEER = Path(__file__).with_name("peer_llmcompressor.py")
@@ -43,7 +43,7 @@ AUTOROUND = Path(__file__).with_name("peer_autoround.py")
 def windows(model: Path, text: Path) -> Tensor:
     """The first windows of the text."""
     tokenizer = load_tokenizer(model)
-    return text_windows(tokenizer.encode(text.read_text()), tokenizer.bos_id, WINDOW)[:WINDOWS]
+    return text_windows(tokenizer.encode(text.read_text()), prompt_start(tokenizer), WINDOW)[:WINDOWS]
 
 
 class Runs:

@@ -26,7 +26,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.output.destination import MANIFEST
 from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches, text_windows
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer, prompt_start
 
 
 def quantized(model: Path, dst: Path, options: Sequence[str]) -> tuple[float, float]:
@@ -52,7 +52,7 @@ def main() -> None:
     source, tokenizer = open_checkpoint(options.model), load_tokenizer(options.model)
     batches = [
         Batch.from_start(
-            text_windows(tokenizer.encode(text.read_text()), tokenizer.bos_id, options.window)[: options.windows]
+            text_windows(tokenizer.encode(text.read_text()), prompt_start(tokenizer), options.window)[: options.windows]
         )
         for text in options.texts
     ]

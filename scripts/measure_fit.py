@@ -26,7 +26,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.tensors.recipe import Override, Recipe
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer, prompt_start
 
 WINDOW, WINDOWS, SAMPLES = 256, 60, 128
 
@@ -39,7 +39,7 @@ class Measurement:
         quantkit.convert(model, self.source, to="hf")
         tokenizer = load_tokenizer(self.source)
         ids = [tokenizer.encode(text.read_text()) for text in texts]
-        self.batches = [Batch.from_start(text_windows(own, tokenizer.bos_id, WINDOW)[:WINDOWS]) for own in ids]
+        self.batches = [Batch.from_start(text_windows(own, prompt_start(tokenizer), WINDOW)[:WINDOWS]) for own in ids]
         self._count = 0
 
     def quantized(self, scheme: str | Recipe | None, seed: int, **options: float) -> quantkit.QuantizeResult:

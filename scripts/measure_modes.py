@@ -21,7 +21,7 @@ import quantkit
 from quantkit.model.cache import KVCache
 from quantkit.model.load import load_model
 from quantkit.quality.measures import text_windows
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer, prompt_start
 
 WINDOW, WINDOWS = 256, 60
 
@@ -55,7 +55,7 @@ def main() -> None:
             quantized = Path(folder) / scheme
             quantkit.quantize(options.model, quantized, scheme, method="rtn", accept_quality_loss=True)
             for text in options.texts:
-                windows = text_windows(tokenizer.encode(text.read_text()), tokenizer.bos_id, WINDOW)[:WINDOWS]
+                windows = text_windows(tokenizer.encode(text.read_text()), prompt_start(tokenizer), WINDOW)[:WINDOWS]
                 expected = log_probabilities(quantized, windows, "reference")
                 found = [divergence(expected, log_probabilities(quantized, windows, name)) * 1e6
                          for name in ("cpu-exact", "cpu-fast")]  # fmt: skip

@@ -32,7 +32,7 @@ from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.tensors.qtensor import QuantTensor, Solver, quantize_rtn
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer, prompt_start
 
 PEER = Path(__file__).with_name("peer_gguf_quantizer.py")
 
@@ -76,7 +76,7 @@ def batches(source: Path, texts: Sequence[Path], window: int, count: int) -> lis
     """The first windows of all texts."""
     tokenizer = load_tokenizer(source)
     encoded = (tokenizer.encode(text.read_text()) for text in texts)
-    return [Batch.from_start(text_windows(ids, tokenizer.bos_id, window)[:count]) for ids in encoded]
+    return [Batch.from_start(text_windows(ids, prompt_start(tokenizer), window)[:count]) for ids in encoded]
 
 
 def main() -> None:

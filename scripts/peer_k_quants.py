@@ -78,6 +78,7 @@ def main() -> None:
     from quantkit.formats.detect import open_checkpoint
     from quantkit.formats.folder import checked_tokenizer
     from quantkit.quality.measures import text_windows
+    from quantkit.text.tokenizer import prompt_start
 
     source = open_checkpoint(options.model)
     tokenizer, _ = checked_tokenizer(source)
@@ -92,7 +93,7 @@ def main() -> None:
     texts = {}
     for text in options.texts:
         read = text.read_text(encoding="utf-8")[: 8 * options.windows * options.length]
-        windows = text_windows(tokenizer.encode(read), tokenizer.bos_id, options.length)[: options.windows]
+        windows = text_windows(tokenizer.encode(read), prompt_start(tokenizer), options.length)[: options.windows]
         np.save(folder / f"{text.stem}.npy", windows.numpy().astype(np.int32))
         peer("logits", floats, folder / f"{text.stem}.npy", folder / f"{text.stem}-floats.npy")
         texts[text.stem] = np.load(folder / f"{text.stem}-floats.npy").astype(np.float64)

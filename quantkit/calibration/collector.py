@@ -152,7 +152,7 @@ class Collector:
                 ) from error
             self._refused.append(f"{place}: {error.problem}")
             return None
-        return text.removeprefix(self._chat.bos) if self._chat else text
+        return text.removeprefix(self._chat.start) if self._chat else text
 
 
 def decoded(raw: bytes | bytearray, *, whole: bool) -> str:

@@ -15,7 +15,7 @@ from quantkit.calibration.collector import DocumentText
 from quantkit.calibration.conversations import ModelChat
 from quantkit.calibration.documents import TextSource, read_documents
 from quantkit.errors import RequestError
-from quantkit.text.tokenizer import Tokenizer
+from quantkit.text.tokenizer import Tokenizer, prompt_start
 
 # How much of the text is read: four times the samples in English, and at least 4 MiB.
 BYTES_PER_TOKEN = 16
@@ -171,7 +171,7 @@ def _from_pieces(
 
 
 def tokenized(text: str, tokenizer: Tokenizer, *, specials: bool = False) -> tuple[list[int], list[int]]:
-    """BOS, where the tokenizer puts it first, and the tokens after it."""
+    """Return the tokens that a prompt begins with, such as BOS, and the tokens of a text after them."""
+    start = prompt_start(tokenizer)
     ids = tokenizer.encode(text, specials=specials)
-    leads = tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id]
-    return ids[:leads], ids[leads:]
+    return start, ids[len(start) :]

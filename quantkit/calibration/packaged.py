@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.conversations import TEMPLATE_SECONDS, plain, rendered
-from quantkit.calibration.data import Calibration, tokenized
+from quantkit.calibration.data import Calibration
 from quantkit.data.files import CALIBRATION
 from quantkit.errors import CheckpointError, NonFiniteError, RequestError
 from quantkit.formats.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ from quantkit.progress import Progress, silent
 from quantkit.quality.measures import token_losses
 from quantkit.text.chat import TemplateChat
 from quantkit.text.template_process import Budget
-from quantkit.text.tokenizer import Tokenizer
+from quantkit.text.tokenizer import Tokenizer, prompt_start
 
 PACKAGED = "packaged"
 """The name of the text in the manifest."""
@@ -98,8 +98,8 @@ class PackagedText:
                 found=f"{sum(len(kind.tokens) for kind in kinds)} tokens", expected=f"{_MIN_DISTINCT} different ones",
                 hint='give text with `calibration`, or round with `method="rtn"`',
             )  # fmt: skip
-        lead, _ = tokenized("a", tokenizer)
-        return cls(hashlib.sha256(raw).hexdigest(), tuple(lead), tuple(kinds), _template_notes(dialogues, budget))
+        start = prompt_start(tokenizer)
+        return cls(hashlib.sha256(raw).hexdigest(), tuple(start), tuple(kinds), _template_notes(dialogues, budget))
 
     def require(self, samples: int, length: int) -> None:
         """`require_plausible` for the tokens of the text."""
@@ -211,7 +211,8 @@ def _document_tokens(
         ids = tokenizer.encode(rendered(document["messages"], chat, budget), specials=True, bos=False)
     except (RequestError, CheckpointError):
         return None
-    return ids[1:] if tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id] else ids
+    start = prompt_start(tokenizer)  # samples get it again; SmolLM2's BOS is a message's first token, which stays
+    return ids[len(start) :] if ids[: len(start)] == start else ids
 
 
 def _template_notes(dialogues: Sequence[Sequence[int] | None], budget: Budget) -> tuple[str, ...]:

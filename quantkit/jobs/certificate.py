@@ -22,7 +22,7 @@ from quantkit.quality.measures import LOGITS_BYTES
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
 from quantkit.quality.positions import CACHES, TOKENS, PositionCertificate
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.text.tokenizer import Tokenizer
+from quantkit.text.tokenizer import Tokenizer, prompt_start
 
 _MIN_TOKENS = 2
 _LETTERS_OF_TOKEN = 64  # at most, over a long text
@@ -98,7 +98,7 @@ def certified_text(
     name, digest, raw = _text(None if text is None else as_path("certify_text", text))
     ids = tokenizer.encode(raw[: _LETTERS_OF_TOKEN * max(length, TOKENS)])
     context = source.config.max_positions
-    windows, notes = position_windows(name, ids, tokenizer.bos_id, length, context)
+    windows, notes = position_windows(name, ids, prompt_start(tokenizer), length, context)
     if notes and text is None and windows.shape[1] < context:
         notes[0] += "; `certify_text` names a longer one"
     return CertifiedText(name, digest, length, windows, notes)

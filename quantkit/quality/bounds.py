@@ -20,6 +20,7 @@ from quantkit.quality.measures import Quality, text_windows
 from quantkit.tensors import float_codes
 from quantkit.tensors.qtensor import QuantTensor, frobenius, quantize_rtn, relative_error, row_chunks
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.text.tokenizer import prompt_start
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def measured_windows(checkpoint: Checkpoint) -> dict[str, tuple[str, Tensor]]:
     if tokenizer is not None:
         found = {}
         for name, text in gate_texts().items():
-            windows = text_windows(tokenizer.encode(text), tokenizer.bos_id, length)[:count]
+            windows = text_windows(tokenizer.encode(text), prompt_start(tokenizer), length)[:count]
             if windows.shape[1] >= _MIN_TOKENS:
                 found[name] = (hashlib.sha256(text.encode()).hexdigest(), windows)
         if found:

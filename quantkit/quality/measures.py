@@ -226,18 +226,25 @@ def perplexity(loss: float, count: int) -> float:
     return torch.tensor(loss / count, dtype=torch.float64).exp().item()
 
 
-def text_windows(ids: Sequence[int], bos_id: int | None, length: int) -> Tensor:
-    """Cut token ids into windows [W, length], each with BOS in front if there is one.
+def text_windows(ids: Sequence[int], start: Sequence[int], length: int) -> Tensor:
+    """Cut the token ids of a text into windows [W, length], each of which begins like a prompt.
 
-    Ids that do not fill a last window are dropped; a text shorter than one window is
-    one shorter window, and an empty one none.
+    Ids that do not fill a last window are dropped. A text shorter than one window is one shorter window, and an empty
+    text has none.
+
+    Args:
+        ids: of the whole text, with or without `start` before them.
+        start: the ids that each window begins with, see `prompt_start`.
+        length: of a window, `start` included.
     """
-    body = list(ids[1:]) if bos_id is not None and ids[:1] == [bos_id] else list(ids)
-    lead = [] if bos_id is None else [bos_id]
-    step = min(length - len(lead), len(body))
+    prefix = list(start)
+    body = list(ids)
+    if body[: len(prefix)] == prefix:
+        body = body[len(prefix) :]
+    step = min(length - len(prefix), len(body))
     if step < 1:
         return torch.empty(0, 0, dtype=torch.long)
-    return torch.tensor([lead + body[i : i + step] for i in range(0, len(body) - step + 1, step)])
+    return torch.tensor([prefix + body[i : i + step] for i in range(0, len(body) - step + 1, step)])
 
 
 class Tally:

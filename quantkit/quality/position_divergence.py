@@ -22,20 +22,21 @@ _MIN_TOKENS = 2  # the first predicts the second
 
 
 def position_windows(
-    text: str, ids: Sequence[int], bos_id: int | None, length: int, context: int, count: int | None = None
+    text: str, ids: Sequence[int], start: Sequence[int], length: int, context: int, count: int | None = None
 ) -> tuple[Tensor, list[str]]:
-    """The first windows [W, T] of a text, each with BOS in front if there is one; and a note if they are shorter than
-    was requested.
+    """The first windows [W, T] of a text, each of which begins like a prompt; and a note if they are shorter than was
+    requested.
 
     Args:
         text: its name.
+        start: the ids that a prompt begins with, see `prompt_start`.
         length: the most tokens of a window; windows are shorter if the text or the model's context is.
         count: maximal number of windows; None is as many as hold `TOKENS`, but at least one.
 
     Raises:
         RequestError: if the text has less than two tokens.
     """
-    windows = text_windows(ids, bos_id, min(length, context))
+    windows = text_windows(ids, start, min(length, context))
     if windows.shape[-1] < _MIN_TOKENS:
         raise RequestError("the text is too short to measure on", found=f"{len(ids)} tokens")
     notes = []

@@ -20,6 +20,7 @@ from quantkit.quality.figures import rounded
 from quantkit.quality.measures import head_pieces, text_windows
 from quantkit.tensors.finite import all_finite, checked_cast, nonfinite_logits
 from quantkit.tensors.qtensor import QuantTensor
+from quantkit.text.tokenizer import prompt_start
 from quantkit.via_transformers.forward import final_hidden, final_logits
 
 NOTED_BITS_PER_BYTE = 3.0
@@ -72,7 +73,8 @@ def check_source(
     if tokenizer is None:
         return "the source has no tokenizer"
     ids = tokenizer.encode(excerpt()[:_LETTERS])
-    window = text_windows(ids, tokenizer.bos_id, window_length(source))[:1]
+    start = prompt_start(tokenizer)
+    window = text_windows(ids, start, window_length(source))[:1]
     if window.numel() < 2:
         return "the tokenizer makes no tokens of a plain text"
     (hidden,) = final_hidden(source, [Batch.from_start(window)], progress=progress)
@@ -86,7 +88,7 @@ def check_source(
             checked_cast(floats, floats.dtype, name, source.path, allow_nonfinite=False)
         raise nonfinite_logits(source.path)
     written = len(tokenizer.decode(window[0].tolist()).encode())
-    if tokenizer.bos_id is None:
+    if not start:  # the first token is given, not predicted
         written -= len(tokenizer.decode(window[0, :1].tolist()).encode())
     count = len(window[0]) - 1
     perplexity = math.exp(min(found / count, 700))

@@ -10,6 +10,7 @@ from quantkit.arguments import as_path
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import Settings, read_settings
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
+from quantkit.text.end_tokens import tokenizer_eos
 from quantkit.text.gguf_tokenizer import text_folder
 
 _log = logging.getLogger(__name__)
@@ -65,14 +66,26 @@ def _top_k(settings: Settings) -> int:
 
 
 def end_tokens(folder: Path, config: ModelConfig) -> tuple[int, ...]:
-    """The end tokens of a model's config, and those of its folder's generation_config.json; raises `CheckpointError` if
-    that lists anything else than tokens of the vocabulary."""
+    """Return the end tokens of a model: its config's, and those that its folder names, see `text.end_tokens`.
+
+    Raises:
+        CheckpointError: if generation_config.json lists anything other than tokens of the vocabulary, or a file of the
+            tokenizer is damaged.
+    """
     settings = _settings(folder)
     stated = settings.ids("eos_token_id")
-    if stated and (found := max(stated)) >= config.vocab_size:
-        problem, expected = "'eos_token_id' is not in the vocabulary", f"at most {config.vocab_size - 1}"
-        raise CheckpointError(problem, path=settings.path, found=found, expected=expected)
-    return tuple(dict.fromkeys((*config.eos_token_ids, *stated)))
+    if stated and (largest := max(stated)) >= config.vocab_size:
+        raise CheckpointError(
+            "'eos_token_id' is not in the vocabulary",
+            path=settings.path,
+            found=largest,
+            expected=f"at most {config.vocab_size - 1}",
+        )
+    listed = [*config.eos_token_ids, *stated]
+    eos = tokenizer_eos(text_folder(folder))
+    if eos is not None and eos < config.vocab_size:  # a tokenizer of another model is reported by its reader
+        listed.append(eos)
+    return tuple(dict.fromkeys(listed))
 
 
 def _settings(folder: Path) -> Settings:

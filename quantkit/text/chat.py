@@ -3,6 +3,7 @@ of Meta's folders, which do not state whether a model is a base or an instruct m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -11,9 +12,10 @@ from quantkit.arguments import as_path, as_string, require_tokenizer, wrong_type
 from quantkit.errors import RequestError
 from quantkit.json_values import shown
 from quantkit.text.chat_template import META_FORMATS, ChatTemplate, ChatTemplates, Message, requested_template
+from quantkit.text.end_tokens import find_answer_end
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.special_tokens import special_tokens
-from quantkit.text.tokenizer import Tokenizer
+from quantkit.text.tokenizer import Tokenizer, prompt_start
 
 _LLAMA3_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 _TOOL_ROLES = ("tool", "ipython", "function")
@@ -50,20 +52,36 @@ class Chat(Protocol):
 class TemplateChat:
     """A Jinja template, with the same tokens as ``transformers.apply_chat_template``."""
 
-    end_ids: tuple[int, ...] = ()
-
-    def __init__(self, choose: Callable[[bool], ChatTemplate], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        choose: Callable[[bool], ChatTemplate],
+        tokenizer: Tokenizer,
+        names: Mapping[str, str | None] | None = None,
+    ) -> None:
         """
         Args:
             choose: returns the template; its argument is whether there are tools.
+            tokenizer: of the model.
+            names: spellings of special tokens by their names in templates.
         """
-        self._choose, self._tokenizer = choose, tokenizer
+        self._choose, self._tokenizer, self._names = choose, tokenizer, names or {}
+
+    @functools.cached_property
+    def end_ids(self) -> tuple[int, ...]:  # type: ignore[override]  # computed on demand
+        """The token that the template puts after an answer, if the tokenizer's EOS is another one."""
+        end = find_answer_end(
+            self.source(with_tools=False),
+            names=self._names,
+            specials=self._tokenizer.special_tokens or {},
+            ends=self._tokenizer.eos_ids,
+        )
+        return () if end is None else (end,)
 
     @property
-    def bos(self) -> str:
-        """How BOS is spelled; empty if no text spells it."""
-        names = {number: name for name, number in (self._tokenizer.special_tokens or {}).items()}
-        return "" if self._tokenizer.bos_id is None else names.get(self._tokenizer.bos_id, "")
+    def start(self) -> str:
+        """The spelling of what a prompt begins with; empty if the tokenizer adds nothing, or no text spells it."""
+        spellings = {number: spelling for spelling, number in (self._tokenizer.special_tokens or {}).items()}
+        return "".join(spellings.get(number, "") for number in prompt_start(self._tokenizer))
 
     def source(self, *, with_tools: bool) -> str:
         """The template in Jinja, for conversations with or without tools."""
@@ -113,9 +131,14 @@ class Llama2Chat:
             )  # fmt: skip
         ids: list[int] = []
         for (_, question), (_, answer) in zip(turns[:-1:2], turns[1::2], strict=True):
-            ids += self._tokenizer.encode(f"[INST] {question.strip()} [/INST] {answer.strip()} ")
+            ids += self._begin_turn(f"[INST] {question.strip()} [/INST] {answer.strip()} ")
             ids += self._tokenizer.eos_ids[:1]
-        return [*ids, *self._tokenizer.encode(f"[INST] {turns[-1][1].strip()} [/INST]")]
+        return [*ids, *self._begin_turn(f"[INST] {turns[-1][1].strip()} [/INST]")]
+
+    def _begin_turn(self, text: str) -> list[int]:
+        """Encode a turn, which begins with BOS in this format, whether or not the tokenizer adds it to other text."""
+        bos = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
+        return [*bos, *self._tokenizer.encode(text, bos=False)]
 
 
 def llama2_tag(messages: Sequence[Message]) -> str | None:
@@ -145,7 +168,7 @@ class Llama3Chat:
         _require_plain("llama3", messages, tools, variables)
         if not messages:
             raise RequestError("a chat needs messages", expected='[{"role": "user", "content": "..."}]')
-        ids = self._tokenizer.encode("")[:1]  # BOS
+        ids = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
         for one in messages:
             ids += [*self._started(str(one["role"])), *self._plain(message_text(one).strip()), self._end]
         return [*ids, *self._started("assistant")]
@@ -198,7 +221,7 @@ def template_chat(named: Path, tokenizer: Tokenizer, template: str | None = None
     tokens = {**own, **special_tokens(folder, known)}
     if template is not None and template.endswith(".jinja"):
         chosen = ChatTemplate(requested_template(template), tokens=tokens, path=Path(template))
-        return TemplateChat(lambda with_tools: chosen, _with_specials(tokenizer, folder))
+        return TemplateChat(lambda with_tools: chosen, _with_specials(tokenizer, folder), tokens)
     templates = ChatTemplates(named, tokens)
     if not templates:
         raise RequestError(
@@ -206,7 +229,7 @@ def template_chat(named: Path, tokenizer: Tokenizer, template: str | None = None
             expected=f"`template={' or '.join(META_FORMATS)}` for an instruct model",
         )  # fmt: skip
     found = {with_tools: templates.choose(template, with_tools=with_tools) for with_tools in (False, True)}
-    return TemplateChat(found.__getitem__, _with_specials(tokenizer, folder))
+    return TemplateChat(found.__getitem__, _with_specials(tokenizer, folder), tokens)
 
 
 def _with_specials(tokenizer: Tokenizer, folder: Path) -> Tokenizer:

@@ -106,13 +106,20 @@ def _settings_difference(first: CanonicalVocabulary, second: CanonicalVocabulary
     for name, own in first.settings.items():
         if name not in second.settings or own == (others := second.settings[name]):
             continue
-        if name == "ignore_merges" and (first.converted or second.converted):
-            one = first if first.merges is not None else second
-            pieces = [piece for piece, number in one.spellings.items() if one.kinds.get(number) in (None, Kind.UNUSED)]
-            if one.merges is not None and merges_make_all(pieces, one.spellings, one.merges):
-                continue
+        converted = first.converted or second.converted
+        if name == "ignore_merges" and converted and _merges_make_all(first if first.merges is not None else second):
+            continue  # the setting has no effect
         return f"{name}: {_shown(own, others)}"
     return None
+
+
+def _merges_make_all(vocabulary: CanonicalVocabulary) -> bool:
+    """Whether merging letters results in each token of text."""
+    if vocabulary.merges is None:
+        return False
+    ordinary = (None, Kind.UNUSED)
+    pieces = [piece for piece, number in vocabulary.spellings.items() if vocabulary.kinds.get(number) in ordinary]
+    return merges_make_all(pieces, vocabulary.spellings, vocabulary.merges)
 
 
 def _shown(first: object, second: object) -> str:

@@ -18,12 +18,13 @@ from quantkit.json_values import Settings, read_settings
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.compare import first_difference
+from quantkit.text.end_tokens import listed_end_tokens
 from quantkit.text.folder_vocabulary import UNREACHED, FoundTokenizer, exportable_vocabulary, folder_vocabulary
-from quantkit.text.gguf_tokenizer import SAMPLING, text_folder, tokenizer_json, written_folder
+from quantkit.text.gguf_tokenizer import SAMPLING, run_merges, text_folder, tokenizer_json, written_folder
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.sentencepiece_file import PieceType
 from quantkit.text.special_tokens import special_tokens
-from quantkit.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, original_tokenizer
+from quantkit.text.tokenizer import JsonTokenizer, Tokenizer, ids_around_text, load_tokenizer, original_tokenizer
 
 _NUM_TRIED_SPECIALS = 64
 
@@ -60,47 +61,50 @@ def tokenizer_metadata(
     else:
         metadata[keys.MERGES] = [" ".join(pair) for pair in vocabulary.merges]
     metadata |= {keys.ID_KEYS[name]: number for name, number in ids.items()}
-    paths = (folder / "config.json", folder / "generation_config.json")
-    listed = [Settings(read_settings(path), path).ids("eos_token_id") for path in paths if path.is_file()]
-    stated = list(dict.fromkeys(number for numbers in listed for number in numbers))
-    ends = list(dict.fromkeys([*tokenizer.eos_ids, *stated]))
+    ends = list(dict.fromkeys([*listed_end_tokens(folder), *tokenizer.eos_ids]))
     if ends:
-        metadata[keys.ENDS] = stated or ends
+        metadata[keys.ENDS] = ends
     metadata |= _end_keys(folder, ends, ids, found.vocabulary)
     metadata |= {keys.ADD_BOS: adds[0], keys.ADD_EOS: adds[1]}
     metadata |= _template_keys(ChatTemplates(folder).sources if templates is None else templates)
     metadata |= _sampling_keys(folder)
     plain = tokenizer_json(found.vocabulary, ids, adds) if found.pipeline else {}
     own = {part: value for part, value in found.pipeline.items() if part not in plain or plain[part] != value}
+    if found.run_merges and found.run_merges != run_merges(plain["model"]["merges"]):
+        own[keys.RUN_MERGES] = found.run_merges
+    if found.pipeline and found.ignore_merges != plain["model"]["ignore_merges"]:
+        own[keys.IGNORE_MERGES] = found.ignore_merges
     if tokenizer.bos_id is None and "bos_token" in ids and not adds[0]:
         own["bos_token"] = None
     if own or found.pipeline:  # empty if GGUF's keys state all of it
         metadata[keys.PIPELINE] = json.dumps(own, ensure_ascii=False)
     notes = [*found.notes, *_require_equal(tokenizer, found.vocabulary, metadata, folder)]
-    if others := sorted(keys.eos_by_spelling(found.vocabulary.ids()) - {*(stated or ends)}):
-        spellings = ", ".join(found.vocabulary.tokens[number] for number in others)
+    if guessed := sorted(keys.eos_by_spelling(found.vocabulary.ids()) - set(ends)):
+        spellings = ", ".join(found.vocabulary.tokens[number] for number in guessed)
         notes.append(f"llama.cpp also ends a generation at {spellings}, by the spelling")
     return metadata, [f"{folder}: {note}" for note in notes]
 
 
-def export_json(path: Path, scratch: Path) -> dict[str, bytes] | None:
+def export_json(path: Path, scratch: Path, *, alone: bool = True) -> dict[str, bytes] | None:
     """``tokenizer.json`` and ``tokenizer_config.json`` for a ``tokenizer.model``.
 
     Args:
         path: a sentencepiece or tiktoken file.
         scratch: an empty folder for the comparison.
+        alone: whether to ignore the files next to it, as for `SentencePieceTokenizer`.
 
     Returns:
         Contents by file name; None if the result would not tokenize in the same way.
     """
     from tokenizers import Tokenizer as Engine
 
-    original = original_tokenizer(path)
+    original = original_tokenizer(path, alone=alone)
     found = exportable_vocabulary(path)
     if found is None:
         return None
     ids = {name: number for name, number in found.ids.items() if name != "pad_token"}
-    raw = tokenizer_json(found.vocabulary, ids, (original.bos_id is not None, False))
+    before, after = ids_around_text(original)
+    raw = tokenizer_json(found.vocabulary, ids, (bool(before), bool(after)))
     if found.vocabulary.model == keys.BPE:  # special tokens follow the vocabulary
         for token in raw["added_tokens"]:
             del raw["model"]["vocab"][token["content"]]
@@ -158,10 +162,7 @@ def _special_ids(folder: Path, tokenizer: Tokenizer, found: FoundTokenizer) -> d
 
 def _adds(tokenizer: Tokenizer, ids: dict[str, int], folder: Path) -> tuple[bool, bool]:
     """Whether BOS is added before text, and EOS after it. The tokenizer's BOS replaces that of files in `ids`."""
-    text = tokenizer.encode("a", bos=False)
-    whole = tokenizer.encode("a")
-    start = next((at for at in range(len(whole)) if whole[at : at + len(text)] == text), 0)
-    before, after = whole[:start], whole[start + len(text) :]
+    before, after = ids_around_text(tokenizer)
     if len(before) > 1 or after not in ([], [ids.get("eos_token")]):
         raise UnsupportedError(
             "llama.cpp adds no other tokens to text than BOS and EOS", path=folder, found=f"{before} and {after}",
@@ -217,22 +218,29 @@ def _sampling_keys(folder: Path) -> dict[str, Any]:
 
 
 def _require_equal(original: Tokenizer, vocabulary: Vocabulary, metadata: Mapping[str, Any], folder: Path) -> list[str]:
-    """Compare the metadata with the folder's tokenizer; returns notes on tokens that are special in llama.cpp because
-    of their spelling."""
+    """Compare the metadata with the folder's tokenizer.
+
+    Returns:
+        Notes on tokens that llama.cpp makes special because of their spelling: it differs on text that spells them.
+
+    Raises:
+        UnsupportedError: if they tokenize differently.
+    """
     scratch = written_folder(metadata, folder)
     written = load_tokenizer(scratch)
-    different = first_difference(original, written, ())
+    difference = first_difference(original, written, ())
     shutil.rmtree(scratch)
-    apart = keys.control_tokens(vocabulary) - vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
-    if different is None and original.special_tokens is not None:
+    if difference is None and original.special_tokens is not None:
         for spelling in list(original.special_tokens)[:_NUM_TRIED_SPECIALS]:
             text = f"a{spelling}b {spelling} c\n".replace("\u2581", " ")
             if original.encode(text, specials=True) != written.encode(text, specials=True):
-                different = f"the text {text!r}"
-    if different is not None:
+                difference = f"the text {text!r}"
+    if difference is not None:
         raise UnsupportedError(
-            "llama.cpp would tokenize differently", path=folder, found=f"a difference in {different}",
+            "llama.cpp would tokenize differently", path=folder, found=f"a difference in {difference}",
             hint="write another format",
         )  # fmt: skip
-    spellings = ", ".join(vocabulary.tokens[number] for number in sorted(apart))
-    return [f"llama.cpp treats {spellings} as special tokens, by their spelling"] if apart else []
+    controls = vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
+    guessed = keys.eos_by_spelling(vocabulary.ids()) - controls
+    spellings = ", ".join(vocabulary.tokens[number] for number in sorted(guessed))
+    return [f"llama.cpp treats {spellings} as special tokens, by their spelling"] if guessed else []

@@ -12,11 +12,11 @@ from quantkit.errors import UnsupportedError
 from quantkit.json_values import Settings, read_json, shown
 from quantkit.text import gguf_vocabulary as keys
 from quantkit.text import pipeline
-from quantkit.text.gguf_tokenizer import PIPELINE_PARTS, TOKEN_FLAGS
+from quantkit.text.gguf_tokenizer import PIPELINE_PARTS, TOKEN_FLAGS, run_merges
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.merges import merges_by_rank, merges_make_all, pairs_of, ranks_of_merges
 from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile, read_sentencepiece
-from quantkit.text.special_tokens import added_tokens, special_tokens
+from quantkit.text.special_tokens import added_tokens, fixes_mistral_regex, special_tokens
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken
 from quantkit.text.token_bytes import spelled_bytes
 
@@ -31,12 +31,16 @@ class FoundTokenizer:
     Attributes:
         ids: of special tokens that only the tokenizer's own file states, by transformers' names.
         pipeline: the parts of a tokenizer.json; empty without such a file.
+        ignore_merges: its setting of that name.
+        run_merges: its merges that result in runs of U+2581, which GGUF spells with spaces, see `run_merges`.
         notes: what llama.cpp does differently.
     """
 
     vocabulary: Vocabulary
     ids: dict[str, int] = field(default_factory=dict)
     pipeline: dict[str, Any] = field(default_factory=dict)
+    ignore_merges: bool = False
+    run_merges: list[list[Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -112,6 +116,8 @@ def _from_json(folder: Path) -> FoundTokenizer:
     for one in added:
         types[one["id"]] = PieceType.CONTROL if one["special"] else PieceType.USER_DEFINED
     parts = {part: raw.get(part) for part in PIPELINE_PARTS}
+    if fixes_mistral_regex(folder, len(by_number)):
+        parts["pre_tokenizer"] = pipeline.with_mistral_regex(parts["pre_tokenizer"])
     flags = {
         str(one["id"]): {flag: True for flag in TOKEN_FLAGS if one.get(flag)}
         for one in added
@@ -122,14 +128,13 @@ def _from_json(folder: Path) -> FoundTokenizer:
         found.pipeline["added_tokens"] = flags
     if any({"lstrip", "rstrip", "single_word"} & set(one) for one in flags.values()):
         found.notes.append("llama.cpp keeps whitespace next to special tokens that the tokenizer drops")
+    found.ignore_merges = model.flag("ignore_merges", False)
     if model.flag("byte_fallback", False):
         return _scored(found, model.values.get("unk_token"), vocabulary, path)
-    return _byte_level(found, model.flag("ignore_merges", False), vocabulary, folder)
+    return _byte_level(found, vocabulary, folder)
 
 
-def _byte_level(
-    found: FoundTokenizer, ignore_merges: bool, vocabulary: Mapping[str, int], folder: Path
-) -> FoundTokenizer:
+def _byte_level(found: FoundTokenizer, vocabulary: Mapping[str, int], folder: Path) -> FoundTokenizer:
     """A byte-level tokenizer, with llama.cpp's name for its patterns."""
     path, normalizer = folder / "tokenizer.json", found.pipeline["normalizer"]
     steps = normalizer.get("normalizers", [normalizer]) if isinstance(normalizer, dict) else []
@@ -140,13 +145,13 @@ def _byte_level(
     patterns = pipeline.patterns_of(found.pipeline["pre_tokenizer"])
     has_bos = special_tokens(folder, vocabulary, ("bos_token",)).get("bos_token") is not None
     names = pipeline.names_of(patterns, has_bos=has_bos) if patterns is not None else {}
-    name = names.get(ignore_merges)
+    name = names.get(found.ignore_merges)
     if name is None and names:
         normal = (found.vocabulary.tokens[number] for number in found.vocabulary.tokens_of(PieceType.NORMAL))
         if merges_make_all(normal, vocabulary, found.vocabulary.merges):
             (name,) = names.values()
     if name is None:
-        what = f"ignore_merges {str(ignore_merges).lower()} with its pre_tokenizer"
+        what = f"ignore_merges {str(found.ignore_merges).lower()} with its pre_tokenizer"
         _refuse(path, what if names else "a pre_tokenizer")
     if name in pipeline.SIMPLER:
         found.notes.append("llama.cpp splits words with non-ASCII capitals or marks differently")
@@ -191,6 +196,8 @@ def _scored(found: FoundTokenizer, unknown: Any, vocabulary: Mapping[str, int], 
             score = float(-ranks.get(token, len(ranks) + number))
         scores.append(score)
     scores = _original_scores(path.with_name("tokenizer.model"), old.tokens, ranks) or scores
+    if any(kind is PieceType.USER_DEFINED and not token.strip(" ") for token, kind in zip(tokens, types, strict=True)):
+        found.run_merges = run_merges(old.merges, {token for token in apart if token.strip(pipeline.SPACE)})
     found.vocabulary = Vocabulary(keys.SPM, tokens, types, scores, [], "", prefix)
     return found
 

@@ -1,8 +1,8 @@
 """The folder of a GGUF file's metadata: tokenizer, chat templates and generation settings, as files that transformers
 and `load_tokenizer` read.
 
-They tokenize text as llama.cpp does, except for parts of a tokenizer.json that quantkit wrote into the file in addition
-to llama.cpp's keys.
+They tokenize text as the model's own tokenizer does: llama.cpp's keys say nearly all of it (see `tokenizer_json`), and
+quantkit writes the other parts of a tokenizer.json into the file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import atexit
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,18 @@ from quantkit.errors import CheckpointError, name_as
 from quantkit.files.located import gguf_file, located, read_parts
 from quantkit.json_values import Settings, parsed, shortest, shown
 from quantkit.text import gguf_vocabulary as keys
+from quantkit.text.end_tokens import find_answer_end
 from quantkit.text.gguf_vocabulary import GgufUnstated, Vocabulary, gguf_unstated
-from quantkit.text.merges import merges_by_rank, scores_are_ranks
-from quantkit.text.pipeline import PREPEND_SPACE, REPLACE_SPACES, RESTORE_SPACES, SPACE, patterns_by_name, pre_tokenizer
+from quantkit.text.merges import Pair, merges_by_rank, scores_are_ranks, splits
+from quantkit.text.pipeline import (
+    PREPEND_SPACE,
+    REPLACE_SPACES,
+    RESTORE_SPACES,
+    SPACE,
+    normalizer_of,
+    patterns_by_name,
+    pre_tokenizer,
+)
 from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile, sentencepiece_bytes
 
 SAMPLING = {
@@ -97,17 +106,24 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     adds = keys.begins_and_ends(settings, vocabulary, ids)
     own = _own(settings)
     files: dict[str, bytes] = {}
-    if vocabulary.model == keys.BPE or scores_are_ranks(_mergeable(vocabulary), vocabulary.ids()):
+    if vocabulary.model == keys.BPE or scores_are_ranks(_mergeable(vocabulary, ids), vocabulary.ids()):
         raw = tokenizer_json(vocabulary, ids, adds)
         if keys.PIPELINE in metadata:
             raw |= {part: own.values[part] for part in PIPELINE_PARTS if part in own.values}
+            if own.has(keys.RUN_MERGES):
+                raw["model"]["merges"] = _with_run_merges(raw["model"]["merges"], own, set(raw["model"]["vocab"]))
+            raw["model"]["ignore_merges"] = own.flag(keys.IGNORE_MERGES, raw["model"]["ignore_merges"])
             flags = own.inside("added_tokens") if own.has("added_tokens") else Settings({}, own.path)
             for token in raw["added_tokens"]:
                 if flags.has(number := str(token["id"])):
                     token.update({flag: flags.inside(number).flag(flag, False) for flag in TOKEN_FLAGS})
-        elif any(name in str(metadata.get("general.name")).lower() for name in ("phi-3", "phi3")):
-            for token in raw["added_tokens"]:  # as llama.cpp does for models of this name
-                token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
+        else:
+            # llama.cpp finds runs of spaces in text. transformers has no added tokens for them, only merges.
+            runs = keys.space_runs(vocabulary)
+            raw["added_tokens"] = [token for token in raw["added_tokens"] if token["id"] not in runs]
+            if any(name in str(metadata.get("general.name")).lower() for name in ("phi-3", "phi3")):
+                for token in raw["added_tokens"]:  # as llama.cpp does for models of this name
+                    token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
         files["tokenizer.json"] = _json(raw, indent=None)
     if vocabulary.model == keys.SPM and vocabulary.types.count(PieceType.UNKNOWN) == 1:
         files["tokenizer.model"] = _sentencepiece(vocabulary, ids)
@@ -126,22 +142,27 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
         config["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
     files["tokenizer_config.json"] = _json(config)
     files["special_tokens_map.json"] = _json({name: token for name, token in names.items() if token is not None})
-    files["generation_config.json"] = _json(_generation(settings, vocabulary, ids))
+    files["generation_config.json"] = _json(_generation(settings, vocabulary, ids, names, templates.get("default")))
     return files
 
 
 def tokenizer_json(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[bool, bool]) -> dict[str, Any]:
-    """A tokenizer.json that tokenizes as llama.cpp does.
+    """Build the tokenizer.json of the model that a GGUF vocabulary belongs to.
+
+    It tokenizes as llama.cpp does, except where llama.cpp is known to differ from the models' own tokenizers: text is
+    normalized to NFC for Qwen, and no token is special because of its spelling.
 
     Args:
+        vocabulary: of the file.
         ids: of the special tokens, by transformers' names.
         adds: whether BOS is added before text, and EOS after it.
     """
     spm = vocabulary.model == keys.SPM
-    control = keys.control_tokens(vocabulary)
+    special = keys.special_ids(vocabulary, ids)
+    spellings = json_spellings(vocabulary)
+    vocab = {spelling: number for number, spelling in enumerate(spellings)}
     if spm:
-        order = {token: -score for token, score in _mergeable(vocabulary).items()}
-        merges, ignore_merges = merges_by_rank(order, vocabulary.ids()), False
+        merges, ignore_merges = _scored_merges(vocabulary, ids, vocab), False
         normalizer: dict[str, Any] | None = REPLACE_SPACES
         steps: list[dict[str, Any]] = [RESTORE_SPACES, {"type": "ByteFallback"}, {"type": "Fuse"}]
         if vocabulary.space_prefix:
@@ -151,23 +172,51 @@ def tokenizer_json(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[b
         splitter = None
     else:
         patterns, ignore_merges = patterns_by_name(vocabulary.pre) or ((), False)
-        merges, normalizer, splitter = list(vocabulary.merges), None, pre_tokenizer(patterns)
+        merges, normalizer, splitter = list(vocabulary.merges), normalizer_of(vocabulary.pre), pre_tokenizer(patterns)
         decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    unknown = vocabulary.tokens[ids["unk_token"]] if spm and "unk_token" in ids else None
+    unknown = spellings[ids["unk_token"]] if spm and "unk_token" in ids else None
     model = {
         "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": spm, "byte_fallback": spm, "ignore_merges": ignore_merges,
-        "vocab": vocabulary.ids(), "merges": merges,
+        "vocab": vocab, "merges": merges,
     }  # fmt: skip
     added: list[dict[str, Any]] = [
-        {"id": number, "content": vocabulary.tokens[number], **dict.fromkeys(TOKEN_FLAGS, False),
-         "special": number in control}
-        for number in sorted(vocabulary.tokens_of(PieceType.USER_DEFINED) | control)
-    ]  # fmt: skip
+        {
+            "id": number,
+            "content": spellings[number],
+            **dict.fromkeys(TOKEN_FLAGS, False),
+            "special": number in special,
+        }
+        for number in sorted(vocabulary.tokens_of(PieceType.USER_DEFINED) | special)
+    ]
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": normalizer,
         "pre_tokenizer": splitter, "post_processor": _around(vocabulary, ids, adds), "decoder": decoder, "model": model,
     }  # fmt: skip
+
+
+def json_spellings(vocabulary: Vocabulary) -> list[str]:
+    """Return the spelling of each token in a tokenizer.json.
+
+    llama.cpp finds added tokens in text before it replaces spaces by U+2581, so GGUF spells runs of spaces with spaces.
+    tokenizer.json has them with U+2581: there they are made by merges, after normalization.
+    """
+    if vocabulary.model != keys.SPM:
+        return list(vocabulary.tokens)
+    runs = keys.space_runs(vocabulary)
+    return [SPACE * len(token) if number in runs else token for number, token in enumerate(vocabulary.tokens)]
+
+
+def _scored_merges(vocabulary: Vocabulary, ids: Mapping[str, int], vocab: Mapping[str, int]) -> list[Pair]:
+    """Return the merges that a vocabulary with scores stands for: runs of spaces first, then by score.
+
+    The scores of added tokens say nothing about the order of merges. transformers takes runs in the order of their ids,
+    and of each run the pairs with the longest first part first.
+    """
+    runs = [SPACE * len(vocabulary.tokens[number]) for number in sorted(keys.space_runs(vocabulary))]
+    merges = [pair for run in runs for pair in reversed(list(splits(run, vocab)))]
+    order = {token: -score for token, score in _mergeable(vocabulary, ids).items()}
+    return merges + merges_by_rank(order, vocab)
 
 
 def _templates(settings: Settings) -> dict[str, str]:
@@ -198,9 +247,9 @@ def _around(vocabulary: Vocabulary, ids: Mapping[str, int], adds: tuple[bool, bo
     }  # fmt: skip
 
 
-def _mergeable(vocabulary: Vocabulary) -> dict[str, float]:
+def _mergeable(vocabulary: Vocabulary, ids: Mapping[str, int]) -> dict[str, float]:
     """The scores of the tokens that merges result in."""
-    numbers = vocabulary.tokens_of(PieceType.NORMAL, PieceType.UNUSED) - keys.control_tokens(vocabulary)
+    numbers = vocabulary.tokens_of(PieceType.NORMAL, PieceType.UNUSED) - keys.special_ids(vocabulary, ids)
     return {vocabulary.tokens[number]: vocabulary.scores[number] for number in sorted(numbers)}
 
 
@@ -215,18 +264,60 @@ def _sentencepiece(vocabulary: Vocabulary, ids: Mapping[str, int]) -> bytes:
     return sentencepiece_bytes(SentencePieceFile(pieces, True, vocabulary.space_prefix, plain=True, ids=numbers))
 
 
+def run_merges(merges: Sequence[Pair], apart: Collection[str] = ()) -> list[list[Any]]:
+    """Return the merges that result in runs of U+2581, each with its place in the list of merges.
+
+    Args:
+        merges: best first.
+        apart: other tokens that are found in text before pairs are merged; merges that result in them do not count.
+    """
+    kept = [pair for pair in merges if "".join(pair) not in apart]
+    return [[place, *pair] for place, pair in enumerate(kept) if not "".join(pair).strip(SPACE)]
+
+
+def _with_run_merges(merges: Sequence[Pair], own: Settings, vocab: Collection[str]) -> list[Pair]:
+    """Put the merges of runs of spaces, whose order scores do not state, where the original tokenizer has them."""
+    where = f"{own.path}: {keys.RUN_MERGES}"
+    listed = own.need(keys.RUN_MERGES)
+    result = [pair for pair in merges if "".join(pair).strip(SPACE)]
+    for entry in listed if isinstance(listed, list) else [None]:
+        valid = isinstance(entry, list) and len(entry) == 3 and type(entry[0]) is int and 0 <= entry[0] <= len(result)
+        if not valid or any(piece not in vocab for piece in (entry[1], entry[2], f"{entry[1]}{entry[2]}")):
+            raise CheckpointError("is not a list of merges", path=where, found=shown(entry))
+        result.insert(entry[0], (entry[1], entry[2]))
+    return result
+
+
 def _own(settings: Settings) -> Settings:
     """The parts of a tokenizer.json that quantkit wrote into the file."""
     where = f"{settings.path}: {keys.PIPELINE}"
+    known = {*PIPELINE_PARTS, keys.RUN_MERGES, keys.IGNORE_MERGES, "added_tokens", "bos_token"}
     own = Settings(parsed(settings.string(keys.PIPELINE), where) if settings.has(keys.PIPELINE) else {}, where)
-    if unknown := sorted(set(own.values) - {*PIPELINE_PARTS, "added_tokens", "bos_token"}):
+    if unknown := sorted(set(own.values) - known):
         raise CheckpointError("holds an unknown key", path=where, found=shown(unknown[0]))
     return own
 
 
-def _generation(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]) -> dict[str, Any]:
+def _generation(
+    settings: Settings,
+    vocabulary: Vocabulary,
+    ids: Mapping[str, int],
+    names: Mapping[str, str | None],
+    template: str | None,
+) -> dict[str, Any]:
+    """Return the contents of generation_config.json: special tokens, end tokens and sampling.
+
+    Args:
+        names: spellings of special tokens by their names in templates.
+        template: the default chat template.
+    """
     found: dict[str, Any] = {f"{name}_id": ids[name] for name in ("bos_token", "pad_token") if name in ids}
-    found["eos_token_id"] = keys.read_ends(settings, vocabulary, ids)
+    ends = keys.read_ends(settings, vocabulary, ids)
+    if template is not None and not settings.has(keys.ENDS):
+        specials = {vocabulary.tokens[number]: number for number in keys.special_ids(vocabulary, ids)}
+        answer_end = find_answer_end(template, names=names, specials=specials, ends=ends)
+        ends += [] if answer_end is None else [answer_end]
+    found["eos_token_id"] = ends
     sampling = {
         name: shortest(settings.number(key, *_RANGES[name])) for name, key in SAMPLING.items() if settings.has(key)
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.json_values import Settings, shown
-from quantkit.text.pipeline import ADDS_BOS, patterns_by_name
+from quantkit.text.pipeline import ADDS_BOS, SPACE, patterns_by_name
 from quantkit.text.sentencepiece_file import PieceType
 from quantkit.text.tiktoken_file import LONGEST_TOKEN
 
@@ -27,7 +27,12 @@ PIPELINE = "quantkit.tokenizer_json"
 """quantkit's key: JSON with parts of a tokenizer.json that GGUF has no keys for and llama.cpp does not use."""
 
 ENDS = "quantkit.eos_token_ids"
-"""quantkit's key: all EOS tokens of the model; llama.cpp also stops at tokens by their spelling."""
+"""quantkit's key: all EOS tokens of the model."""
+
+IGNORE_MERGES = "ignore_merges"
+"""In `PIPELINE`: the setting of that name, where it is not that of llama.cpp's name for the patterns."""
+RUN_MERGES = "run_merges"
+"""In `PIPELINE`: merges that result in runs of spaces, with their places; llama.cpp finds such runs without merges."""
 
 SPM, BPE = "llama", "gpt2"
 ID_KEYS = {
@@ -50,7 +55,8 @@ _OTHER_TOKENIZERS = {
 }  # fmt: skip
 _MAX_SPLITS = 1 << 28  # letters of all splits of tokens into two; Gemma's 256,000 tokens have 2**24
 _NO_TOKENIZER = ("none", "no_vocab")
-_BARS = (("<|", "|>"), ("<\uff5c", "\uff5c>"))
+_BRACKETS = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
+_LOOKS_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 
 
 @dataclass(frozen=True)
@@ -106,13 +112,33 @@ def gguf_unstated(metadata: Mapping[str, Any], path: Path) -> GgufUnstated | Non
     if vocabulary is None:
         return None
     pipeline = PIPELINE in metadata
-    apart = control_tokens(vocabulary) - vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
+    ids = read_ids(Settings(metadata, path), vocabulary)
+    apart = special_ids(vocabulary, ids) - vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
     if not pipeline:
-        apart |= {
-            number for number in vocabulary.tokens_of(PieceType.CONTROL)
-            if any(vocabulary.tokens[number].startswith(a) and vocabulary.tokens[number].endswith(b) for a, b in _BARS)
-        }  # fmt: skip
+        controls = vocabulary.tokens_of(PieceType.CONTROL)
+        apart |= {number for number in controls if _looks_special(vocabulary.tokens[number])}
+        apart |= space_runs(vocabulary)
     return GgufUnstated(frozenset(vocabulary.tokens_of(PieceType.UNUSED)), frozenset(apart), pipeline)
+
+
+def _looks_special(token: str) -> bool:
+    """Tell whether llama.cpp's converter makes an added token a control token because of its spelling."""
+    if token in _LOOKS_SPECIAL:
+        return True
+    return any(token.startswith(start) and token.endswith(end) for start, end in _BRACKETS)
+
+
+def space_runs(vocabulary: Vocabulary) -> set[int]:
+    """Return the ids of added tokens that are runs of spaces.
+
+    Converters spell them with spaces, as llama.cpp looks for added tokens before it replaces spaces by U+2581.
+    """
+    if vocabulary.model != SPM:
+        return set()
+    known = set(vocabulary.tokens)
+    added = vocabulary.tokens_of(PieceType.USER_DEFINED)
+    runs = {number for number in added if not vocabulary.tokens[number].strip(" ")}
+    return {number for number in runs if SPACE * len(vocabulary.tokens[number]) not in known}
 
 
 def filler(number: int) -> str:
@@ -121,7 +147,10 @@ def filler(number: int) -> str:
 
 
 def eos_by_spelling(tokens: Mapping[str, int]) -> set[int]:
-    """The ids at which llama.cpp ends a generation because of their spelling."""
+    """Return the ids at which llama.cpp ends a generation because of their spelling; it makes control tokens of them.
+
+    It does so when it runs a file. quantkit only tells users of it.
+    """
     found = _ENDS & set(tokens)
     if found >= {"<|return|>", "<|call|>"} or found >= {"<|calls|>", "<|flush|>"}:
         found -= {"<|end|>"}
@@ -198,16 +227,18 @@ def read_ids(settings: Settings, vocabulary: Vocabulary) -> dict[str, int]:
 
 
 def read_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[int]:
-    """The EOS tokens: those that quantkit listed, or else those of llama.cpp, the stated one first. Raises
-    `CheckpointError` for an id that is not in the vocabulary."""
+    """Return the EOS tokens: those that quantkit listed, or else those of llama.cpp's keys.
+
+    Raises:
+        CheckpointError: for an id that is not in the vocabulary.
+    """
     if listed := settings.ids(ENDS):
         if max(listed) >= (rows := len(settings.strings(TOKENS))):
             problem = f"{ENDS} is not in the vocabulary"
             raise CheckpointError(problem, path=settings.path, found=max(listed), expected=rows - 1)
         return list(dict.fromkeys(listed))
     stated = [ids.get("eos_token"), *(_id(settings, key, vocabulary) for key in (EOT, EOM))]
-    ends = [number for number in stated if number is not None]
-    return list(dict.fromkeys([*ends, *sorted(eos_by_spelling(vocabulary.ids()))]))
+    return list(dict.fromkeys(number for number in stated if number is not None))
 
 
 def begins_and_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]) -> tuple[bool, bool]:
@@ -220,9 +251,22 @@ def begins_and_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str
     return bos, eos
 
 
-def control_tokens(vocabulary: Vocabulary) -> set[int]:
-    """The ids of special tokens, by their type or by their spelling in llama.cpp."""
-    return vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN) | eos_by_spelling(vocabulary.ids())
+def special_ids(vocabulary: Vocabulary, ids: Mapping[str, int]) -> set[int]:
+    """Return the ids of special tokens: control tokens, and added tokens with a role, such as EOS.
+
+    Old files state no types, so there BOS and EOS are special. Otherwise an ordinary token with a role, such as ``!``
+    for padding, stays one.
+
+    Args:
+        ids: of the tokens with a role, by transformers' names.
+    """
+    added = vocabulary.tokens_of(PieceType.USER_DEFINED)
+    special = vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
+    untyped = not special and not added
+    for name, number in ids.items():
+        if number in added or (untyped and name in ("bos_token", "eos_token")):
+            special.add(number)
+    return special
 
 
 def _id(settings: Settings, key: str, vocabulary: Vocabulary) -> int | None:

@@ -7,6 +7,7 @@ llama.cpp's are simpler, llama.cpp tokenizes differently than the model was trai
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,12 +61,36 @@ SIMPLER = {"tekken", "gpt-4o"}
 ADDS_BOS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0", "tekken"}
 """Names for which llama.cpp adds BOS unless the file says otherwise."""
 _WITHOUT_BOS = "glm4"  # the only one of its names for which llama.cpp accepts a model without BOS
+_NORMALIZED_TO_NFC = {"qwen2", "qwen35"}
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
 def patterns_by_name(name: str) -> tuple[Patterns, bool] | None:
     """The patterns and `ignore_merges` of llama.cpp's name; None for an unknown name."""
     return _BY_NAME.get(name)
+
+
+def normalizer_of(name: str) -> dict[str, Any] | None:
+    """Return the normalizer of the models that llama.cpp's name stands for; llama.cpp itself does not normalize."""
+    return {"type": "NFC"} if name in _NORMALIZED_TO_NFC else None
+
+
+def pre_tokenizer_of(steps: Mapping[str, Any]) -> Any:
+    """Return the tokenizers library's object for a ``pre_tokenizer`` of a tokenizer.json."""
+    from tokenizers import Tokenizer, models
+
+    empty = json.loads(Tokenizer(models.BPE()).to_str())
+    return Tokenizer.from_str(json.dumps({**empty, "pre_tokenizer": steps})).pre_tokenizer
+
+
+def with_mistral_regex(pre_tokenizer: Any) -> dict[str, Any]:
+    """Return a pre_tokenizer whose first split is Mistral's, as transformers makes it for ``fix_mistral_regex``."""
+    split = {"type": "Split", "pattern": {"Regex": _TEKKEN}, "behavior": "Isolated", "invert": False}
+    steps = pre_tokenizer if isinstance(pre_tokenizer, dict) else {}
+    if steps.get("type") == "Sequence":
+        return {**steps, "pretokenizers": [split, *steps["pretokenizers"][1:]]}
+    rest = _BYTE_LEVEL if steps.get("type") == "Metaspace" else steps
+    return {"type": "Sequence", "pretokenizers": [split, rest]}
 
 
 def names_of(patterns: Patterns, *, has_bos: bool) -> dict[bool, str]:

@@ -31,7 +31,41 @@ _CLASSES: dict[str, dict[str, str | None]] = {
     "GPT2Tokenizer": {**_GPT2},
 }  # fmt: skip
 _CLASS_OF_FAMILY = {"qwen": "Qwen2Tokenizer", "gemma": "GemmaTokenizer"}
+_MISTRAL_TOKENS = 100_000
+_MISTRAL_FAMILIES = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 _FAMILY_OVER_CLASS = "qwen2"  # many of its folders name a class that transformers replaces
+
+
+def read_tokenizer_config(folder: Path) -> Settings:
+    """Read a folder's tokenizer_config.json; without the file there are no settings. Raises `CheckpointError` if it is
+    damaged."""
+    path = folder / _CONFIG
+    return Settings(read_json(path) if path.is_file() else {}, path)
+
+
+def fixes_mistral_regex(folder: Path, tokens: int) -> bool:
+    """Whether transformers replaces the first split of a folder's tokenizer.json by Mistral's.
+
+    It does so if tokenizer_config.json says ``fix_mistral_regex``, for tokenizers of more than 100,000 tokens of a
+    model of Mistral's that a transformers before 5.0.0 saved (``_patch_mistral_regex`` in transformers 5.23).
+
+    Args:
+        folder: with the tokenizer's files.
+        tokens: the number of tokens in the vocabulary.
+
+    Raises:
+        CheckpointError: if a file is damaged.
+    """
+    if tokens <= _MISTRAL_TOKENS or read_tokenizer_config(folder).values.get("fix_mistral_regex") is not True:
+        return False
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    config = read_json(path)
+    version, family = config.get("transformers_version"), config.get("model_type")
+    if isinstance(version, str) and version.split(".")[0].isdecimal() and int(version.split(".")[0]) >= 5:
+        return False
+    return family is None or family in _MISTRAL_FAMILIES
 
 
 def special_tokens(

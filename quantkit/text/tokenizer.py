@@ -15,13 +15,14 @@ from typing import Any, Protocol
 from quantkit.arguments import as_string, require_flags, token_rows, wrong_type
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.files.located import require_there
-from quantkit.json_values import Settings, read_json, require_plain_file
+from quantkit.json_values import Settings, require_plain_file
 from quantkit.text import canonical_vocabulary
 from quantkit.text.canonical_vocabulary import CanonicalVocabulary
 from quantkit.text.contained import contained, is_panic, quiet_on_failure
 from quantkit.text.gguf_tokenizer import text_folder, unstated_in
+from quantkit.text.pipeline import pre_tokenizer_of, with_mistral_regex
 from quantkit.text.sentencepiece_file import read_sentencepiece
-from quantkit.text.special_tokens import added_tokens, special_tokens
+from quantkit.text.special_tokens import added_tokens, fixes_mistral_regex, read_tokenizer_config, special_tokens
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken, require_length
 from quantkit.text.token_bytes import TokenBytes, fallback_bytes, letters_bytes
 
@@ -36,7 +37,7 @@ class Tokenizer(Protocol):
     Attributes:
         kind: ``sentencepiece``, ``tiktoken`` or ``tokenizer.json``.
         vocab_size: all token ids are below it.
-        bos_id: the token that text begins with; None if there is none.
+        bos_id: the model's BOS token; None if there is none. Whether text begins with it is what `prompt_start` says.
         eos_ids: the tokens that end a generation.
         special_tokens: ids of special tokens by spelling; None if they have no spelling (sentencepiece).
         byte_level: whether tokens are of bytes (GPT-2, tiktoken), and not of characters (sentencepiece).
@@ -56,13 +57,13 @@ class Tokenizer(Protocol):
         return self.encode(text)
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = True) -> list[int]:
-        """The token ids of text, by default with BOS if the tokenizer has one.
+        """The token ids of text, by default with the tokens that the tokenizer puts around it, such as BOS.
 
         Args:
             text: any Unicode.
             specials: whether spellings of special tokens, such as ``<|eot_id|>``, become those tokens; otherwise they
                 are plain text. Sentencepiece has no such spellings.
-            bos: whether to add BOS; not for the result of a chat template.
+            bos: whether to add those tokens; not for the result of a chat template, which spells them itself.
 
         Returns:
             The ids, for `quantkit.generate`.
@@ -176,11 +177,23 @@ class SentencePieceTokenizer(_LibraryTokenizer):
     special_tokens: dict[str, int] | None = None
 
     def __init__(self, path: Path, *, alone: bool = True) -> None:
-        """`alone` ignores the tokens that files next to it add; it never finds such tokens in text. Raises
-        `CheckpointError` if the file is damaged."""
+        """Read a sentencepiece file.
+
+        Text begins with BOS, as in Meta's code, llama.cpp and the tokenizers of Llama and Gemma, unless
+        tokenizer_config.json says otherwise.
+
+        Args:
+            alone: ignore the files next to it: the tokens that they add, and ``add_bos_token`` and ``add_eos_token``.
+                Added tokens are never found in text.
+
+        Raises:
+            CheckpointError: if the file is damaged, or the tokenizer_config.json next to it.
+        """
         from sentencepiece import SentencePieceProcessor
 
         self._path, self._alone = path, alone
+        settings = Settings({}, path) if alone else read_tokenizer_config(path.parent)
+        self._add_bos, self._add_eos = settings.flag("add_bos_token", True), settings.flag("add_eos_token", False)
         require_plain_file(path)
         with quiet_on_failure(), contained(path, "is not a sentencepiece model"):
             self._model: Any = SentencePieceProcessor(model_file=str(path))
@@ -197,7 +210,11 @@ class SentencePieceTokenizer(_LibraryTokenizer):
 
     def _encode(self, text: str, specials: bool, bos: bool) -> list[int]:
         ids: list[int] = self._model.encode(text)
-        return ids if self.bos_id is None or not bos else [self.bos_id, *ids]
+        if not bos:
+            return ids
+        before = [self.bos_id] if self._add_bos and self.bos_id is not None else []
+        after = self.eos_ids[:1] if self._add_eos else ()
+        return [*before, *ids, *after]
 
     def _decode(self, ids: list[int], specials: bool) -> str:
         return str(self._model.decode(ids))
@@ -257,12 +274,14 @@ class JsonTokenizer(_LibraryTokenizer):
 
         self._path = path
         require_plain_file(path)
-        settings_path = path.with_name("tokenizer_config.json")
-        settings = Settings(read_json(settings_path) if settings_path.exists() else {}, settings_path)
+        settings = read_tokenizer_config(path.parent)
         with quiet_on_failure(), contained(path, "is not a tokenizer"):
             self._engine: Any = Engine.from_file(str(path))
             self._engine.no_truncation()  # saved settings; a text is encoded as a whole
             self._engine.no_padding()
+            if fixes_mistral_regex(path.parent, self._engine.get_vocab_size()):
+                fixed = with_mistral_regex(self._part("pre_tokenizer"))
+                self._engine.pre_tokenizer = pre_tokenizer_of(fixed)
             vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
             if not vocabulary:
                 raise CheckpointError("has no vocabulary", path=path)
@@ -308,6 +327,23 @@ class JsonTokenizer(_LibraryTokenizer):
         if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
             return letters_bytes(lambda token: self._engine.id_to_token(token) if self.decode([token]) else None)
         return None
+
+
+def prompt_start(tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids that a tokenizer puts before a text: BOS, or none.
+
+    Many tokenizers have a BOS token that they never put before text (Qwen, SmolLM2, gpt-oss), so that their models
+    have not seen it there. Everything that cuts text into windows begins each of them with these tokens.
+    """
+    return ids_around_text(tokenizer)[0]
+
+
+def ids_around_text(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the token ids that a tokenizer puts before and after a text, by its post-processor or its flags."""
+    text = tokenizer.encode("a", bos=False)
+    whole = tokenizer.encode("a")
+    start = next((at for at in range(len(whole)) if whole[at : at + len(text)] == text), 0)
+    return whole[:start], whole[start + len(text) :]
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

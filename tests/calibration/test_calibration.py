@@ -26,7 +26,7 @@ from quantkit.model.load import load_model
 from quantkit.quality.gate import RtnBaseline
 from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.tensors.scheme import QuantScheme
-from quantkit.text.tokenizer import Tokenizer, load_tokenizer
+from quantkit.text.tokenizer import Tokenizer, load_tokenizer, prompt_start
 
 SPLIT = 11000  # characters to calibrate on; the rest is to measure on
 
@@ -133,7 +133,7 @@ def test_gptq_is_much_closer_to_the_source_than_rounding(
 ) -> None:
     quantkit.quantize(demo_model, tmp_path / "rtn", scheme, method="rtn", accept_quality_loss=True)
     _quantize(demo_model, tmp_path / "gptq", text, scheme, samples=64)
-    batch = Batch.from_start(text_windows(tokenizer.encode(excerpt()[SPLIT:]), tokenizer.bos_id, 128))
+    batch = Batch.from_start(text_windows(tokenizer.encode(excerpt()[SPLIT:]), prompt_start(tokenizer), 128))
     source = open_checkpoint(demo_model)
     rtn, gptq = (_kl(source, open_checkpoint(tmp_path / name), batch) for name in ("rtn", "gptq"))
     assert gptq < 0.5 * rtn

@@ -34,7 +34,7 @@ def _log_probabilities(folder: Path, tokens: Tensor) -> Tensor:
 
 def test_perplexity_and_kl_are_those_of_transformers(hybrid: Path, hybrid_int4: Path) -> None:
     ids = load_tokenizer(hybrid).encode(TEXT["speech"][0], specials=True)
-    windows = text_windows(ids, None, 64)
+    windows = text_windows(ids, [], 64)
     p, q = (_log_probabilities(folder, windows) for folder in (hybrid, hybrid_int4))
     loss = -q[:, :-1].gather(-1, windows[:, 1:, None]).mean().item()
     found = quantkit.evaluate(hybrid_int4, against=hybrid, texts=TEXT, window=64)

@@ -198,7 +198,7 @@ def test_a_listener_gets_all_tokens_in_their_order(folders: dict[str, Path]) -> 
     """Also where windows are run in several batches; the KLs are those of the figures."""
     kept = Predictions()
     ids = torch.randint(3, 500, (700,), generator=torch.Generator().manual_seed(1)).tolist()
-    windows = text_windows(ids, None, 32)
+    windows = text_windows(ids, [], 32)
     others = [open_checkpoint(folders["int4-g64"])]
     (found,) = compare(open_checkpoint(folders["whole"]), others, windows, listeners=[kept])
     kl, first, *_ = kept.gathered()

@@ -63,7 +63,7 @@ def test_the_figures_are_those_of_the_measures(found: Evaluation, folders: dict[
     assert found.reference == "bf16"
     whole, int8, int4 = (row.texts["first"] for row in found.rows)
     ids = load_tokenizer(folders["bf16"]).encode(folders["first.txt"].read_text())
-    windows = text_windows(ids, None, WINDOW)
+    windows = text_windows(ids, [], WINDOW)
     assert whole.tokens == len(ids)
     assert whole.divergence is None
     alone = perplexity_estimates(open_checkpoint(folders["bf16"]), [windows])[0].value

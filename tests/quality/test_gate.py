@@ -40,7 +40,7 @@ from quantkit.tensors.qtensor import QuantTensor, Solver
 from quantkit.tensors.recipe import Override, Recipe
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.tensors.tensor_slice import TensorSlice
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer, prompt_start
 
 _INT4 = QuantScheme.parse("int4-g64")
 CALIBRATION = {"method": "gptq", "samples": 48, "length": 128}
@@ -177,7 +177,7 @@ def test_the_figures_are_those_measured_apart(demo_model: Path, tmp_path: Path) 
     quantkit.quantize(demo_model, folder, "int4-g64", method="rtn")
     tokenizer = load_tokenizer(demo_model)
     for one, (name, text) in zip(_manifest(folder)["quality"]["texts"], gate_texts().items(), strict=True):
-        windows = text_windows(tokenizer.encode(text), tokenizer.bos_id, 256)[:2]
+        windows = text_windows(tokenizer.encode(text), prompt_start(tokenizer), 256)[:2]
         found = compare(open_checkpoint(demo_model), [open_checkpoint(folder)], windows)[0]
         assert one["text"] == name
         assert one["tokens"] == 512

@@ -166,17 +166,17 @@ def test_perplexity_is_the_exponent_of_the_mean_loss(pair: tuple[Any, Any, Path,
 
 
 def test_windows_each_begin_with_bos_and_hold_every_token_once() -> None:
-    windows = text_windows([1, *range(10, 30)], 1, 6)
+    windows = text_windows([1, *range(10, 30)], [1], 6)
     assert windows.tolist() == [[1, *range(10 + 5 * i, 15 + 5 * i)] for i in range(4)]
 
 
 def test_windows_without_bos_and_with_a_rest() -> None:
-    assert text_windows(list(range(7)), None, 3).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert text_windows(list(range(7)), [], 3).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_a_short_text_is_one_short_window() -> None:
-    assert text_windows([1, 5, 6], 1, 256).tolist() == [[1, 5, 6]]
+    assert text_windows([1, 5, 6], [1], 256).tolist() == [[1, 5, 6]]
 
 
 def test_a_text_without_tokens_has_no_windows() -> None:
-    assert text_windows([1], 1, 256).shape[0] == text_windows([], None, 256).shape[0] == 0
+    assert text_windows([1], [1], 256).shape[0] == text_windows([], [], 256).shape[0] == 0

@@ -22,7 +22,7 @@ from quantkit.errors import CheckpointError, QualityError
 from quantkit.files.source import SourceFile
 from quantkit.quality.measures import text_windows
 from quantkit.quality.verify import Verdict, verify
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer, prompt_start
 from quantkit.via_transformers import forward
 
 RUN_BY = f"transformers {importlib.metadata.version('transformers')}"
@@ -50,7 +50,7 @@ def _without_transformers(patch: pytest.MonkeyPatch) -> None:
 
 def test_logits_are_compared_as_transformers_gives_them(hybrid: Path, hybrid_int4: Path) -> None:
     tokenizer = load_tokenizer(hybrid)
-    windows = text_windows(tokenizer.encode(gate_texts()["speech"]), tokenizer.bos_id, 256)[:2]
+    windows = text_windows(tokenizer.encode(gate_texts()["speech"]), prompt_start(tokenizer), 256)[:2]
     p, q = (_log_probabilities(folder, windows) for folder in (hybrid, hybrid_int4))
     kl = (p.exp() * (p - q)).sum(-1).mean().item()
     for pair in ((hybrid, hybrid_int4), (hybrid_int4, hybrid)):

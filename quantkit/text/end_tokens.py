@@ -1,0 +1,104 @@
+"""The tokens at which a model ends: one rule for folders, GGUF files, and everything that is written.
+
+A model ends at the tokens that its config.json and generation_config.json list, and at the EOS token that its tokenizer
+names, as in vLLM. A GGUF file lists them under its keys for EOS, end of turn and end of message. None is guessed from
+the spelling of a token: ``</s>`` is an HTML tag in Gemma's vocabulary, and an ordinary token in Qwen's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from quantkit.json_values import Settings, read_json, read_settings
+from quantkit.text.sentencepiece_file import read_sentencepiece
+from quantkit.text.special_tokens import read_tokenizer_config, special_tokens
+from quantkit.text.template_process import Budget, render
+from quantkit.text.tiktoken_file import is_tiktoken
+
+_ANSWER = "quantkit-answer"
+_CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
+
+
+def listed_end_tokens(folder: Path) -> list[int]:
+    """Return the end tokens that a folder's files name, without doubles.
+
+    Raises:
+        CheckpointError: if config.json or generation_config.json is damaged or lists something other than ids, or a
+            file of the tokenizer is damaged.
+    """
+    found: dict[int, None] = {}
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        if path.is_file():
+            found |= dict.fromkeys(Settings(read_settings(path), path).ids("eos_token_id"))
+    eos = tokenizer_eos(folder)
+    if eos is not None:
+        found[eos] = None
+    return list(found)
+
+
+def tokenizer_eos(folder: Path) -> int | None:
+    """Return the EOS token that the files of a folder's tokenizer name, if there is one.
+
+    The files are read without loading the tokenizer, which takes longer.
+
+    Raises:
+        CheckpointError: if a file is damaged.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return _eos_of_json(folder)
+    path = folder / "tokenizer.model"
+    if not path.is_file() or is_tiktoken(path):  # Meta's tiktoken files have their end tokens in the config
+        return None
+    number = read_sentencepiece(path).ids["eos"]
+    return number if number >= 0 else None
+
+
+def _eos_of_json(folder: Path) -> int | None:
+    settings = read_tokenizer_config(folder)
+    listed = settings.values.get("added_tokens_decoder")
+    if isinstance(listed, dict):
+        # Nearly always the token is listed here, and the large file need not be read.
+        ids = {token.get("content"): number for number, token in listed.items() if isinstance(token, dict)}
+        number = ids.get(special_tokens(folder, {}, ("eos_token",)).get("eos_token"))
+        if isinstance(number, str) and number.isdecimal():
+            return int(number)
+    path = folder / "tokenizer.json"
+    raw = Settings(read_json(path), path)
+    vocabulary = raw.inside("model").values.get("vocab")
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    added = raw.values.get("added_tokens")
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, dict):
+            ids[token.get("content")] = token.get("id")
+    number = ids.get(special_tokens(folder, ids, ("eos_token",)).get("eos_token"))
+    return number if isinstance(number, int) else None
+
+
+def find_answer_end(
+    source: str, names: Mapping[str, str | None], specials: Mapping[str, int], ends: Collection[int]
+) -> int | None:
+    """Return the special token that a chat template puts right after an answer, if the model does not end there anyway.
+
+    Converters of GGUF files leave it out where llama.cpp recognizes it by its spelling, such as Gemma's
+    ``<end_of_turn>``; without it a conversation would go on for ever.
+
+    Args:
+        source: the template in Jinja.
+        names: spellings of special tokens by their names in templates, such as ``eos_token``.
+        specials: ids of the special tokens by their spelling.
+        ends: the tokens at which the model ends anyway. If the template spells one of them, it is not run.
+    """
+    spelled = [spelling for spelling, number in specials.items() if number in ends and spelling in source]
+    if spelled or "eos_token" in source:
+        return None
+    variables = {**names, "messages": _CONVERSATION, "tools": None, "add_generation_prompt": False}
+    answer = render(source, variables, (), Budget(repeatable=True))
+    if "error" in answer:  # reported when a conversation is rendered
+        return None
+    _, answered, rest = str(answer["text"]).rpartition(_ANSWER)
+    if not answered:
+        return None
+    following = [spelling for spelling in specials if spelling and rest.lstrip().startswith(spelling)]
+    return specials[max(following, key=len)] if following else None
