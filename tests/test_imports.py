@@ -15,7 +15,7 @@ FOLDERS = {"quantkit": "quantkit", "kernels": "quantkit.kernels", "cli": "quantk
 
 # Each room may import itself and the rooms above it.
 ROOMS = (
-    ("errors", "version", "progress", "cgroups", "memory", "processors", "json_values", "arguments"),
+    ("errors", "version", "progress", "cgroups", "memory", "processors", "json_values", "arguments", "patterns"),
     ("data", "architectures", "tensors"),
     ("files", "solver"),
     ("text",),
@@ -49,6 +49,7 @@ ONLY = {
     "quantkit.model.rope": {"architectures"},
     "quantkit.json_values": {"errors"},
     "quantkit.arguments": {"errors", "json_values"},
+    "quantkit.patterns": {"errors", "json_values"},
 }
 NO_TORCH = {
     "quantkit", "quantkit.errors", "quantkit.json_values", "quantkit.arguments", "quantkit.architectures",

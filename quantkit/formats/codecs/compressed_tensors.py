@@ -26,8 +26,9 @@ from quantkit.formats.codecs.compressed_weights import (
 )
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Claim, Claims, Layout, block_size
 from quantkit.formats.codecs.small_floats import FLOAT8
-from quantkit.formats.codecs.targets import NO_MATCH, Deadline, Targets, spellings
+from quantkit.formats.codecs.targets import NO_MATCH, Targets, spellings
 from quantkit.json_values import Settings, shown
+from quantkit.patterns import MatchTime
 from quantkit.tensors.activations import Activations, InputRounding
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import FLOAT_SCHEMES, FP8, MXFP4, NVFP4, SCHEMES, TILE, Codes, QuantScheme, Scales
@@ -335,9 +336,12 @@ def _matches(
     Args:
         spelled: the names that a module may have in settings.
     """
-    deadline = Deadline(settings.path)
-    targets = {name: Targets(group.strings("targets"), deadline) for name, group in groups.items()}
-    ignored = Targets(settings.strings("ignore") if settings.has("ignore") else [], deadline)
+    match_time = MatchTime(settings.path)
+    targets = {}
+    for name, group in groups.items():
+        targets[name] = Targets(group.strings("targets"), key=f"{group.name}.targets", match_time=match_time)
+    ignored_names = settings.strings("ignore") if settings.has("ignore") else []
+    ignored = Targets(ignored_names, key=f"{settings.name}.ignore", match_time=match_time)
     found = []
     for module in modules:
         names = spelled(module)

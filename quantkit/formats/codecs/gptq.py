@@ -19,8 +19,9 @@ from quantkit.formats.codecs.codec import FLOAT_MODEL, NO_EMBEDDING, Codec, Quan
 from quantkit.formats.codecs.gptq_linear import GPTQ, SUFFIXES, GptqLinear
 from quantkit.formats.codecs.gptq_zeros import QWEIGHT, WRITER, Stated, Version
 from quantkit.formats.codecs.layout import Claim, Claims, Layout
-from quantkit.formats.codecs.targets import BY_PATTERN, Deadline, Targets, is_head, not_skipped
+from quantkit.formats.codecs.targets import BY_PATTERN, Targets, is_head, not_skipped
 from quantkit.json_values import Settings, shown
+from quantkit.patterns import MatchTime
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import SCHEMES, QuantScheme
 from quantkit.version import __version__
@@ -196,13 +197,15 @@ def _overrides(settings: Settings, base: Claim) -> list[tuple[Targets, Claim | N
     quantized; and the settings that say so."""
     if not settings.has("dynamic"):
         return []
-    dynamic, deadline = settings.inside("dynamic"), Deadline(settings.path)
+    dynamic = settings.inside("dynamic")
+    match_time = MatchTime(settings.path)
     if len(dynamic.values) > _MAX_PATTERNS:
         problem, expected = f"{dynamic.name} has too many patterns", f"at most {_MAX_PATTERNS}"
         raise CheckpointError(problem, path=settings.path, found=len(dynamic.values), expected=expected)
     found = list[tuple[Targets, Claim | None, Settings]]()
     for key, value in dynamic.values.items():
-        targets = Targets([f"re:{key.removeprefix('+:').removeprefix('-:')}"], deadline)
+        pattern = key.removeprefix("+:").removeprefix("-:")
+        targets = Targets([f"re:{pattern}"], key=dynamic.name, match_time=match_time)
         if key.startswith("-:") or value is False:
             found.append((targets, None, dynamic))
         else:

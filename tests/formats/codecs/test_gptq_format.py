@@ -338,7 +338,7 @@ _BROKEN: dict[str, tuple[dict[str, Any], Any, str]] = {
     "a group size of text": ({"group_size": "128"}, None, "wrong type for 'quantization_config.group_size'"),
     "another group size": ({"group_size": 64}, None, r"_proj\.qzeros' does not fit scheme int4-g64"),
     "other bits": ({"bits": 8}, None, r"_proj\.qweight' does not fit scheme int8-g32"),
-    "a bad pattern": ({"dynamic": {"-:(": {}}}, None, "pattern of quantization_config is invalid"),
+    "a bad pattern": ({"dynamic": {"-:(": {}}}, None, "pattern of quantization_config.dynamic is invalid"),
     "no scales": ({}, {_Q + "scales": None}, "its scales are missing"),
     "a shape": ({}, {_Q + "qweight": torch.zeros(8, 63, dtype=torch.int32)}, "qweight' does not fit scheme int4-g32"),
     "a wrong type": ({}, {_Q + "qweight": torch.zeros(8, 64)}, "qweight' does not fit scheme int4-g32"),
