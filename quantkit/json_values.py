@@ -148,6 +148,15 @@ class Settings:
             self._out_of_range(key, f"numbers from {low:g} to {high:g}")
         return tuple(float(one) for one in value)
 
+    def integers(self, key: str, low: int, high: int) -> list[int]:
+        """A list of integers; floats, strings and booleans are refused."""
+        values = self.need(key)
+        if not isinstance(values, list) or not all(type(value) is int for value in values):
+            self.wrong_type(key, "a list of integers")
+        if not all(low <= value <= high for value in values):
+            self._out_of_range(key, f"integers from {low} to {high}")
+        return values
+
     def objects(self, key: str) -> list[Settings]:
         """A list of objects; empty if the key is absent."""
         value = self.values.get(key, [])

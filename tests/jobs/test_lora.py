@@ -18,6 +18,7 @@ import pytest
 import torch
 from command import Capture, run
 from partial import contents, interrupted
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from quantkit.errors import (
 )
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.lora.adapter import Adapter
-from quantkit.formats.lora.adapter_config import KNOWN
+from quantkit.formats.lora.adapter_config import KNOWN, read_config
 from quantkit.formats.lora.merged_checkpoint import MergedCheckpoint
 from quantkit.jobs import output
 from quantkit.tensors import qtensor
@@ -59,6 +60,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "embedding": {"target_modules": ["embed_tokens", "q_proj", "lm_head"]},
     "dora of the embedding": {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True},
     "layers_to_transform": {"layers_to_transform": [1]},
+    "layers_pattern": {"layers_to_transform": 0, "layers_pattern": "l.*s"},
+    "exclude_modules": {"exclude_modules": ["layers.0.self_attn.q_proj", "down_proj"]},
+    "exclude_modules by expression": {"exclude_modules": r".*\.1\..*"},
+    "fan_in_fan_out": {"fan_in_fan_out": True, "target_modules": [*ATTENTION, "up_proj"]},
+    "fan_in_fan_out and dora": {"fan_in_fan_out": True, "use_dora": True},
     "lora_bias": {"lora_bias": True, "target_modules": ["q_proj", "k_proj"]},
     "all-linear": {"target_modules": "all-linear", "exclude_modules": ["o_proj"]},
     "expression": {"target_modules": r".*\.[01]\.self_attn\.(q|o)_proj"},
@@ -94,6 +100,8 @@ def require_close(found: dict[str, Tensor], expected: dict[str, Tensor], ulps: f
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_merged_model_equals_that_of_peft(kind: str, base: Path, tmp_path: Path) -> None:
     adapter = lora.save_adapter(base, tmp_path / "adapter", **ADAPTERS[kind])
+    if "fan_in_fan_out" in kind:
+        _edited(fan_in_fan_out=True)(adapter)  # some versions of PEFT save what the user said
     made = quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
     expected = lora.merged(base, adapter)
     require_close(tensors(made.path), expected)
@@ -189,15 +197,28 @@ def test_experts_that_an_adapter_names_one_by_one_are_merged(tmp_path: Path) -> 
     ("kind", "settings"),
     [
         ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "bias": "all"}),
+        ("gpt2", {"target_modules": ["c_attn", "c_proj"]}),
         ("opt", {"target_modules": ["q_proj", "fc1"], "use_dora": True}),
+        ("opt", {"target_modules": ["q_proj", "fc1"], "fan_in_fan_out": True}),
     ],
 )
 def test_models_known_by_their_tensors_are_merged(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     base = oracle.save(oracle.make(kind), tmp_path / "base")
     adapter = lora.save_adapter(base, tmp_path / "adapter", **settings)
+    _edited(fan_in_fan_out=settings.get("fan_in_fan_out", False))(adapter)
     made = quantkit.convert(base, tmp_path / "out", lora=adapter, tensors_only=True, **UNCHECKED)
     found = {name: value.detach() for name, value in oracle.load(made.path).state_dict().items()}
     require_close(found, lora.merged(base, adapter))
+
+
+def test_a_square_weight_of_a_class_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    """Code in the model's folder may make a `Conv1D` of any linear."""
+    base = oracle.save(oracle.make("opt"), tmp_path / "base")
+    adapter = lora.save_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "fc1"])
+    _edited(fan_in_fan_out=True)(adapter)
+    oracle.edit_json(base / "config.json", auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    with pytest.raises(UnsupportedError, match=r"'fan_in_fan_out' is true, .*q_proj' is not known"):
+        quantkit.convert(base, tmp_path / "out", lora=adapter, tensors_only=True, **UNCHECKED)
 
 
 def test_names_without_the_models_prefix_are_found(tmp_path: Path) -> None:
@@ -323,9 +344,18 @@ REFUSED: list[tuple[Callable[[Path], None], type[QuantkitError], str]] = [
     (_edited(use_qalora=True), UnsupportedError, "'use_qalora' is not supported"),
     (_edited(some_new_setting=2), UnsupportedError, "'some_new_setting' is not supported"),
     (_edited(bias="some"), UnsupportedError, "unknown value of 'bias'"),
-    (_edited(rank_pattern={"(": 2}), CheckpointError, "invalid regular expression"),
+    (_edited(rank_pattern={"(": 2}), CheckpointError, r"adapter_config.json: a pattern of 'rank_pattern' is invalid"),
+    (_edited(modules_to_save=["("]), CheckpointError, r"adapter_config.json: a pattern of 'modules_to_save' is"),
     (_edited(rank_pattern={"q_proj": 5}), CheckpointError, "another rank than the settings .found 4, expected 5"),
-    (_edited(target_modules=["q_proj"]), CheckpointError, "'target_modules' does not name it"),
+    (_edited(target_modules=["q_proj"]), CheckpointError, "'target_modules' excludes it"),
+    (_edited(exclude_modules=["down_proj"]), CheckpointError, "'exclude_modules' excludes it"),
+    (_edited(exclude_modules=".*1.*q_proj"), CheckpointError, "layers.1.self_attn.q_proj' .*'exclude_modules' exclude"),
+    (_edited(layers_to_transform=[0]), CheckpointError, "layers.1.* has tensors, .*'layers_to_transform' excludes it"),
+    (_edited(layers_to_transform=1, layers_pattern="layer"), CheckpointError, "'layers_to_transform' excludes it"),
+    (_edited(modules_to_save=["mlp"]), CheckpointError, "'modules_to_save' excludes it"),
+    (_edited(layers_to_transform=["1"]), CheckpointError, "wrong type for 'layers_to_transform'"),
+    (_edited(exclude_modules=5), CheckpointError, "wrong type for 'exclude_modules'"),
+    (_edited(target_modules=".*proj", layers_to_transform=[1]), CheckpointError, "which PEFT refuses"),
     (_edited(target_modules=["q_proj", "v_proj", "down_proj", "o_proj"]), CheckpointError, "lacks tensors of module"),
     (_edited(modules_to_save=["lm_head"]), CheckpointError, "lacks the tensors of 'lm_head'"),
     (_edited(use_dora=True), CheckpointError, "do not belong together .*lora_magnitude_vector"),
@@ -354,6 +384,83 @@ def test_what_is_not_merged_is_refused_by_name(
     with pytest.raises(kind, match=message):
         quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("adapter_vocabulary", "saved"), [(80, ["embed_tokens", "lm_head"]), (80, ["lm_head"]), (60, ["embed_tokens"])]
+)
+def test_a_resized_vocabulary_is_named(adapter_vocabulary: int, saved: list[str], base: Path, tmp_path: Path) -> None:
+    resized = oracle.save(oracle.make("qwen2", vocab_size=adapter_vocabulary), tmp_path / "resized")
+    adapter = lora.save_adapter(resized, tmp_path / "adapter", modules_to_save=saved)
+    with pytest.raises(CheckpointError) as caught:
+        quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
+    assert caught.value.hint is not None
+    assert f"model.resize_token_embeddings({adapter_vocabulary})" in caught.value.hint
+    assert caught.value.path == adapter / "adapter_model.safetensors"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "modules_to_save", "layers_pattern"],
+)
+def test_a_pattern_that_takes_for_ever_is_given_up(
+    key: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.patterns.MAX_SECONDS", 0.2)
+    adapter = lora.save_adapter(base, tmp_path / "adapter")
+    endless = r"(?:\w|.)*[XY]"
+    values: dict[str, Any] = {"rank_pattern": {endless: 4}, "alpha_pattern": {endless: 4}, "modules_to_save": [endless]}
+    changes: dict[str, Any] = {key: values.get(key, endless)}
+    if key == "layers_pattern":
+        changes["layers_to_transform"] = [0, 1]
+    _edited(**changes)(adapter)
+    with pytest.raises(CheckpointError, match=rf"the patterns of '{key}' take too long") as caught:
+        quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
+    assert caught.value.path == adapter / "adapter_config.json"
+
+
+SELECTIONS: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "layers.1.mlp.down_proj", "wte"]},
+    {"target_modules": r".*\.[01]\..*(q|v)_proj"},
+    {"target_modules": "(?i).*Q_PROJ"},
+    {"target_modules": ["proj"]},
+    {"target_modules": ["q_proj", "c_attn", "down_proj"], "layers_to_transform": [1]},
+    {"target_modules": ["q_proj", "c_attn", "down_proj", "w1"], "layers_to_transform": 0},
+    {"target_modules": ["q_proj", "c_attn", "w1"], "layers_to_transform": [1, 3], "layers_pattern": "layers"},
+    {"target_modules": ["q_proj", "c_attn", "w1"], "layers_to_transform": [1, 3], "layers_pattern": ["h", "expert.?"]},
+    {"target_modules": ["q_proj", "w1"], "layers_to_transform": [1], "layers_pattern": []},
+    {"target_modules": ["q_proj", "w1"], "layers_to_transform": []},
+    {"target_modules": ["q_proj", "down_proj"], "exclude_modules": ["down_proj", "layers.1.self_attn.q_proj"]},
+    {"target_modules": ["q_proj", "down_proj"], "exclude_modules": r"model\.layers\.0.*"},
+    {"target_modules": ["q_proj", "down_proj"], "exclude_modules": []},
+    {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head", "self.attn"]},
+    {"target_modules": ["q_proj", "w1", "down_proj"], "modules_to_save": ["layers.1", "experts"]},
+]
+MODULES = [
+    *(f"{prefix}layers.{layer}.{part}" for prefix in ("", "model.", "model.language_model.") for layer in (0, 1, 11)
+      for part in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj", "mlp.experts.3.w1")),
+    "h.1.attn.c_attn", "transformer.h.1.attn.c_attn", "transformer.h.3.attn.c_attn", "transformer.wte", "lm_head",
+    "q_proj", "model.xq_proj",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_the_modules_that_an_adapter_changes_are_those_of_peft(selection: dict[str, Any], tmp_path: Path) -> None:
+    config = lora.peft.LoraConfig(**selection)
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 1, **selection})
+    )
+    targets = read_config(tmp_path).targets
+    for module in MODULES:
+        is_expected = bool(check_target_module_exists(config, module))
+        assert (targets.find_exclusion(module) is None) == is_expected, module
+
+
+def test_an_adapter_of_some_layers_must_have_all_their_tensors(base: Path, tmp_path: Path) -> None:
+    adapter = lora.save_adapter(base, tmp_path / "adapter", layers_to_transform=[1])
+    _stored(lambda all: [all.pop(f"{Q}.lora_{one}.weight") for one in "AB"])(adapter)
+    with pytest.raises(CheckpointError, match=r"lacks tensors of module 'model.layers.1.self_attn.q_proj'"):
+        quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
 
 
 def test_empty_settings_count_as_absent(base: Path, tmp_path: Path) -> None:

@@ -174,9 +174,9 @@ class Adapter:
                     f"tensor '{one}' has the wrong shape", path=self.file, found=list(self.shape(one)),
                     expected=list(up[:1]),
                 )  # fmt: skip
-        if not self.config.is_target(name):
+        if (setting := self.config.targets.find_exclusion(name)) is not None:
             raise CheckpointError(
-                f"module '{name}' has tensors, and 'target_modules' does not name it", path=self.file,
+                f"module '{name}' has tensors, and '{setting}' excludes it: PEFT does not load them", path=self.file,
                 hint="the two files are of different adapters",
             )  # fmt: skip
         return module

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.errors import UnsupportedError
+from quantkit.formats.lora.target_modules import TargetModules
 from quantkit.json_values import Settings, read_settings, shown
+from quantkit.patterns import MatchTime, Pattern
 
 NAME = "adapter_config.json"
 
@@ -41,47 +42,37 @@ class AdapterConfig:
 
     Attributes:
         rank, alpha: of modules that no pattern matches.
-        rank_pattern, alpha_pattern: regular expressions of module names, in order, with their values.
+        rank_patterns, alpha_patterns: patterns of module names, in order, with their values.
         rank_stabilized: whether alpha is divided by the square root of the rank (rsLoRA).
         dora: whether weights are decomposed into magnitude and direction (DoRA).
-        transposed: whether some weights of the base are [inputs, outputs].
+        transposed: what ``fan_in_fan_out`` says of weights; PEFT follows the class of a module instead.
         ties_weights: whether an adapter of the embedding also applies to a head that is tied to it.
         base_model: the base that it names; None if it names none.
-        targets: the modules that it changes: their last parts, or one regular expression; None if it does not say.
-        is_partial: whether it leaves out some modules that `targets` matches.
+        targets: the modules that it changes.
         saved: the modules that it replaces, by their last parts; the base need not have all of them.
     """
 
     path: Path
     rank: int
     alpha: float
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_patterns: list[tuple[Pattern, int]]
+    alpha_patterns: list[tuple[Pattern, float]]
     rank_stabilized: bool
     dora: bool
     transposed: bool
     ties_weights: bool
     base_model: str | None
-    targets: tuple[str, ...] | str | None
-    is_partial: bool
+    targets: TargetModules
     saved: tuple[str, ...]
 
     def rank_of(self, module: str) -> int:
         """The rank of a module, by its name in the base."""
-        return _matched(self.rank_pattern, module, self.rank)
+        return _find_value(self.rank_patterns, module, self.rank)
 
     def scaling(self, module: str) -> float:
         """The factor of a module's update."""
-        rank = self.rank_of(module)
-        return _matched(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.rank_stabilized else rank)
-
-    def is_target(self, module: str) -> bool:
-        """Whether `targets` matches a module; true if it does not say."""
-        if self.targets is None:
-            return True
-        if isinstance(self.targets, str):
-            return re.fullmatch(self.targets, module) is not None
-        return any(module == one or module.endswith(f".{one}") for one in self.targets)
+        rank, alpha = self.rank_of(module), _find_value(self.alpha_patterns, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
 
 def own_adapter_note(folder: Path) -> list[str]:
@@ -112,20 +103,27 @@ def read_config(folder: Path) -> AdapterConfig:
     _require_unchanged_base(raw.get("init_lora_weights", True), path)
     if (raw.get("bias") or "none") not in ("none", "all", "lora_only"):
         raise UnsupportedError("unknown value of 'bias'", path=path, found=shown(raw["bias"]))
-    found = AdapterConfig(
-        path, settings.integer("r", 1, _MAX_RANK), settings.number("lora_alpha", -_MAX_ALPHA, _MAX_ALPHA),
-        {key: one.integer(key, 1, _MAX_RANK) for key, one in _pattern(settings, "rank_pattern")},
-        {key: one.number(key, -_MAX_ALPHA, _MAX_ALPHA) for key, one in _pattern(settings, "alpha_pattern")},
-        settings.flag("use_rslora", False), settings.flag("use_dora", False), settings.flag("fan_in_fan_out", False),
-        settings.flag("ensure_weight_tying", False),
-        settings.string("base_model_name_or_path") if settings.has("base_model_name_or_path") else None,
-        _targets(settings),
-        any(raw.get(key) not in (None, []) for key in ("exclude_modules", "layers_to_transform")),
-        tuple(settings.strings("modules_to_save")) if settings.has("modules_to_save") else (),
-    )  # fmt: skip
-    expressions = [*found.rank_pattern, *found.alpha_pattern]
-    _require_expressions(expressions + ([found.targets] if isinstance(found.targets, str) else []), path)
-    return found
+    match_time = MatchTime(str(path))
+    ranks, alphas = _inner(settings, "rank_pattern"), _inner(settings, "alpha_pattern")
+    return AdapterConfig(
+        path=path,
+        rank=settings.integer("r", 1, _MAX_RANK),
+        alpha=settings.number("lora_alpha", -_MAX_ALPHA, _MAX_ALPHA),
+        rank_patterns=[
+            (_end_pattern(name, ranks, match_time), ranks.integer(name, 1, _MAX_RANK)) for name in ranks.values
+        ],
+        alpha_patterns=[
+            (_end_pattern(name, alphas, match_time), alphas.number(name, -_MAX_ALPHA, _MAX_ALPHA))
+            for name in alphas.values
+        ],
+        rank_stabilized=settings.flag("use_rslora", False),
+        dora=settings.flag("use_dora", False),
+        transposed=settings.flag("fan_in_fan_out", False),
+        ties_weights=settings.flag("ensure_weight_tying", False),
+        base_model=settings.string("base_model_name_or_path") if settings.has("base_model_name_or_path") else None,
+        targets=TargetModules(settings, match_time),
+        saved=tuple(settings.strings("modules_to_save")) if settings.has("modules_to_save") else (),
+    )
 
 
 def _require_unchanged_base(method: Any, path: Path) -> None:
@@ -137,31 +135,19 @@ def _require_unchanged_base(method: Any, path: Path) -> None:
         )  # fmt: skip
 
 
-def _pattern(settings: Settings, key: str) -> Iterable[tuple[str, Settings]]:
-    found = settings.values.get(key) or {}
-    if not isinstance(found, dict):
-        settings.wrong_type(key, "an object")
-    inner = Settings(found, settings.path, key)
-    return [(name, inner) for name in found]
+def _inner(settings: Settings, key: str) -> Settings:
+    """Return the object of a key; an empty one if it is absent."""
+    return settings.inside(key) if settings.values.get(key) else Settings({}, settings.path, key)
 
 
-def _targets(settings: Settings) -> tuple[str, ...] | str | None:
-    found = settings.values.get("target_modules")
-    if found is None or found == "all-linear":
-        return None
-    return found if isinstance(found, str) else tuple(settings.strings("target_modules"))
+def _end_pattern(name: str, settings: Settings, match_time: MatchTime) -> Pattern:
+    """Compile a pattern of the end of a module's name, from the start of a part on, as PEFT's `get_pattern_key`."""
+    return Pattern(name, key=f"'{settings.name}'", match_time=match_time, prefix=r"(.*\.)?(", suffix=")$")
 
 
-def _require_expressions(expressions: Iterable[str], path: Path) -> None:
-    for one in expressions:
-        try:
-            re.compile(rf"(.*\.)?({one})$")
-        except re.error as error:
-            raise CheckpointError(
-                f"holds an invalid regular expression: {error}", path=path, found=shown(one)
-            ) from error
-
-
-def _matched(pattern: Mapping[str, Value], module: str, default: Value) -> Value:
-    """The value of the first expression that matches the end of a module's name, from the start of a part on."""
-    return next((pattern[one] for one in pattern if re.match(rf"(.*\.)?({one})$", module)), default)
+def _find_value(patterns: Iterable[tuple[Pattern, Value]], module: str, default: Value) -> Value:
+    """Return the value of the first pattern that matches a module."""
+    for pattern, value in patterns:
+        if pattern.match(module):
+            return value
+    return default

@@ -16,6 +16,7 @@ from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint, stored_name
 from quantkit.formats.lora.adapter import Adapter, LoraModule
 from quantkit.formats.lora.adapter_config import NAME
+from quantkit.formats.lora.conv1d import has_own_code, is_conv1d
 from quantkit.tensors.late import qtensor, torch
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -86,7 +87,7 @@ def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, C
         seen = set[str]()
         for module in adapter.modules.values():
             base = bases.find(f"{module.name}.weight", adapter, module.down, seen)
-            swapped = _require_shape(adapter, module, base)
+            swapped = _require_shape(adapter, module, base, source)
             scaling = adapter.config.scaling(module.name) * adapter.weight
             for place in base.places:
                 changes[place.name].updates.append(Update(adapter, module, place, swapped, scaling))
@@ -110,7 +111,7 @@ def find_changes(adapters: Sequence[Adapter], source: Checkpoint) -> dict[str, C
                     )  # fmt: skip
                 changes[place.name].replacement = Vector(adapter, key, place)
         _require_all_saved(adapter, bases)
-        if not adapter.config.is_partial and source.config.runnable:
+        if source.config.runnable:
             _require_all_targets(adapter, bases, seen)
     for one in changes.values():
         _require_combinable(one)
@@ -173,25 +174,42 @@ def _short(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _PREFIXES)
 
 
-def _require_shape(adapter: Adapter, module: LoraModule, base: DiskTensor) -> bool:
-    """Check that a product has the shape of a weight; whether it is to be transposed for that."""
+def _require_shape(adapter: Adapter, module: LoraModule, base: DiskTensor, source: Checkpoint) -> bool:
+    """Check that a product has the shape of a weight; return whether the product is transposed for that."""
     (_, columns), (rows, _) = adapter.shape(module.down), adapter.shape(module.up)
-    shape = (columns, rows) if module.is_embedding else (rows, columns)
-    if not module.is_embedding and adapter.config.transposed and base.shape == shape[::-1]:
-        if module.magnitude is not None:
-            raise UnsupportedError(
-                "DoRA of a weight that is [inputs, outputs] is not merged", path=adapter.file,
-                found=f"'{module.magnitude}'", hint="merge it with PEFT",
-            )  # fmt: skip
-        return True
+    swapped = module.is_embedding or _is_transposed(adapter, base, (rows, columns), source)
+    shape = (columns, rows) if swapped else (rows, columns)
     if base.shape != shape:
-        raise _misfit(adapter, f"module '{module.name}' does not fit the base", list(shape), base)
-    return module.is_embedding
+        raise _misfit(adapter, f"module '{module.name}' does not fit the base", shape, base)
+    if swapped and not module.is_embedding and module.magnitude is not None:
+        raise UnsupportedError(
+            "DoRA of a weight that is [inputs, outputs] is not merged", path=adapter.file,
+            found=f"'{module.magnitude}'", hint="merge it with PEFT",
+        )  # fmt: skip
+    return swapped
+
+
+def _is_transposed(adapter: Adapter, base: DiskTensor, shape: tuple[int, int], source: Checkpoint) -> bool:
+    """Return whether the weight of a linear is [inputs, outputs], where a product has this shape.
+
+    Raises:
+        UnsupportedError: if the adapter says so of a square weight of a class that is not known.
+    """
+    if is_conv1d(base.module, source):
+        return True
+    if not (adapter.config.transposed and has_own_code(source)):
+        return False
+    if shape == shape[::-1]:
+        raise UnsupportedError(
+            f"'fan_in_fan_out' is true, and the class of '{base.module}' is not known: its weight may be stored either"
+            " way", path=adapter.config.path, hint="merge it with PEFT's `merge_and_unload`",
+        )  # fmt: skip
+    return base.shape == shape[::-1]
 
 
 def _require_same_shape(adapter: Adapter, key: str, base: DiskTensor) -> None:
     if adapter.shape(key) != base.shape:
-        raise _misfit(adapter, f"tensor '{key}' does not fit the base", list(adapter.shape(key)), base)
+        raise _misfit(adapter, f"tensor '{key}' does not fit the base", adapter.shape(key), base)
 
 
 def _is_copy(adapter: Adapter, key: str, base: DiskTensor, source: Checkpoint) -> bool:
@@ -209,11 +227,17 @@ def _is_copy(adapter: Adapter, key: str, base: DiskTensor, source: Checkpoint) -
     return True
 
 
-def _misfit(adapter: Adapter, problem: str, found: object, base: DiskTensor) -> QuantkitError:
+def _misfit(adapter: Adapter, problem: str, shape: tuple[int, ...], base: DiskTensor) -> QuantkitError:
+    hint = _other_base(adapter)
+    by_token = base.module == HEAD or is_embedding(base.module) or _is_head(base.name)
+    if by_token and len(shape) == len(base.shape) and shape[1:] == base.shape[1:]:
+        hint = (
+            f"the vocabulary was resized before training: resize that of the base with transformers'"
+            f" `model.resize_token_embeddings({shape[0]})`, save it with the adapter's tokenizer, and merge into that"
+        )
     return CheckpointError(
-        problem, path=adapter.file, found=found, expected=f"{list(base.shape)}, of '{base.name}'",
-        hint=_other_base(adapter),
-    )  # fmt: skip
+        problem, path=adapter.file, found=list(shape), expected=f"{list(base.shape)}, of '{base.name}'", hint=hint
+    )
 
 
 def _other_base(adapter: Adapter) -> str:
@@ -224,14 +248,19 @@ def _other_base(adapter: Adapter) -> str:
 
 def _require_all_targets(adapter: Adapter, bases: _Bases, seen: set[str]) -> None:
     """Check that a list of targets has tensors for every linear that it names: a file may lack some."""
-    if not isinstance(adapter.config.targets, tuple):
+    targets = adapter.config.targets
+    if targets.listed is None:
         return
-    for name, base in bases.named.items():
-        if base.linear is None or base.stacked is not None or ".experts." in name or base.name in seen:
+    linears = [tensor for name, tensor in bases.named.items() if name == tensor.name and tensor.linear is not None]
+    # Exclusions match whole names, those of modules in transformers. Some folders have other prefixes.
+    if targets.is_partial and not any(tensor.module in adapter.modules for tensor in linears):
+        return
+    for tensor in linears:
+        if tensor.stacked is not None or ".experts." in tensor.name or tensor.name in seen:
             continue
-        if name == base.name and adapter.config.is_target(base.module) and base.name not in adapter.replaced:
+        if targets.find_exclusion(tensor.module) is None and tensor.name not in adapter.replaced:
             raise CheckpointError(
-                f"lacks tensors of module '{base.module}', which 'target_modules' names", path=adapter.file,
+                f"lacks tensors of module '{tensor.module}', which 'target_modules' names", path=adapter.file,
                 found=f"{len(adapter.modules)} modules", hint="the file is incomplete; copy or download it again",
             )  # fmt: skip
 

@@ -1,0 +1,113 @@
+"""Which modules of its base a LoRA adapter changes: PEFT's `check_target_module_exists`, setting by setting."""
+
+from __future__ import annotations
+
+from quantkit.errors import CheckpointError
+from quantkit.json_values import Settings, shown
+from quantkit.patterns import MatchTime, Pattern
+
+_ALL_LINEAR = "all-linear"
+_MAX_LAYERS = 1 << 20
+_ANY_NUMBERED_PARENT = r".*?\.[^.]*\.(?P<index>\d+)\."
+"""The first number in a name that two parts precede: PEFT finds no layer in ``h.0.attn``."""
+
+
+class TargetModules:
+    """The settings that select modules: ``target_modules``, ``exclude_modules``, ``layers_to_transform``,
+    ``layers_pattern`` and ``modules_to_save``.
+
+    Attributes:
+        listed: the last parts of the names of all targets, if the adapter lists them; None if it has a pattern.
+        is_partial: whether settings exclude some of the modules that are listed.
+    """
+
+    def __init__(self, settings: Settings, match_time: MatchTime) -> None:
+        """Read the settings of an adapter.
+
+        Raises:
+            CheckpointError: for values of the wrong type, invalid patterns, and settings that PEFT does not combine.
+        """
+        self._targets = _read_names(settings, "target_modules", match_time)
+        if settings.values.get("target_modules") == _ALL_LINEAR:
+            self._targets = None
+        self._excluded = _read_names(settings, "exclude_modules", match_time)
+        self._saved = _read_saved(settings, match_time)
+        self._layers = _read_layers(settings)
+        self._layer_patterns = _read_layer_patterns(settings, match_time)
+        self.listed = self._targets if isinstance(self._targets, list) else None
+        self.is_partial = bool(self._excluded) or self._layers is not None
+        for key in ("layers_to_transform", "layers_pattern"):
+            if settings.has(key) and isinstance(settings.values.get("target_modules"), str):
+                raise CheckpointError(
+                    f"'{key}' is combined with one expression for 'target_modules', which PEFT refuses",
+                    path=settings.path, found=shown(settings.values[key]), expected="a list of 'target_modules'",
+                )  # fmt: skip
+
+    def find_exclusion(self, module: str) -> str | None:
+        """Return the setting by which an adapter leaves a module as it is; None if it changes the module."""
+        if self._excluded is not None and _matches(self._excluded, module):
+            return "exclude_modules"
+        if any(pattern.match(module) for pattern in self._saved):
+            return "modules_to_save"
+        if self._targets is not None and not _matches(self._targets, module):
+            return "target_modules"
+        # PEFT does not look for the layer of a module that is listed by its whole name.
+        if self._layers is None or module in (self.listed or ()):
+            return None
+        return None if self._find_layer(module) in self._layers else "layers_to_transform"
+
+    def _find_layer(self, module: str) -> int | None:
+        for pattern in self._layer_patterns:
+            if (match := pattern.match(module)) is not None:
+                return int(match["index"])
+        return None
+
+
+def _matches(names: list[str] | Pattern, module: str) -> bool:
+    if isinstance(names, Pattern):
+        return names.fullmatch(module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _read_names(settings: Settings, key: str, match_time: MatchTime) -> list[str] | Pattern | None:
+    """Read the last parts of names, or one pattern of whole names; None if there are none."""
+    value = settings.values.get(key)
+    if value is None or (key == "exclude_modules" and not value):
+        return None
+    if isinstance(value, str):
+        return Pattern(value, key=f"'{key}'", match_time=match_time)
+    return settings.strings(key)
+
+
+def _read_saved(settings: Settings, match_time: MatchTime) -> list[Pattern]:
+    """Read the modules that are saved as a whole; their names are patterns in PEFT, too."""
+    key = "modules_to_save"
+    names = settings.strings(key) if settings.has(key) else []
+    # An unescaped name matches itself, and everything inside it.
+    return [
+        Pattern(name, key=f"'{key}'", match_time=match_time, prefix=r"(^|.*\.)", suffix=r"($|\..*)") for name in names
+    ]
+
+
+def _read_layers(settings: Settings) -> set[int] | None:
+    """Read the numbers of the layers that are changed; None for all layers."""
+    key = "layers_to_transform"
+    value = settings.values.get(key)
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list):
+        return {settings.integer(key, 0, _MAX_LAYERS)}
+    return set(settings.integers(key, 0, _MAX_LAYERS))
+
+
+def _read_layer_patterns(settings: Settings, match_time: MatchTime) -> list[Pattern]:
+    """Read what precedes the number of a layer, such as ``layers``; by default, any name."""
+    key = "layers_pattern"
+    value = settings.values.get(key)
+    if not value:
+        return [Pattern(_ANY_NUMBERED_PARENT, key=f"'{key}'", match_time=match_time)]
+    names = [value] if isinstance(value, str) else settings.strings(key)
+    return [
+        Pattern(name, key=f"'{key}'", match_time=match_time, prefix=r"(?:^|.*?\.)", suffix=r"\.(?P<index>\d+)\.")
+        for name in names
+    ]
