@@ -21,6 +21,7 @@ _VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "vocab.txt")
 _READ = ("tokenizer.json", "tokenizer.model")
 _LFS = b"version https://git-lfs"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 INSTRUCT = re.compile(r"(?i)(^|[-_./ ])(instruct|chat|it|sft|dpo|rlhf)([-_./ ]|$)")
 _MIN_SHARE = 0.75  # of the embedding's rows, which are padded, that have a token
 
@@ -56,9 +57,20 @@ def _is_instruct(folder: Folder) -> bool:
     names = [folder.config.get("_name_or_path"), folder.path.resolve().name]
     if "README.md" in folder.names:
         head = _begins(folder.root / "README.md").decode("utf-8", "replace")
-        names += re.findall(r"(?m)^\s*-?\s*(?:base_model:?)?\s*([\w.-]+/[\w.-]+)\s*$", head)
-        names += re.findall(r"(?m)^base_model:\s*(\S+)", head)
+        names += _find_base_models(head)
     return any(isinstance(name, str) and INSTRUCT.search(name.rpartition("/")[2]) for name in names)
+
+
+def _find_base_models(card: str) -> list[str]:
+    """Return the names of models in the head of a model card, after ``base_model:`` or alone in a line."""
+    names = []
+    # One expression for whole lines would take time of the fourth power of the number of blanks.
+    for line in card.splitlines():
+        item = line.strip().removeprefix("-").strip()
+        name = item.removeprefix("base_model").removeprefix(":").strip()
+        if name and (item.startswith("base_model:") or _HUB_NAME.fullmatch(name)):
+            names.append(name.split()[0])
+    return names
 
 
 def _vocabulary(folder: Folder) -> dict[str, int] | None:

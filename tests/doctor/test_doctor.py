@@ -631,6 +631,22 @@ def test_mistrals_own_layout(tmp_path: Path) -> None:
     assert _names(quantkit.diagnose(folder, runtime="transformers")) == {"other-container"}
 
 
+@pytest.mark.parametrize(
+    ("line", "is_instruct"),
+    [
+        ("base_model: someone/Tiny-Instruct", True), ("  - someone/Tiny-Chat  ", True), ("- base_model: a/b-it", True),
+        ("base_model: Tiny-Instruct and more", True), ("see someone/Tiny-Instruct", False), ("base_model:", False),
+        ("base_model: someone/Tiny", False), ("Tiny-Instruct", False),
+    ],
+)  # fmt: skip
+def test_a_model_card_names_the_base_model(line: str, is_instruct: bool, tmp_path: Path) -> None:
+    """Thousands of blanks make no difference."""
+    folder = build.make(tmp_path / "model")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "README.md").write_text(f"---\n{line}\n---\n" + "\n" * 2000 + " " * 2000)
+    assert ("no-generation-config" in _names(quantkit.diagnose(folder))) == is_instruct
+
+
 SOUND = {
     "llama-biases": None, "qwen2": "int8", "qwen3": "int4-g32", "gemma": None, "gemma2": "int4-g32-asym",
     "gemma3": None, "phi3": "int4-g32", "granite": None, "glm4": "int8", "mixtral": "int4-g32",
