@@ -22,7 +22,7 @@ from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.manifest import models_in
 from quantkit.json_values import shown
-from quantkit.tensors.dtypes import FLOATS
+from quantkit.tensors.dtypes import STORED_FLOATS
 
 _ALONE = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
 _OF_ACTIVATIONS = re.compile(
@@ -205,5 +205,5 @@ def _shapes(view: View) -> Iterator[Finding]:
             allowed.append((*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]))
         if shape is not None and shape not in allowed:
             yield finding("wrong-shape", name, f"found {list(shape)}, expected {list(tensor.shape)}")
-        if found is not None and coded is None and found.dtype not in FLOATS:
+        if found is not None and coded is None and found.dtype not in STORED_FLOATS:
             yield finding("wrong-type", name, f"found {found.dtype}, expected floats")

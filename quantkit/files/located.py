@@ -46,6 +46,8 @@ def require_there(path: str | Path) -> Path:
     """`located`, with its errors, and a `RequestError` if the path does not exist."""
     found = located(path)
     if not found.exists():
+        if found.is_symlink():
+            raise RequestError("is a link to nothing, or to itself", path=path, found=f"-> {os.readlink(found)}")
         name = re.sub(r"^(https?:/+huggingface\.co/|HF:)", "", str(path))
         try:
             model = hub_model(f"{PREFIX}{name}")
@@ -62,7 +64,7 @@ def require_there(path: str | Path) -> Path:
 def _similar(path: Path) -> list[Path]:
     """What is next to a path and has a similar name; at most one."""
     try:
-        names = os.listdir(path.parent)
+        names = [name for name in os.listdir(path.parent) if name != path.name]
     except OSError:
         return []
     return [path.with_name(name) for name in difflib.get_close_matches(path.name, names, 1)]

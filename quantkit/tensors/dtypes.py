@@ -66,6 +66,9 @@ class DType(StrEnum):
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 """What models are kept in and compute in."""
 
+STORED_FLOATS = (*FLOATS, DType.FLOAT64)
+"""What floats are stored in: merge tools and numpy write float64, which is read as the model's dtype."""
+
 SHORT_NAMES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16, "fp32": DType.FLOAT32}
 FLOAT_NAMES = SHORT_NAMES | {dtype.value: dtype for dtype in reversed(FLOATS)}
 """A model's float type, by every name that a user may give it."""

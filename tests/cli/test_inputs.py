@@ -21,6 +21,7 @@ from command import Capture, run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import quantkit
 from quantkit.errors import CheckpointError
 from quantkit.files.safetensors_io import open_file
 from quantkit.tensors.dtypes import DType
@@ -554,6 +555,58 @@ def test_an_index_that_sends_a_tensor_to_another_shard_is_stale(sharded: Path, c
     wrong = next(file for file in weight_map.values() if file != weight_map[QUERY])
     oracle.edit_json(index, weight_map={**weight_map, QUERY: wrong})
     refused(capfd, 3, sharded, f"'{QUERY}'", "stale")
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_in_float64_are_read_as_by_transformers(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """numpy and merge tools write float64; phi3's projections are split, and experts are stacked."""
+    base = oracle.save(oracle.make(kind).to(dtype), tmp_path / "base")
+    stored = load_file(base / "model.safetensors")
+    doubles = {name: value.double() * (1 + 1e-9) for name, value in stored.items()}
+    save_file(doubles, base / "model.safetensors", metadata={"format": "pt"})
+    made = quantkit.convert(base, tmp_path / "made", source_check=False)
+    expected = oracle.load(base, dtype).state_dict()
+    found = oracle.load(made.path, dtype).state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].equal(value), name
+    assert any("float64" in note for note in made.notes)
+    assert not quantkit.diagnose(base).broken
+
+
+def _copy_to_another_shard(sharded: Path, change: float) -> Path:
+    """Add a tensor to the last shard that the index puts into another one."""
+    weight_map = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
+    other = sharded / max(file for file in weight_map.values() if file != weight_map[QUERY])
+    value = load_file(sharded / weight_map[QUERY])[QUERY]
+    save_file({**load_file(other), QUERY: value + change}, other, metadata={"format": "pt"})
+    return other
+
+
+def test_equal_copies_of_a_tensor_in_two_shards_are_a_note(sharded: Path, tmp_path: Path) -> None:
+    expected = quantkit.convert(sharded, tmp_path / "expected", source_check=False)
+    other = _copy_to_another_shard(sharded, 0.0)
+    made = quantkit.convert(sharded, tmp_path / "made", source_check=False)
+    assert any(other.name in note and QUERY in note for note in made.notes)
+    found = {name: value for file in made.path.glob("*.safetensors") for name, value in load_file(file).items()}
+    for file in expected.path.glob("*.safetensors"):
+        for name, value in load_file(file).items():
+            assert found[name].equal(value), name
+
+
+def test_copies_that_differ_are_refused(sharded: Path, capfd: Capture) -> None:
+    """transformers takes that of the last file, and readers that follow the index the other one."""
+    other = _copy_to_another_shard(sharded, 1.0)
+    refused(capfd, 3, sharded, f"{other}: tensor '{QUERY}' differs")
+
+
+def test_a_link_to_itself_is_named(tmp_path: Path, capfd: Capture) -> None:
+    link = tmp_path / "loop"
+    link.symlink_to("loop")
+    code, _, err = run(capfd, "inspect", link)
+    assert (code, "did you mean" in err) == (2, False)
+    assert f"{link}: is a link" in err
 
 
 @pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/hostname", "a/b.safetensors", "..", "", 7])

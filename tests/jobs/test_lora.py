@@ -118,6 +118,13 @@ def test_bfloat16_is_rounded_once_as_by_peft(tmp_path: Path) -> None:
     require_close(tensors(made.path), lora.merged(base, adapter))
 
 
+def test_an_adapter_in_float64_is_read_as_by_peft(base: Path, tmp_path: Path) -> None:
+    adapter = lora.save_adapter(base, tmp_path / "adapter", modules_to_save=["lm_head"])
+    _stored(lambda all: all.update({name: value.double() for name, value in all.items()}))(adapter)
+    made = quantkit.convert(base, tmp_path / "out", lora=adapter, **UNCHECKED)
+    require_close(tensors(made.path), lora.merged(base, adapter))
+
+
 def test_adapters_are_added_with_their_weights(base: Path, tmp_path: Path, capfd: Capture) -> None:
     one = lora.save_adapter(base, tmp_path / "one", r=2)
     two = lora.save_adapter(base, tmp_path / "two", r=5, target_modules=["q_proj", "embed_tokens"], seed=4)

@@ -14,6 +14,8 @@ from quantkit.formats.codecs.small_floats import FLOAT8, MXFP4, DequantizedTenso
 from quantkit.formats.codecs.targets import is_head, not_skipped
 from quantkit.json_values import Settings
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.late import torch
+from quantkit.tensors.tensor_slice import TensorSlice
 
 MODEL_OPTIMIZER = "modelopt"
 """NVIDIA's method, of which only FP8 with a scale for each weight is read."""
@@ -108,6 +110,38 @@ def dequantized(
             f"{len(others)} scales of activations or caches are copied, and their use is not stated: {others[0]}"
         )
     return {name: tensors[name] for name in ordered}, found, notes
+
+
+class Float64Tensor(DequantizedTensor):
+    """A tensor of float64, which is read in the dtype of the model, as transformers reads it."""
+
+    kind = "float64"
+
+    def __init__(self, stored: StoredTensor, homes: Mapping[str, TensorFile], dtype: DType) -> None:
+        super().__init__(StoredTensor(stored.name, dtype, stored.shape), (stored,), homes)
+
+    def floats(self, part: TensorSlice | None) -> torch.Tensor:
+        return self._read(self.parts[0], part).to(self.tensor.dtype.torch)
+
+
+def narrow_float64(
+    names: Iterable[str], stored: dict[str, StoredTensor], homes: dict[str, TensorFile], dtype: DType
+) -> list[str]:
+    """Replace tensors of float64 by the same in another dtype, in both mappings.
+
+    Args:
+        names: of the weights of the model; scales of codes keep their dtype.
+
+    Returns:
+        Notes for the user.
+    """
+    count = 0
+    for name in names:
+        if name in stored and stored[name].dtype == DType.FLOAT64:
+            home = Float64Tensor(stored[name], dict(homes), dtype)
+            stored[name], homes[name] = home.tensor, home
+            count += 1
+    return [f"{count} tensors in float64 are read as {dtype}"] if count else []
 
 
 def _weight(

@@ -25,7 +25,7 @@ from quantkit.formats.codecs.codec import QuantMethod, RawModule, ReadAsFloats, 
 from quantkit.formats.codecs.compressed_floats import SmallFloats, float8_codes
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, packed_shapes, read_here_alone
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
-from quantkit.formats.codecs.dequantized import by_small_floats, dequantized
+from quantkit.formats.codecs.dequantized import by_small_floats, dequantized, narrow_float64
 from quantkit.formats.codecs.mlx import Affine, Mlx
 from quantkit.formats.codecs.small_floats import DequantizedTensor, Float8Weight
 from quantkit.formats.containers.hf_files import read_headers
@@ -93,6 +93,9 @@ class HFCheckpoint:
                 self.config = self.config.with_dtype(dtypes.pop().value)
             self._dequantize(raw)
         tensors = {tensor.name: tensor for tensor in self._found_tensors()}
+        if not tensors_only:  # in other folders, tensors of any dtype are copied
+            notes = narrow_float64(tensors, self._stored, self._home, self._floats_as)
+            self.notes += [f"{self.path}: {note}" for note in notes]
         self._modules = {name.rpartition(".")[0] for name in self._stored}
         modules = {tensor.module: name for name, tensor in tensors.items() if self._may_have_codec(tensor)}
         self._method, codecs = read_codecs(raw, modules, self._config_path, methods, self._stored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from quantkit.architectures.names import is_derived_buffer
 from quantkit.errors import CheckpointError
 from quantkit.files import pth_io, safetensors_io
 from quantkit.files.source import SourceFile, damaged_file
-from quantkit.files.tensor_file import StoredTensor, TensorFile
+from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.json_values import read_json
 
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
@@ -57,21 +58,25 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
         listed = None
         paths = _unindexed(folder, kind)
         _require_all_parts(paths)
+    copies: list[tuple[str, TensorFile]] = []
     for path in paths:
         file = safetensors_io.open_file(path) if kind == "safetensors" else pth_io.open_file(path)
         found.notes += file.notes
         for name, tensor in file.tensors.items():
-            if listed is not None and listed.get(name) != path.name:
-                if name in listed or derived or not is_derived_buffer(name):
-                    problem, hint = f"the index does not list tensor '{name}' in {path.name}", "the index is stale"
-                    other = listed.get(name, "nothing")
-                    raise CheckpointError(problem, path=index, found=other, hint=f"{hint}; download it again")
+            if listed is not None and listed.get(name, path.name) != path.name:
+                if derived or not is_derived_buffer(name):
+                    copies.append((name, file))
+                continue
+            if listed is not None and name not in listed:
+                if derived or not is_derived_buffer(name):
+                    raise _stale_index(index, name, path, "nothing")
                 continue
             if name in found.tensors:
                 other = f"also in {found.files[name].path.name}"
                 raise CheckpointError(f"tensor '{name}' is in two files", path=path, found=other)
             found.tensors[name] = tensor
             found.files[name] = file
+    found.notes += _check_copies(copies, found.files, index)
     for name, home in (listed or {}).items():
         if name not in found.tensors:
             expected, hint = f"as {index.name} says", "the index is stale or the shard is another model's"
@@ -85,6 +90,34 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
     if not found.tensors:
         raise CheckpointError("holds no tensors", path=folder)
     return found
+
+
+def _check_copies(copies: Sequence[tuple[str, TensorFile]], files: Mapping[str, TensorFile], index: Path) -> list[str]:
+    """Compare tensors that are in two files with those that the index names; return notes for the user.
+
+    transformers takes the tensor of the last file, other readers that of the index, so that both must be equal.
+
+    Raises:
+        CheckpointError: if two differ, or the file that the index names lacks the tensor.
+    """
+    for name, file in copies:
+        home = files.get(name)
+        if home is None or name not in home.tensors:
+            raise _stale_index(index, name, file.path, "another file")
+        if not same_tensor(home, name, file, name):
+            raise CheckpointError(
+                f"tensor '{name}' differs from that of {home.path.name}, which the index names", path=file.path,
+                hint="readers differ in which of them they take: remove the wrong one",
+            )  # fmt: skip
+    if not copies:
+        return []
+    name, file = copies[0]
+    return [f"{file.path}: {len(copies)} tensors are equal copies of tensors in other files; ignored: {name}"]
+
+
+def _stale_index(index: Path, name: str, path: Path, home: str) -> CheckpointError:
+    problem = f"the index does not list tensor '{name}' in {path.name}"
+    return CheckpointError(problem, path=index, found=home, hint="the index is stale; download it again")
 
 
 def index_path(folder: Path, kind: str) -> Path:

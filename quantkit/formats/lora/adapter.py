@@ -16,7 +16,7 @@ from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import TensorFile
 from quantkit.formats.lora.adapter_config import NAME, read_config
 from quantkit.json_values import shown
-from quantkit.tensors.dtypes import FLOATS
+from quantkit.tensors.dtypes import STORED_FLOATS
 from quantkit.tensors.late import torch
 from quantkit.tensors.tensor_slice import TensorSlice
 
@@ -121,7 +121,7 @@ class Adapter:
     def _sort_tensors(self) -> None:
         parts: dict[str, dict[str, str]] = {}
         for key, tensor in self._file.tensors.items():
-            if tensor.dtype not in FLOATS:
+            if tensor.dtype not in STORED_FLOATS:
                 raise UnsupportedError(f"tensor '{key}' is not stored as floats", path=self.file, found=tensor.dtype)
             name = key.removeprefix(_PREFIX)
             suffix = next((one for one in _ROLES if name.endswith(f".{one}")), None)
