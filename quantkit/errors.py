@@ -78,6 +78,10 @@ class UnsupportedError(QuantkitError):
     exit_code = 4
 
 
+class UnreadLayoutError(UnsupportedError):
+    """Weights are stored in a layout that is not read, whatever the architecture: no other way to open them helps."""
+
+
 class NotRepresentableError(UnsupportedError):
     """A format cannot hold the codes, scales or zero points of a quantized tensor exactly.
 

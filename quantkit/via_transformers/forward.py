@@ -17,7 +17,7 @@ from quantkit.architectures.names import CANONICAL
 from quantkit.architectures.text_part import media_tokens
 from quantkit.architectures.topology import linear_columns
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.errors import QuantkitError, RequestError, UnsupportedError
+from quantkit.errors import QuantkitError, RequestError, UnreadLayoutError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.detect import open_checkpoint, open_pair
@@ -238,6 +238,8 @@ def _by_tensors(path: str | Path, weights: WeightKind | None = None) -> StoredCh
     """A model by its tensors only; None if it is none that can be opened so."""
     try:
         return open_checkpoint(path, weights, tensors_only=True)
+    except UnreadLayoutError:
+        raise
     except (RequestError, UnsupportedError):  # damage is an error in any case
         return None
 

@@ -564,8 +564,10 @@ def test_other_weights_of_model_optimizer_are_refused_by_name(tmp_path: Path) ->
     oracle.edit_json(source / "config.json", quantization_config=settings)
     with pytest.raises(
         UnsupportedError, match=r"algorithm of Model Optimizer is not read \(found 'NVFP4', expected FP8"
-    ):
+    ) as caught:
         open_checkpoint(source)
+    assert caught.value.hint is not None
+    assert "nvfp4-pack-quantized" in caught.value.hint
 
 
 def test_an_interrupted_conversion_goes_on_to_the_same_bytes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from command import Capture, run
 from gguf import GGMLQuantizationType as Ggml
 from partial import contents
+from safetensors.torch import save_file
 
 import quantkit
 from quantkit.architectures.gguf_config import metadata_of
@@ -110,3 +112,33 @@ def test_a_source_of_floats_stays_as_it_is(floats: Path, tmp_path: Path) -> None
     assert not any("quantized already" in note for note in made[1].notes)
     before, after = (contents(one.path)["model.safetensors"] for one in made)
     assert before == after
+
+
+@pytest.mark.parametrize("by", ["inspect", "convert", "quantize"])
+def test_deepseek_v4s_layout_is_refused_by_name(by: str, tmp_path: Path) -> None:
+    """Experts hold two e2m1 codes in an int8, linears FP8; their scales are powers of two, in `.scale`."""
+    source = tmp_path / "source"
+    source.mkdir()
+    settings = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    config = {
+        "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "vocab_size": 32, "hidden_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "expert_dtype": "fp4", "torch_dtype": "bfloat16",
+        "quantization_config": settings,
+    }  # fmt: skip
+    (source / "config.json").write_text(json.dumps(config))
+    stored = {
+        "embed.weight": torch.zeros(32, 64, dtype=torch.bfloat16),
+        "layers.0.ffn.experts.0.w1.weight": torch.zeros(32, 32, dtype=torch.int8),
+        "layers.0.ffn.experts.0.w1.scale": torch.full((32, 2), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+    }
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    calls = {
+        "inspect": partial(quantkit.inspect, source),
+        "convert": partial(quantkit.convert, source, tmp_path / "out", tensors_only=True),
+        "quantize": partial(quantkit.quantize, source, tmp_path / "out", "int8", method="rtn", tensors_only=True),
+    }
+    with pytest.raises(UnsupportedError) as caught:
+        calls[by]()
+    assert caught.value.path == source / "model.safetensors"
+    assert "layers.0.ffn.experts.0.w1" in str(caught.value.found)
+    assert "FineGrainedFP8Config(dequantize=True)" in str(caught.value.hint)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from quantkit.errors import UnreadLayoutError
 from quantkit.files.tensor_file import StoredTensor, TensorFile
 from quantkit.formats.codecs import bitsandbytes, small_floats
 from quantkit.formats.codecs.codec import QuantMethod, Runtime
@@ -64,13 +65,14 @@ def dequantized(
         The tensors, where they are read from, and notes for the user.
 
     Raises:
-        UnsupportedError: if scales do not go with their tensor.
+        UnsupportedError: if scales do not go with their tensor, or are named as DeepSeek V4's.
         CheckpointError: for settings of the wrong kind.
     """
     method = None if settings is None else method_in(settings)
     tensors, found = dict(stored), dict[str, TensorFile](homes)
     if settings is None or not (method in _NAMES or method == _ALSO):
         return tensors, found, []
+    _require_known_scales(stored, homes)
     stated = [block_size(settings, "weight_block_size")]
     for _, weights in _groups(settings.values):
         stated.append(block_size(Settings(weights, settings.path, settings.name), "block_structure"))
@@ -110,6 +112,25 @@ def dequantized(
             f"{len(others)} scales of activations or caches are copied, and their use is not stated: {others[0]}"
         )
     return {name: tensors[name] for name in ordered}, found, notes
+
+
+def _require_known_scales(stored: Mapping[str, StoredTensor], homes: Mapping[str, TensorFile]) -> None:
+    """Refuse the layout that DeepSeek V4 is published in, by name.
+
+    Its linears are FP8, and its experts two codes e2m1 in an int8; ``M.scale`` has the scales of ``M.weight``. Source:
+    transformers' `Fp8Dequantize`, and its names of deepseek_v4.
+    """
+    for name, tensor in stored.items():
+        scale = stored.get(f"{name.removesuffix('.weight')}.scale")
+        if scale is None or not name.endswith(".weight") or tensor.dtype not in (DType.INT8, *small_floats.TYPES):
+            continue
+        kind = "FP4, two codes in an int8" if tensor.dtype == DType.INT8 else "FP8"
+        raise UnreadLayoutError(
+            "weights whose scales are named '.scale' are not read: DeepSeek V4 is published so",
+            path=homes[name].path, found=f"'{name}' in {kind}, and '{scale.name}'",
+            hint="load the model with transformers and `FineGrainedFP8Config(dequantize=True)`, save it with"
+            " `save_pretrained()`, and start from that",
+        )  # fmt: skip
 
 
 class Float64Tensor(DequantizedTensor):

@@ -49,7 +49,14 @@ def read_codecs(
     stated = settings.values.get("quant_algo")
     if name == MODEL_OPTIMIZER and stated != _FLOAT8 and (stated is not None or not states_scheme(settings)):
         problem, found = "this algorithm of Model Optimizer is not read", shown(stated)
-        raise UnsupportedError(problem, path=settings.path, found=found, expected=_FLOAT8, hint=_FLOAT_MODEL)
+        hint = _FLOAT_MODEL
+        if "FP4" in str(stated):
+            # The same codes are read in another layout, `weight_packed` with `weight_global_scale`.
+            hint = (
+                f"{_FLOAT_MODEL}, or from the same scheme in compressed-tensors' nvfp4-pack-quantized; vLLM and"
+                " TensorRT-LLM run this folder as it is"
+            )
+        raise UnsupportedError(problem, path=settings.path, found=found, expected=_FLOAT8, hint=hint)
     if name is None or name not in methods:
         bits = shown(settings.values["bits"]) if settings.has("bits") else ""
         found = f"{name} {bits}".strip() if name else "an unnamed scheme"

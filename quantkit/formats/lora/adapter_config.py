@@ -98,7 +98,7 @@ def read_config(folder: Path) -> AdapterConfig:
         if key not in KNOWN and value not in (None, False, {}, [], ""):
             raise UnsupportedError(
                 f"'{key}' is not supported in an adapter", path=path, found=shown(value),
-                hint="merge it with PEFT's `merge_and_unload`",
+                hint="merge it with PEFT's `merge_and_unload()`",
             )  # fmt: skip
     _require_unchanged_base(raw.get("init_lora_weights", True), path)
     if (raw.get("bias") or "none") not in ("none", "all", "lora_only"):

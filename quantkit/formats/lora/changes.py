@@ -202,7 +202,7 @@ def _is_transposed(adapter: Adapter, base: DiskTensor, shape: tuple[int, int], s
     if shape == shape[::-1]:
         raise UnsupportedError(
             f"'fan_in_fan_out' is true, and the class of '{base.module}' is not known: its weight may be stored either"
-            " way", path=adapter.config.path, hint="merge it with PEFT's `merge_and_unload`",
+            " way", path=adapter.config.path, hint="merge it with PEFT's `merge_and_unload()`",
         )  # fmt: skip
     return base.shape == shape[::-1]
 

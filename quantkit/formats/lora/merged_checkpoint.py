@@ -45,7 +45,7 @@ class MergedCheckpoint(CheckpointView):
         if self._unties and (tying := [one for one in adapters if one.config.ties_weights]):
             raise UnsupportedError(
                 "'ensure_weight_tying' is not supported where the base ties its head to the embedding",
-                path=tying[0].config.path, found="true", hint="merge it with PEFT's `merge_and_unload`",
+                path=tying[0].config.path, found="true", hint="merge it with PEFT's `merge_and_unload()`",
             )  # fmt: skip
         super().__init__(source, untied(source.config) if self._unties else None)
         self.adapters = list(adapters)
