@@ -369,6 +369,10 @@ REFUSED: list[tuple[Callable[[Path], None], type[QuantkitError], str]] = [
     (_stored(lambda all: all.pop(f"{Q}.lora_B.weight")), CheckpointError, "do not belong together"),
     (_stored(lambda all: [all.pop(f"{Q}.lora_{one}.weight") for one in "AB"]), CheckpointError, "lacks tensors of"),
     (_stored(lambda all: all.update({f"{Q}.lora_C.weight": torch.ones(2)})), UnsupportedError, "is not merged"),
+    (
+        _stored(lambda all: all.update({f"{Q}.lora_A.default.weight": all.pop(f"{Q}.lora_A.weight")})),
+        UnsupportedError, r"lora_A\.default\.weight' is of a kind that is not merged; .*`save_pretrained\(\)`",
+    ),
     (_stored(lambda all: all.update({f"{Q}.other": torch.ones(2)})), CheckpointError, "which the base does not have"),
     (_stored(lambda all: all.update({f"{Q}.bias": torch.ones(2)})), CheckpointError, r"found \[2\], expected \[64\]"),
     (

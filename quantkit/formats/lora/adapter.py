@@ -128,7 +128,11 @@ class Adapter:
             if suffix is not None:
                 held, place = parts.setdefault(name.removesuffix(f".{suffix}"), {}), _ROLES[suffix]
             elif "lora_" in name or ".modules_to_save." in name:
-                raise UnsupportedError(f"tensor '{key}' is of a kind that is not merged", path=self.file)
+                raise UnsupportedError(
+                    f"tensor '{key}' is of a kind that is not merged", path=self.file,
+                    hint="if the state dict of a training run was saved, such as '.default.weight', save the adapter"
+                    " with PEFT's `save_pretrained()`",
+                )  # fmt: skip
             else:
                 held, place = self.replaced, name.replace(".base_layer.", ".")
             if place in held:
