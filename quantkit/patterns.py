@@ -97,11 +97,11 @@ class Pattern:
             )  # fmt: skip
 
     def match(self, text: str) -> Any:
-        """Match the beginning of a text, as `re.match` does; raises `CheckpointError` when the file's time is over."""
+        """Match the beginning of a string, as `re.match` does; raises `CheckpointError` if no time is left."""
         return self._run(self._pattern.match, text)
 
     def fullmatch(self, text: str) -> Any:
-        """Match a whole text, as `re.fullmatch` does; raises as `match`."""
+        """Match a whole string, as `re.fullmatch` does; raises as `match`."""
         return self._run(self._pattern.fullmatch, text)
 
     def _run(self, match: Any, text: str) -> Any:

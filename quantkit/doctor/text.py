@@ -61,11 +61,11 @@ def _is_instruct(folder: Folder) -> bool:
     return any(isinstance(name, str) and INSTRUCT.search(name.rpartition("/")[2]) for name in names)
 
 
-def _find_base_models(card: str) -> list[str]:
-    """Return the names of models in the head of a model card, after ``base_model:`` or alone in a line."""
+def _find_base_models(readme: str) -> list[str]:
+    """Return the names of models at the beginning of a README, after ``base_model:`` or alone in a line."""
     names = []
     # One expression for whole lines would take time of the fourth power of the number of blanks.
-    for line in card.splitlines():
+    for line in readme.splitlines():
         item = line.strip().removeprefix("-").strip()
         name = item.removeprefix("base_model").removeprefix(":").strip()
         if name and (item.startswith("base_model:") or _HUB_NAME.fullmatch(name)):
