@@ -24,6 +24,7 @@ from quantkit.text.chat_template import (
 )
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.tokenizer import Tokenizer, load_tokenizer
+from quantkit.text.unread_tokenizers import require_no_unread_tokenizer
 
 TOKENIZER_SETTINGS = "tokenizer_config.json"
 TOKENIZER_FILES = (
@@ -47,10 +48,13 @@ def checked_tokenizer(source: Checkpoint) -> tuple[Tokenizer | None, list[str]]:
 
     Raises:
         CheckpointError: if it is damaged, or knows more tokens than the embedding.
+        UnsupportedError: if it is in files that are not read, such as vocab.json.
     """
     if not source.config.measurable:
         return None, []  # its files are copied without being read
-    if not present(text_folder(source.path), TOKENIZER_FILES[:2]):
+    folder = text_folder(source.path)
+    if not present(folder, TOKENIZER_FILES[:2]):
+        require_no_unread_tokenizer(folder)
         return None, [f"{source.path}: has no tokenizer; the output will have none"]
     tokenizer, rows = load_tokenizer(source.path), source.config.vocab_size
     require_rows(tokenizer, rows, source.path)

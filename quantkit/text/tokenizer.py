@@ -25,6 +25,7 @@ from quantkit.text.sentencepiece_file import read_sentencepiece
 from quantkit.text.special_tokens import added_tokens, fixes_mistral_regex, read_tokenizer_config, special_tokens
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken, require_length
 from quantkit.text.token_bytes import TokenBytes, fallback_bytes, letters_bytes
+from quantkit.text.unread_tokenizers import require_no_unread_tokenizer
 
 # Texts to find damage with: each uses another part of a tokenizer.
 _TRIALS = ("", "The quick <s> fox,  1234 jumps\n", " \t\u2581", "Größe, 日本語 🚀 e\u0301\x00")
@@ -357,12 +358,14 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     Raises:
         RequestError: if the folder does not exist.
         CheckpointError: if there is none, or the file is of no known kind.
+        UnsupportedError: if it is in files that are not read, such as vocab.json.
     """
     folder = text_folder(require_there(folder))
     if (folder / "tokenizer.json").is_file():
         return JsonTokenizer(folder / "tokenizer.json")
     path = folder / "tokenizer.model"
     if not path.is_file():
+        require_no_unread_tokenizer(folder)
         raise CheckpointError("has no tokenizer", path=folder, expected="tokenizer.json or tokenizer.model")
     return original_tokenizer(path, alone=False)
 
