@@ -66,3 +66,28 @@ def in_phase(progress: Progress, name: str) -> Progress:
         progress(name, done, total, unit)
 
     return report
+
+
+class Stretches:
+    """Divides the progress of a job into stretches that follow each other, of given lengths in units of the whole."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        """
+        Args:
+            progress: gets the reports of all stretches.
+            total: the length of the job.
+        """
+        self._progress = progress
+        self._total = total
+        self._start = 0
+
+    def next(self, length: int) -> Progress:
+        """Begin the stretch after the last one: a callback that gets reports as if it was a job of its own."""
+        start = self._start
+        self._start += length
+
+        def report(phase: str, done: int, total: int, unit: str, /) -> None:
+            passed = length * done // total if total else length
+            self._progress(phase, start + passed, self._total, unit)
+
+        return report

@@ -7,6 +7,7 @@ family's names on disk are in its own file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -257,6 +258,28 @@ def layer_kinds(config: ModelConfig) -> dict[int, int]:
     """The first layer of each kind with different linears, and the number of layers of this kind."""
     first = {layer.experts: index for index, layer in reversed(list(enumerate(config.layers)))}
     return {index: sum(layer.experts == experts for layer in config.layers) for experts, index in first.items()}
+
+
+def head_layers(config: ModelConfig) -> int:
+    """Count the layers with as many weights as the output head, at least one: progress is reported in layers, and
+    with a vocabulary of 262,144 the head of a small model takes longer than all its blocks."""
+    head_weights = config.vocab_size * config.hidden_size
+    block_weights = 0
+    if config.tensors is not None:
+        for tensor in config.tensors:
+            if tensor.layer is not None:
+                block_weights += math.prod(tensor.shape)
+    else:
+        counts = sizes(config)
+        for layer, repeats in layer_kinds(config).items():
+            for group in input_groups(config, layer):
+                shared_by = 1.0
+                if config.experts is not None and group.expert is not None:
+                    shared_by = config.experts.per_token / config.experts.count
+                for linear in group.linears:
+                    rows, columns = (counts[dim] for dim in linear.dims)
+                    block_weights += int(repeats * shared_by * rows * columns)
+    return max(1, round(head_weights * config.num_layers / max(1, block_weights)))
 
 
 def fused_modules(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:

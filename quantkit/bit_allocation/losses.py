@@ -18,7 +18,7 @@ again, sums the gradients. One block's weights are in memory at a time.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,18 +26,18 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
-from quantkit.architectures.topology import input_groups, layer_kinds
+from quantkit.architectures.topology import head_layers, input_groups, layer_kinds
 from quantkit.bit_allocation.allocation import Unit
 from quantkit.calibration.effort import every_group, groups_of
-from quantkit.calibration.estimate import forward_flops, largest_block
-from quantkit.calibration.fisher import FisherPasses
+from quantkit.calibration.estimate import backward_bytes, block_flops, largest_block
+from quantkit.calibration.fisher import TURN, FisherPasses
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import malloc_trim
 from quantkit.model.decoder import Block
 from quantkit.model.load import BLOCK_PREFIX
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, Stretches, in_phase, silent
 from quantkit.solver.block_grid import search_blocks
 from quantkit.solver.gptq import Damped, SingularError
 from quantkit.solver.grid import search_scales
@@ -51,7 +51,11 @@ _MIN_ROWS = 4  # tried of a linear
 _GRADIENT_TOKENS = 8192
 _TOKENS_PER_INPUT = 2  # for the Hessian of the widest linear
 _STATE_BYTES = 2  # of an element of a block's inputs, kept as bfloat16
-_GRADIENT_PASSES = 3  # forward passes that cost as much as the backward one: blocks again, their gradients, the head's
+_GRADIENT_PASSES = 3  # forward passes of the blocks that cost as much as the backward one, which computes them again
+_FACTOR_COPIES = 3  # of a Hessian while it is factored
+_FACTOR_PRODUCTS = 2  # of a Hessian with itself, in the time that its Cholesky factor takes
+CHOICE = "choose schemes"
+"""The name of the phase in reports of progress."""
 
 
 def sample_counts(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> tuple[int, int]:
@@ -66,19 +70,37 @@ def sample_counts(config: ModelConfig, shape: Sequence[int], memory_bytes: int) 
 
 
 def choice_bytes(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> int:
-    """Peak bytes of a block's weights, its Hessians, the samples' states and the inputs of the blocks."""
-    for_hessians, for_gradients = (count * shape[1] for count in sample_counts(config, shape, memory_bytes))
+    """Peak bytes: of a block's weights, its Hessians, one of them as it is factored, and the states of samples, or of
+    the backward pass; and the inputs of the blocks."""
+    for_hessians, for_gradients = sample_counts(config, shape, memory_bytes)
+    length = shape[1]
     hessians = max(sum(group.columns**2 for group in groups_of(config, layer)) for layer in layer_kinds(config))
-    states = 4 * for_hessians + _STATE_BYTES * config.num_layers * for_gradients
-    return 4 * (largest_block(config) + hessians) + states * config.hidden_size
+    factored = _FACTOR_COPIES * max(group.columns for group, _ in every_group(config)) ** 2
+    forward = 4 * (largest_block(config) + hessians + factored + for_hessians * length * config.hidden_size)
+    kept = _STATE_BYTES * config.num_layers * for_gradients * length * config.hidden_size
+    return kept + max(forward, backward_bytes(config, for_gradients, length))
 
 
 def choice_flops(config: ModelConfig, shape: Sequence[int], memory_bytes: int) -> int:
-    """Operations of the forward pass with the Hessians, and of the backward pass."""
+    """Count the operations in the blocks: of the forward pass with the Hessians, which are factored, and of the
+    backward pass."""
     for_hessians, for_gradients = (count * shape[1] for count in sample_counts(config, shape, memory_bytes))
-    squares = sum(count * 2 * for_hessians * group.share * group.columns**2 for group, count in every_group(config))
-    forward = forward_flops(config, for_hessians) + _GRADIENT_PASSES * forward_flops(config, for_gradients)
-    return int(forward + squares)
+    hessians = 0.0
+    for group, count in every_group(config):
+        summed = 2 * for_hessians * group.share * group.columns**2
+        factored = _FACTOR_PRODUCTS * group.columns**3
+        hessians += count * (summed + factored)
+    passes = block_flops(config, for_hessians) + _GRADIENT_PASSES * block_flops(config, for_gradients)
+    return int(passes + hessians)
+
+
+def tried_weights(units: Sequence[Unit], options: Sequence[Sequence[QuantScheme]]) -> Counter[QuantScheme]:
+    """Count the weights that are rounded in each scheme to estimate its losses, given the schemes of each unit."""
+    counts = Counter[QuantScheme]()
+    for unit, schemes in zip(units, options, strict=True):
+        for scheme in schemes:
+            counts[scheme] += min(unit.weights, _WEIGHTS_TRIED)
+    return counts
 
 
 def estimate_losses(
@@ -101,9 +123,10 @@ def estimate_losses(
     own = [samples[:count][group.share(count)] for count in counts]
     passes = FisherPasses(source, own[0], len(own[1]), device)
     errors: dict[str, RowErrors] = {}
-    layers = config.num_layers
+    layers, head = config.num_layers, TURN * head_layers(config)
+    total = 2 * layers + head
     for layer in range(layers):
-        progress("choose schemes", layer, 2 * layers, "layers")
+        progress(CHOICE, layer, total, "layers")
         hessians, block = passes.forward(layer)
         of_layer = [unit for unit in units if unit.layer == layer]
         if of_layer:
@@ -111,14 +134,16 @@ def estimate_losses(
         del hessians, block
         malloc_trim()
     gradients: dict[str, Tensor] = {}
-    passes.turn(group.share(counts[1]).start)
+    stretches = Stretches(in_phase(progress, CHOICE), total)
+    stretches.next(layers)
+    passes.turn(group.share(counts[1]).start, stretches.next(head))
     for layer in reversed(range(layers)):
-        progress("choose schemes", 2 * layers - layer - 1, 2 * layers, "layers")
+        progress(CHOICE, head + 2 * layers - layer - 1, total, "layers")
         for module, squares in passes.squares(layer).items():
             group.sum_(squares)
             gradients[module] = squares.cpu() / (counts[1] * samples.shape[1])
         malloc_trim()
-    progress("choose schemes", 2 * layers, 2 * layers, "layers")
+    progress(CHOICE, total, total, "layers")
     return [
         {scheme: sum(errors[m].loss(gradients[m], scheme) for m in unit.modules) for scheme in schemes[unit]}
         for unit in units

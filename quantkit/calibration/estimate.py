@@ -19,8 +19,10 @@ from quantkit.calibration.effort import (
     groups_of,
     inner_width,
 )
+from quantkit.calibration.fisher import HEAD_TOKENS, HEAD_WEIGHTS
 from quantkit.calibration.hessian import ROWS_AT_ONCE
 from quantkit.solver.grid import refit_bytes, weights_at_once
+from quantkit.tensors.dtypes import DType
 
 _SOLVER_MATRICES = 10  # of the size of the solved rows, at a time
 _REFIT_COPIES = 3  # of the least-squares systems that fit scales
@@ -31,8 +33,9 @@ _GPU_SHARE = 0.85  # of a GPU's free memory; the rest is lost to fragmentation
 _OF_ONE_SQUARE = 0.5625  # the share of the products of a symmetric sum that is computed
 _SOLVER_PRODUCTS = 3.6  # of a weight with a matrix of the size of its Hessian, where there is drift
 _TWO_SIDED_PRODUCTS = 1.5  # of a weight with the products of gradients of its outputs
-_BACKWARD_PASSES = 4  # forward passes that cost as much as the one forward and the one backward, with the head twice
+_BACKWARD_PASSES = 4  # forward passes of the blocks that cost as much as the one forward and the one backward
 _OF_BACKWARD = 12  # of the size of its widest states, at a time
+_OF_HEAD_LOGITS = 5  # copies: products, logits, their softmax, the gradients, and one under way
 _SECONDS_OF_BATCH = 0.001  # through the linears that share an input
 _SECONDS_OF_COLUMN = 1e-4  # of a weight that GPTQ solves
 _SECONDS_OF_GPU_COLUMN = 1e-5  # a guess, not measured
@@ -87,10 +90,14 @@ def largest_block(config: ModelConfig) -> int:
 
 
 def forward_flops(config: ModelConfig, tokens: int) -> int:
-    """Operations of a pass through blocks and head."""
-    head = 2 * config.vocab_size * config.hidden_size
+    """Count the operations of a pass through blocks and head."""
+    return block_flops(config, tokens) + 2 * tokens * config.vocab_size * config.hidden_size
+
+
+def block_flops(config: ModelConfig, tokens: int) -> int:
+    """Count the operations of a pass through the blocks alone."""
     active = sum(count * group.share * group.weights for group, count in every_group(config))
-    return tokens * int(2 * active + head)
+    return tokens * int(2 * active)
 
 
 def calibration_seconds(config: ModelConfig, shape: Sequence[int], effort: Effort, device: torch.device) -> float:
@@ -118,17 +125,26 @@ def gradient_bytes(config: ModelConfig, shape: Sequence[int], effort: Effort, me
     blocks and the products of gradients."""
     samples, length = effort.gradient_samples(config, shape), shape[1]
     kept = min(memory_bytes, gradient_activation_bytes(config, shape, effort))
+    return kept + backward_bytes(config, samples, length) if samples else 0
+
+
+def backward_bytes(config: ModelConfig, samples: int, length: int) -> int:
+    """Peak bytes of a backward pass without the inputs that it keeps: the states of all samples, and either a block
+    with what one batch keeps for its gradients, or the head with the logits of a few tokens."""
     batch = _OF_BACKWARD * batch_samples(config, length) * length * inner_width(config)
-    states = samples * length * config.hidden_size
-    return kept + 4 * (largest_block(config) + batch + states) if samples else 0
+    in_block = 4 * (largest_block(config) + batch)
+    head_weights = config.vocab_size * config.hidden_size
+    logits = _OF_HEAD_LOGITS * HEAD_TOKENS * config.vocab_size
+    in_head = DType(config.dtype).itemsize * head_weights + 4 * (min(HEAD_WEIGHTS, head_weights) + logits)
+    return max(in_block, in_head) + 4 * samples * length * config.hidden_size
 
 
 def gradient_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:
-    """Operations of the pass that measures how errors of outputs add up, always in float32."""
+    """Count the operations of the blocks in the pass that measures how errors of outputs add up, always in float32."""
     tokens = effort.gradient_samples(config, shape) * shape[1]
     groups = [(group.rows, count) for group, count in every_group(config) if group.factored]
     squares = sum(count * rows * min(rows, FACTOR_ROWS) for rows, count in groups)
-    return _BACKWARD_PASSES * forward_flops(config, tokens) + int(2 * tokens * _OF_ONE_SQUARE * squares)
+    return _BACKWARD_PASSES * block_flops(config, tokens) + int(2 * tokens * _OF_ONE_SQUARE * squares)
 
 
 def solving_flops(config: ModelConfig, shape: Sequence[int], effort: Effort) -> int:

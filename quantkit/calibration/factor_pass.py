@@ -13,16 +13,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from quantkit.architectures.topology import InputGroup, input_groups
+from quantkit.architectures.topology import InputGroup, head_layers, input_groups
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.effort import FACTOR_ROWS, GRADIENTS, has_factor
-from quantkit.calibration.fisher import FisherPasses
+from quantkit.calibration.fisher import TURN, FisherPasses
 from quantkit.calibration.output_factors import OutputFactors
 from quantkit.distributed.group import ProcessGroup
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.memory import malloc_trim
 from quantkit.model.load import BLOCK_PREFIX
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, Stretches, in_phase, silent
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import add_square_, fill_lower_
 
@@ -47,22 +47,26 @@ def measure_factors(
     factors, layers = OutputFactors(store), source.config.num_layers
     share = group.share(len(samples))
     passes = FisherPasses(source, samples[share], len(samples[share]), device, store=store)
+    head = TURN * head_layers(source.config)
+    total = 2 * layers - first_layer + head
     for layer in range(layers):
-        progress(GRADIENTS, layer, 2 * layers - first_layer, "layers")
+        progress(GRADIENTS, layer, total, "layers")
         passes.forward(layer, with_sums=False)
         malloc_trim()
     failed = torch.tensor([float(not passes.is_finite())], device=device)
     group.sum_(failed)
     if failed.any():
         return factors
-    passes.turn(share.start)
+    stretches = Stretches(in_phase(progress, GRADIENTS), total)
+    stretches.next(layers)
+    passes.turn(share.start, stretches.next(head))
     for layer in reversed(range(first_layer, layers)):
-        progress(GRADIENTS, 2 * layers - layer - 1, 2 * layers - first_layer, "layers")
+        progress(GRADIENTS, head + 2 * layers - layer - 1, total, "layers")
         sums = _Sums(source, layer, wanted, device, samples.numel())
         passes.backward(layer, sums.add)
         sums.release(group, factors)
         malloc_trim()
-    progress(GRADIENTS, 2 * layers - first_layer, 2 * layers - first_layer, "layers")
+    progress(GRADIENTS, total, total, "layers")
     return factors
 
 

@@ -21,12 +21,18 @@ from quantkit.calibration.streams import embedded, step_of_samples
 from quantkit.formats.checkpoint import Checkpoint, stored_name
 from quantkit.model.decoder import Block, final_logits, rms_norm
 from quantkit.model.load import BLOCK_PREFIX, fill, float_parameter, floats_of, meta_init
+from quantkit.progress import Progress, silent
 from quantkit.tensors.finite import all_finite
 from quantkit.tensors.products import add_square_
 
 _KEY = "inputs of a block"
-_TOKENS_THROUGH_THE_HEAD = 64
-_HEAD_WEIGHTS = 1 << 24  # of the head that are float32 at a time
+TURN = 3
+"""The passes through the head that take as long as its gradients: products in both directions, and the draw of a token
+from each distribution."""
+HEAD_TOKENS = 64
+"""Tokens that go through the head at a time."""
+HEAD_WEIGHTS = 1 << 24
+"""Weights of the head that are float32 at a time."""
 
 
 class FisherPasses:
@@ -77,17 +83,29 @@ class FisherPasses:
         weights = (floats_of(self._source.load(name)) for name in following)
         return all(map(all_finite, self._states)) and all(map(all_finite, weights))
 
-    def turn(self, first: int) -> None:
+    def turn(self, first: int, progress: Progress = silent) -> None:
         """Begin the backward pass: gradients of the log probabilities of drawn tokens by the last block's outputs.
-        `first` is the index of this process's first sample among all samples."""
+
+        Args:
+            first: the index of this process's first sample among all samples.
+            progress: called with the share of the tokens that have passed the head.
+        """
         del self._states[self._kept :]
         norm = rms_norm(self._source.config)
         norm.weight = float_parameter(self._source, "model.norm.weight", torch.device("cpu"), torch.float32)
         head = floats_of(self._source.load(stored_name(self._source, "lm_head.weight")))
+        done = 0
+        total = sum(states.shape[0] * states.shape[1] for states in self._states)
+
+        def advance(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            progress("head", done, total, "layers")
+
         for index, states in enumerate(self._states):
             states.requires_grad_()
             normed = norm(states)
-            normed.backward(_head_gradients(normed.detach(), head, self._source.config, first))
+            normed.backward(head_gradients(normed.detach(), head, self._source.config, first, advance))
             first += len(states)
             assert states.grad is not None
             self._states[index] = states.grad
@@ -144,22 +162,27 @@ class FisherPasses:
         return block.eval()
 
 
-def _head_gradients(hidden: Tensor, head: Tensor, config: ModelConfig, first: int) -> Tensor:
+def head_gradients(
+    hidden: Tensor, head: Tensor, config: ModelConfig, first: int, advance: Callable[[int], None] | None = None
+) -> Tensor:
     """Gradients by hidden states [B, T, D] of minus the log probability of a token drawn at each of them.
 
     The head is [V, D]; `first` is the seed of the first sample, so that tokens do not depend on the processes' number.
+    `advance` is called with the number of tokens that have passed the head since its last call.
     """
     found = torch.empty_like(hidden)
     for index, states in enumerate(hidden):
         generator = torch.Generator().manual_seed(first + index)
-        for start in range(0, len(states), _TOKENS_THROUGH_THE_HEAD):
-            rows = states[start : start + _TOKENS_THROUGH_THE_HEAD]
+        for start in range(0, len(states), HEAD_TOKENS):
+            rows = states[start : start + HEAD_TOKENS]
             products = torch.cat([rows @ part.float().t() for part in _parts(head)], dim=-1)
             logits = final_logits(products, config)
             gradients = logits.softmax(-1)
             drawn = torch.multinomial(gradients, 1, generator=generator)
             gradients.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=gradients.dtype))
-            found[index, start : start + _TOKENS_THROUGH_THE_HEAD] = through_logits(gradients, logits, head, config)
+            found[index, start : start + HEAD_TOKENS] = through_logits(gradients, logits, head, config)
+            if advance is not None:
+                advance(len(rows))
     return found
 
 
@@ -178,4 +201,4 @@ def through_logits(gradients: Tensor, logits: Tensor, head: Tensor, config: Mode
 
 
 def _parts(head: Tensor) -> Sequence[Tensor]:
-    return torch.split(head, max(1, _HEAD_WEIGHTS // head.shape[1]))
+    return torch.split(head, max(1, HEAD_WEIGHTS // head.shape[1]))

@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantkit.architectures.topology import head_layers
 from quantkit.distributed.group import SINGLE, ProcessGroup
 from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK, Batch
-from quantkit.progress import Progress, silent
+from quantkit.progress import Progress, Stretches, silent
 from quantkit.quality.figures import Estimate, mean_estimate
 from quantkit.tensors.finite import finite_logits
 from quantkit.via_transformers.forward import final_hidden, final_logits
@@ -167,24 +168,29 @@ def tallies(
     found = [[Tally(listener) for listener, _ in zip_longest(listeners, compared)] for _ in texts]
     width = max(checkpoint.config.hidden_size for checkpoint in (reference, *others))
     parts = _parts(texts, width)
-    runs = len(parts) * (len(compared) + 1)
-    steps = (part_of(progress, run, runs) for run in range(runs))
+    layers, head = reference.config.num_layers, head_layers(reference.config)
+    stretches = Stretches(progress, len(parts) * (len(compared) + 1) * (layers + head))
     for part in parts:
         batches = [one.batch() for _, one in part]
         targets = [one.targets.flatten() for _, one in part]
-        first = reference_hidden(reference, batches, group=group, progress=next(steps))
+        first = reference_hidden(reference, batches, group=group, progress=stretches.next(layers))
+        heads = 1  # models whose head is to be reported: the reference's with the first of the others
         state_bytes = 4 * width * sum(map(len, targets))
         for some in _pieces(len(compared), max(1, 2 * STATES_BYTES // state_bytes - 1)):
             seconds = [
-                final_hidden(other, batches, cache_dtype=cache, group=group, progress=next(steps))
+                final_hidden(other, batches, cache_dtype=cache, group=group, progress=stretches.next(layers))
                 for other, cache in compared[some]
             ]
-            for rows in head_pieces([len(one) for one in targets], size):
+            head_report = stretches.next(head * (heads + len(seconds)))
+            heads = 0
+            pieces = list(head_pieces([len(one) for one in targets], size))
+            for done, rows in enumerate(pieces, start=1):
                 expected = _logits(reference, first, rows, group, finite=finite)
                 for number, states in zip(range(some.start, some.stop), seconds, strict=True):
                     logits = _logits(compared[number][0], states, rows, group, finite=finite)
                     for (batch, own), p, q in zip(rows, expected, logits, strict=True):
                         found[part[batch][0]][number].add(p, q, targets[batch][own])
+                head_report("layers", done, len(pieces), "layers")
     return found
 
 
@@ -289,16 +295,21 @@ def _losses(
 ) -> Iterator[tuple[int, Tensor]]:
     """Minus the log probabilities [N] of some scored targets at a time, with the index of their text."""
     parts = _parts(texts, checkpoint.config.hidden_size)
-    for index, part in enumerate(parts):
+    layers, head = checkpoint.config.num_layers, head_layers(checkpoint.config)
+    stretches = Stretches(progress, len(parts) * (layers + head))
+    for part in parts:
         batches = [one.batch() for _, one in part]
-        states = final_hidden(checkpoint, batches, group=group, progress=part_of(progress, index, len(parts)))
+        states = final_hidden(checkpoint, batches, group=group, progress=stretches.next(layers))
+        head_report = stretches.next(head)
         targets = [one.targets.flatten() for _, one in part]
         scored = [(one != NOT_SCORED).nonzero().squeeze(-1) for one in targets]
-        for rows in head_pieces([len(one) for one in scored], checkpoint.config.vocab_size):
+        pieces = list(head_pieces([len(one) for one in scored], checkpoint.config.vocab_size))
+        for done, rows in enumerate(pieces, start=1):
             chosen = [(batch, scored[batch][some]) for batch, some in rows]
             found = _logits(checkpoint, states, chosen, group, finite=True)
             for (batch, own), logits in zip(chosen, found, strict=True):
                 yield part[batch][0], F.cross_entropy(logits, targets[batch][own], reduction="none").double()
+            head_report("layers", done, len(pieces), "layers")
 
 
 def _logits(

@@ -165,6 +165,7 @@ class Training:
         """
         state = self.state
         if not state.curve:
+            progress(TRAINING, 0, self.steps, "steps")  # the first evaluation takes a while
             self._evaluate(evaluated)
         while state.step < self.steps:
             self._report(progress)
