@@ -242,7 +242,7 @@ def quantize(data: str | None, **given: Any) -> None:
                     note(estimate.line())
                     progress.expect(estimate.steps)
 
-                made = job(**arguments, group=group, on_estimate=begin, progress=progress)
+                made = job(**arguments, group=group, on_estimate=begin, on_note=note, progress=progress)
     if group.is_rank0:
         _report_written(outputs, made)
 

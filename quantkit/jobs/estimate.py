@@ -37,6 +37,7 @@ from quantkit.tensors.dtypes import DType
 
 _LIBRARIES = 40 << 20  # what the mathematics libraries and threads set up once work begins
 _PRODUCTS = 60 << 20  # what oneDNN keeps for each shape that the solver and experts multiply
+_HEAP = 1.25  # of the choice of schemes: freed memory stays between the states that it keeps, as measured
 _LONG_SECONDS = 20
 _MANIFEST = 300  # bytes of quantkit.json for each linear layer
 
@@ -193,7 +194,7 @@ def estimate_quantization(formats: Formats, fit: Fit | None) -> Estimate:
             phases["the gradients"] = process_bytes() + backward
         if fit is not None:
             needed = choice_bytes(config, shape, settings.memory_bytes)
-            phases["the choice of schemes"] = resident_bytes() + _LIBRARIES + needed
+            phases["the choice of schemes"] = process_bytes() + int(_HEAP * needed)
         if settings.text is None:
             tried = shape[0] * min(shape[1], PREFIX)
             phases["the choice of samples"] = forward_bytes(source, tried, models=1)

@@ -28,7 +28,7 @@ from quantkit.jobs.formats import Formats
 from quantkit.jobs.option_fields import called_with
 from quantkit.jobs.prepare import prepare, size_fit
 from quantkit.jobs.quantize_options import QuantizeOptions
-from quantkit.jobs.refine_estimate import estimate_refinement
+from quantkit.jobs.refine_estimate import estimate_refined_quantization, estimate_refinement
 from quantkit.jobs.refine_options import BATCH, RefineOptions, mesh_shape
 from quantkit.jobs.refine_plan import plan_refinement
 from quantkit.model.device import float_type
@@ -72,7 +72,10 @@ def quantize(options: QuantizeOptions) -> Estimate:
     """
     prepared = prepare(options)
     formats = Formats.of(prepared)
-    estimate = estimate_quantization(formats, size_fit(prepared))
+    if options.refine:
+        estimate = estimate_refined_quantization(prepared)
+    else:
+        estimate = estimate_quantization(formats, size_fit(prepared))
     _require_room(formats.dst, formats.encoder, estimate, options)
     if prepared.settings is not None:
         prepared.settings.require_text(prepared.source)

@@ -26,10 +26,12 @@ from quantkit.jobs.output import Writer, writing
 from quantkit.jobs.prepare import BIT_ALLOCATION, Prepared, prepare, size_fit
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.quantize_proof import planned, proven, result_of, with_loading
-from quantkit.jobs.quantize_refined import refined, remove_model, unrefined_path, with_training
+from quantkit.jobs.quantize_refined import refined, remove_model, unrefined_path
 from quantkit.jobs.quantize_work import quantizer_of, settled, work_of
+from quantkit.jobs.refine_estimate import estimate_refined_quantization
 from quantkit.jobs.refine_training import refined_state
 from quantkit.jobs.result import QuantizeResult, together
+from quantkit.jobs.rounding_probe import is_probed, probe_rounding
 from quantkit.progress import Progress, deduplicated, without_phase
 from quantkit.quality.gate import Gate
 from quantkit.quality.positions import PositionCertificate
@@ -46,12 +48,14 @@ class QuantizeArguments(QuantizeOptions):
         group: the processes that share the calibration. Each makes the same call; rank 0 writes, and the others wait
             for it.
         on_estimate: called with the estimate of memory, disk and time before anything takes long.
+        on_note: called with what the user should know while the job still runs: a scheme that will hardly pass.
         progress: as in `convert`.
     """
 
     _: KW_ONLY
     group: ProcessGroup = SINGLE
     on_estimate: Callable[[Estimate], None] | None = None
+    on_note: Callable[[str], None] | None = None
     progress: Progress | None = None
 
 
@@ -119,6 +123,10 @@ def quantize(options: QuantizeArguments) -> QuantizeResult:
     work = formats.work(works)
     report = progress if settings is None else without_phase(progress, work.job)  # GPTQ reports its linears
     with writing(work, dst, resume=options.resume, source_check=options.source_check, progress=report) as writer:
+        if is_probed(prepared) and not writer.written.names:
+            note = probe_rounding(prepared, progress)
+            if note is not None and options.on_note is not None:
+                options.on_note(note)
         _write(formats.blocks, quantizer, writer, writer.written, durable=settings is not None)
         writer.finish()
         results = {
@@ -138,7 +146,7 @@ def _refined(options: QuantizeArguments, prepared: Prepared, began: float, progr
     if options.group.size > 1:
         raise RequestError("`refine=True` is for one process", found=f"{options.group.size} processes")
     require_buildable(prepared.dst, prepared.encoder, resume=options.resume)
-    estimate = with_training(estimate_quantization(Formats.of(prepared), size_fit(prepared)), prepared)
+    estimate = estimate_refined_quantization(prepared)
     if options.on_estimate is not None:
         options.on_estimate(estimate)
     between = unrefined_path(prepared.dst)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -12,19 +11,17 @@ from typing import Any
 from quantkit.arguments import as_path
 from quantkit.calibration.documents import TextSource
 from quantkit.distributed.group import SINGLE
-from quantkit.errors import RequestError
 from quantkit.files.gguf_types import GGUF
 from quantkit.formats.container import weight_size
 from quantkit.formats.output.destination import manifest_path
 from quantkit.jobs.card import model_card_files
-from quantkit.jobs.estimate import Estimate
 from quantkit.jobs.output import writing
 from quantkit.jobs.prepare import Prepared
 from quantkit.jobs.quantize_proof import details, result_of
 from quantkit.jobs.quantize_work import work_of
 from quantkit.jobs.refine import records_of, refined_details
-from quantkit.jobs.refine_estimate import TrainingCost
-from quantkit.jobs.refine_options import BATCH, EPOCHS, RefineOptions
+from quantkit.jobs.refine_estimate import REFINED_GATE, REFINED_WRITING
+from quantkit.jobs.refine_options import RefineOptions
 from quantkit.jobs.refine_plan import plan_refinement
 from quantkit.jobs.refine_training import training_of
 from quantkit.jobs.result import QuantizeResult
@@ -33,7 +30,6 @@ from quantkit.progress import Progress, in_phase
 from quantkit.quality.changed_tensors import changes
 from quantkit.quality.figures import manifest_or_empty
 from quantkit.quality.gate import require_passed, run_gate
-from quantkit.training.trained import has_trained_scales
 
 _BETWEEN = ".unrefined"
 _OF_SOLVER = ("output_error",)  # of a record: no longer true of trained values
@@ -44,31 +40,6 @@ def unrefined_path(dst: Path) -> Path:
     if dst.suffix == GGUF:
         return dst.with_name(f"{dst.stem}{_BETWEEN}{GGUF}")
     return dst.with_name(dst.name + _BETWEEN)
-
-
-def with_training(estimate: Estimate, prepared: Prepared) -> Estimate:
-    """The estimate of a quantization whose result is refined. Raises `RequestError` if it has no scales to train."""
-    options, settings, source = prepared.options, prepared.settings, prepared.source
-    assert settings is not None  # refining goes with GPTQ
-    trained = {
-        module: (source.info(f"{module}.weight").shape, scheme)
-        for module, scheme in prepared.scheme_map.linears.items()
-        if has_trained_scales(scheme)
-    }
-    if not trained:
-        raise RequestError(
-            "`refine=True` trains scales in floats of integer codes, and no linear gets such", path=source.path,
-            found=" and ".join(prepared.scheme_map.counts()), expected="int4 or int8",
-        )  # fmt: skip
-    epochs = EPOCHS if options.epochs is None else options.epochs
-    cost = TrainingCost.of(source.config, settings, trained, epochs=epochs, batch=BATCH, codes=options.train_codes)
-    steps = {**estimate.steps, **cost.steps}
-    phase = "training" if cost.memory_bytes > estimate.memory_bytes else estimate.phase
-    return replace(
-        estimate, memory_bytes=max(estimate.memory_bytes, cost.memory_bytes), steps=steps,
-        seconds=math.fsum(steps.values()), disk_bytes=2 * estimate.disk_bytes,
-        scratch_bytes=max(estimate.scratch_bytes, cost.scratch_bytes), phase=phase,
-    )  # fmt: skip
 
 
 def refined(
@@ -98,12 +69,18 @@ def refined(
         changed = changes(planned.quantized, trained, sorted(trained.factors))
         found = refined_details(planned, changed, state, drawn)
         records = _records(first.manifest["modules"], records_of(planned, trained, changed))
-        with writing(work, prepared.dst, resume=options.resume, source_check=False, progress=progress) as writer:
+        # Under a phase of its own: a bar that returned to "quantize" would start the whole job again.
+        observed = in_phase(progress, REFINED_WRITING)
+        with writing(work, prepared.dst, resume=options.resume, source_check=False, progress=observed) as writer:
             result = put_all(writer, trained, records)
             require_written(trained, result, None if planned.names.codes else planned.quantized)
-            schemes, inputs = prepared.scheme_map.schemes, prepared.inputs
             gate = run_gate(
-                prepared.source, result, records, requested=schemes, inputs=inputs, progress=in_phase(progress, "gate")
+                prepared.source,
+                result,
+                records,
+                requested=prepared.scheme_map.schemes,
+                inputs=prepared.inputs,
+                progress=in_phase(progress, REFINED_GATE),
             )
             if not options.accept_quality_loss:
                 require_passed(gate, prepared.source, result, prepared.dst)

@@ -5,13 +5,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.calibration import estimate as costs
 from quantkit.calibration.effort import batch_samples, inner_width
+from quantkit.errors import RequestError
 from quantkit.formats.checkpoint import schemes
-from quantkit.jobs.estimate import Estimate, checked_tokens, forward_bytes, process_bytes, side_bytes
+from quantkit.jobs.estimate import (
+    Estimate,
+    checked_tokens,
+    estimate_quantization,
+    forward_bytes,
+    process_bytes,
+    side_bytes,
+)
+from quantkit.jobs.formats import Formats
+from quantkit.jobs.prepare import Prepared, size_fit
+from quantkit.jobs.refine_options import BATCH, EPOCHS
 from quantkit.jobs.refine_plan import Refinement
 from quantkit.jobs.settings import GptqSettings
 from quantkit.jobs.speed import Speed
@@ -21,13 +32,17 @@ from quantkit.tensors.scheme import QuantScheme
 from quantkit.training.optimizer import FACTOR_BYTES
 from quantkit.training.passes import TOKENS_THROUGH_THE_HEAD
 from quantkit.training.state import STATES
-from quantkit.training.trained import OFFSET_BYTES
+from quantkit.training.trained import OFFSET_BYTES, has_trained_scales
 from quantkit.training.training import TARGETS, TRAINING, held_back
 
 _PASSES = 4  # forward, forward again, and gradients by inputs and by weights
 _OF_BATCH = 10  # of the size of its widest states, at a time: what a block keeps for its gradients
 _OF_BLOCK = 3  # of the size of a block: its weights, their gradients, and what is computed from these
 _OF_LOGITS = 6  # copies
+REFINED_WRITING = "refine"
+"""The phase in which the trained values are written."""
+REFINED_GATE = "gate of the refined model"
+"""The phase of the gate after training; the gate of the quantized model comes before."""
 _STEP_SECONDS = 0.004  # of a block, to load and set up, twice in a step
 
 
@@ -80,6 +95,55 @@ class TrainingCost:
         return cls(memory, on_disk + STATES * (FACTOR_BYTES * factors + offsets), steps)
 
 
+def estimate_refined_quantization(prepared: Prepared) -> Estimate:
+    """Estimate a quantization whose result is refined: the steps of both jobs, one after the other.
+
+    Raises:
+        RequestError: if the result has no scales to train.
+    """
+    options, settings, source = prepared.options, prepared.settings, prepared.source
+    assert settings is not None  # refining goes with GPTQ
+    trained = {
+        module: (source.info(f"{module}.weight").shape, scheme)
+        for module, scheme in prepared.scheme_map.linears.items()
+        if has_trained_scales(scheme)
+    }
+    if not trained:
+        raise RequestError(
+            "`refine=True` trains scales in floats of integer codes, and no linear gets such",
+            path=source.path,
+            found=" and ".join(prepared.scheme_map.counts()),
+            expected="int4 or int8",
+        )
+    estimate = estimate_quantization(Formats.of(prepared), size_fit(prepared))
+    cost = TrainingCost.of(
+        source.config,
+        settings,
+        trained,
+        epochs=EPOCHS if options.epochs is None else options.epochs,
+        batch=BATCH,
+        codes=options.train_codes,
+    )
+    speed = Speed(source.config)
+    steps = {**estimate.steps, **cost.steps}
+    steps[REFINED_WRITING] = speed.writing(estimate.disk_bytes, estimate.disk_bytes)
+    if source.config.measurable:
+        steps[REFINED_GATE] = speed.forward(measured_tokens(source), models=3)
+    efforts = {}
+    for name, seconds in estimate.efforts.items():
+        efforts[name] = seconds + math.fsum(steps.values()) - estimate.seconds
+    return replace(
+        estimate,
+        memory_bytes=max(estimate.memory_bytes, cost.memory_bytes),
+        phase="training" if cost.memory_bytes > estimate.memory_bytes else estimate.phase,
+        steps=steps,
+        seconds=math.fsum(steps.values()),
+        efforts=efforts,
+        disk_bytes=2 * estimate.disk_bytes,
+        scratch_bytes=max(estimate.scratch_bytes, cost.scratch_bytes),
+    )
+
+
 def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None) -> Estimate:
     """What a refinement takes, for each of the processes of a mesh; None is that of the options."""
     plan, options = planned.plan, planned.options
@@ -102,7 +166,7 @@ def estimate_refinement(planned: Refinement, mesh: tuple[int, int] | None = None
         steps[SOURCE_CHECK] = speed.forward(checked)
     steps |= cost.steps
     disk = plan.work.encoder.total_bytes() + side_bytes(plan.work.side_files)
-    steps["refine"] = speed.writing(disk, sum(file.size for file in source.files()))
+    steps[REFINED_WRITING] = speed.writing(disk, sum(file.size for file in source.files()))
     steps["gate"] = speed.forward(measured, models=3)
     layers = dict(Counter(str(scheme) for scheme in schemes(quantized).values()))
     return Estimate(

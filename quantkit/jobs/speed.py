@@ -12,6 +12,7 @@ import torch
 from quantkit.architectures.config import ModelConfig
 from quantkit.calibration.effort import every_group, inner_width
 from quantkit.calibration.estimate import forward_flops
+from quantkit.calibration.fisher import HEAD_TOKENS, head_gradients
 from quantkit.model.column_kernels import column_kernels
 from quantkit.model.layerwise import TOKENS_THROUGH_A_BLOCK
 from quantkit.quality.measures import LOGITS_BYTES, TOKENS_THROUGH_THE_HEAD, Tally
@@ -23,6 +24,7 @@ from quantkit.tensors.scheme import QuantScheme
 _FEWEST_RUNS = 3
 _MEASURED_SECONDS = 0.1
 _WEIGHTS = 1 << 19  # that are rounded
+_HEAD_WEIGHTS = 1 << 23  # of the head whose gradients are computed
 _ROWS_ON_GPU = 4096
 _WIDTH = 1024  # of a model known by its tensors only
 _MAX_WIDTH = 2048  # of matrices that are multiplied
@@ -57,6 +59,10 @@ class Speed:
         loaded = passes * (self.linears * _SECONDS_OF_LINEAR + (weights + head) * _SECONDS_OF_WEIGHT)
         return models * (self.products(forward_flops(config, tokens)) + states + logits + loaded)
 
+    def head_gradients(self, tokens: int) -> float:
+        """Estimate the time of the gradients of tokens that are drawn from the model, by the inputs of its head."""
+        return tokens * self.config.vocab_size * _seconds_of_head_gradient(self.config)
+
     def rounding(self, schemes: Mapping[QuantScheme, int], *, searched: bool) -> float:
         """The time to round numbers of weights, by scheme; below 8 bits on scales that are searched or span groups."""
         width = self.config.hidden_size or _WIDTH
@@ -82,6 +88,16 @@ def _seconds_of_logit(vocab_size: int) -> float:
     targets = torch.zeros(len(p), dtype=torch.long)
     seconds: float = _shortest(lambda: Tally().add(p, q, targets)) / (2 * p.numel())
     return seconds
+
+
+@cache
+def _seconds_of_head_gradient(config: ModelConfig) -> float:
+    """Measure the gradient of one token by one row of the head."""
+    rows = min(config.vocab_size, max(1, _HEAD_WEIGHTS // config.hidden_size))
+    # Logits of about the size of a model's: larger ones give probabilities that are denormal, on which CPUs are slow.
+    head = (torch.randn(rows, config.hidden_size) * config.hidden_size**-0.5).bfloat16()
+    states = torch.randn(1, HEAD_TOKENS, config.hidden_size)
+    return _shortest(lambda: head_gradients(states, head, config, first=0)) / (HEAD_TOKENS * rows)
 
 
 @cache

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quantkit.bit_allocation.fit import Fit
-from quantkit.bit_allocation.losses import choice_flops
+from quantkit.bit_allocation.losses import CHOICE, choice_flops, sample_counts, tried_weights
 from quantkit.calibration import estimate as costs
 from quantkit.calibration.cache_scales import CACHE_SCALES, scale_tokens
 from quantkit.calibration.effort import EFFORTS, GRADIENTS, Effort
@@ -15,17 +15,18 @@ from quantkit.calibration.importance import IMPORTANCE, importance_tokens
 from quantkit.calibration.packaged import PREFIX, ROUNDS
 from quantkit.jobs.formats import Formats
 from quantkit.jobs.prepare import Prepared
+from quantkit.jobs.rounding_probe import PROBE, is_probed
 from quantkit.jobs.settings import GptqSettings
 from quantkit.jobs.sizes import WeightSizes
 from quantkit.jobs.speed import Speed
-from quantkit.quality.bounds import measured_tokens
+from quantkit.quality.bounds import measured_tokens, window_length
 from quantkit.tensors.products import compute_dtype
 from quantkit.tensors.scheme import QuantScheme
 
 SOURCE_CHECK = "check of the source"
 _PASSES_OF_CERTIFICATE = 3  # of the source, and of the result with each cache
 _OVERHEAD = 1.3  # of samples and the solver, in units of their matrix products
-_SECONDS_OF_CHOICE = 0.04  # for each linear: its scales are searched in all schemes
+_SECONDS_OF_CHOICE = 0.04  # for each linear, besides the search of its scales: sums of its weights and its Hessian
 _TRIED_AGAIN = 1.2  # parts of samples, with those that replace others
 
 
@@ -67,10 +68,14 @@ def _steps(
         steps |= _before(settings, fit, speed)
         shape = settings.samples, settings.length
         effort = settings.effort_on(config, shape, prepared.scheme_map.linears.values())
-        if flops := costs.gradient_flops(config, shape, effort):
-            steps[GRADIENTS] = _OVERHEAD * speed.products(flops)
     if checked:
         steps[SOURCE_CHECK] = speed.forward(checked)
+    if is_probed(prepared):
+        passes = speed.forward(window_length(source), models=2)
+        steps[PROBE] = passes + speed.rounding(weights, searched=False)
+    if settings is not None and (flops := costs.gradient_flops(config, shape, effort)):
+        tokens = effort.gradient_samples(config, shape) * settings.length
+        steps[GRADIENTS] = _OVERHEAD * (speed.products(flops) + speed.head_gradients(tokens))
     if prepared.is_weighted:
         steps[IMPORTANCE] = speed.forward(math.prod(importance_tokens(source)))
     if settings is None and prepared.options.kv_cache is not None:
@@ -107,8 +112,11 @@ def _before(settings: GptqSettings, fit: Fit | None, speed: Speed) -> dict[str, 
         tried = int(_TRIED_AGAIN * shape[0] * min(shape[1], PREFIX))
         steps["calibration samples"] = speed.forward(tried, passes=ROUNDS)
     if fit is not None:
-        arithmetic = _OVERHEAD * speed.products(choice_flops(config, shape, settings.memory_bytes))
-        steps["choose schemes"] = arithmetic + _SECONDS_OF_CHOICE * speed.linears
+        _, for_gradients = sample_counts(config, shape, settings.memory_bytes)
+        passes = speed.products(choice_flops(config, shape, settings.memory_bytes))
+        head = speed.head_gradients(for_gradients * settings.length)
+        rounding = speed.rounding(tried_weights(fit.units, fit.options), searched=True)
+        steps[CHOICE] = _OVERHEAD * (passes + head) + rounding + _SECONDS_OF_CHOICE * speed.linears
     return steps
 
 

@@ -15,13 +15,16 @@ from command import Capture, run
 
 import quantkit
 from quantkit import memory
+from quantkit.bit_allocation.losses import CHOICE
 from quantkit.calibration import data
 from quantkit.cgroups import MemoryLimit
 from quantkit.cli.main import quantkit as root
 from quantkit.data.files import excerpt
+from quantkit.jobs.rounding_probe import PROBE
 from quantkit.jobs.sizes import WeightSizes
 from quantkit.memory import size_text
 from quantkit.text.tokenizer import Tokenizer
+from quantkit.training.training import TRAINING
 
 ROWS = 2048  # of the demo model's embedding
 GPTQ = ["--method", "gptq", "--samples", "60", "--length", "256"]
@@ -143,6 +146,82 @@ def test_the_steps_are_the_phases_that_the_job_reports(demo_model: Path, text: P
         assert list(estimate.steps) == reported
         assert estimate.seconds == pytest.approx(sum(estimate.steps.values()))
         assert min(estimate.steps.values()) > 0
+
+
+def test_refining_is_counted_with_the_phases_that_the_job_reports(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    calibration: dict[str, Any] = {"calibration": text, "samples": 96, "length": 64}
+    plain = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g32", **calibration)
+    options = {**calibration, "refine": True, "epochs": 2}
+    planned = quantkit.plan.quantize(demo_model, tmp_path / "out", "int4-g32", **options)
+    assert planned.steps[TRAINING] > 0
+    assert planned.seconds == pytest.approx(sum(planned.steps.values()))
+    assert set(plain.steps) < set(planned.steps)
+    assert planned.disk_bytes > plain.disk_bytes
+
+    phases: list[str] = []
+    quantkit.quantize(
+        demo_model,
+        tmp_path / "out",
+        "int4-g32",
+        **options,
+        accept_quality_loss=True,
+        progress=lambda phase, done, total, unit: phases.append(phase),
+    )
+    reported = [phase for phase in dict.fromkeys(phases) if phase in planned.steps]
+    assert list(planned.steps) == reported
+
+
+def test_choosing_schemes_counts_the_head_and_the_search_of_scales(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choice_seconds() -> float:
+        planned = quantkit.plan.quantize(demo_model, tmp_path / "out", target_bits=5)
+        return planned.steps[CHOICE]
+
+    for name in ("logit", "rounding", "operation", "head_gradient"):
+        monkeypatch.setattr(f"quantkit.jobs.speed._seconds_of_{name}", lambda *_, **options: 0.0)
+    without = choice_seconds()
+    monkeypatch.setattr("quantkit.jobs.speed._seconds_of_head_gradient", lambda config: 1.0)
+    assert choice_seconds() > without + 8192  # tokens, each with a row of the head for every token it may draw
+    monkeypatch.setattr("quantkit.jobs.speed._seconds_of_head_gradient", lambda config: 0.0)
+    monkeypatch.setattr("quantkit.jobs.speed._seconds_of_rounding", lambda *_, **options: 1.0)
+    assert choice_seconds() > without + 1000
+
+
+def test_a_probe_tells_early_that_a_scheme_will_hardly_pass(
+    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"method": "gptq", "calibration": text, "samples": 128, "length": 128}
+    events: list[str] = []
+
+    def quantize(name: str, **more: Any) -> quantkit.QuantizeResult:
+        events.clear()
+        return quantkit.quantize(
+            demo_model,
+            tmp_path / name,
+            "int4-g128",
+            **{**options, **more},
+            on_note=lambda note: events.append(f"note: {note}"),
+            progress=lambda phase, done, total, unit: events.append(phase),
+        )
+
+    planned = quantkit.plan.quantize(demo_model, tmp_path / "sound", "int4-g128", **options)
+    quantize("sound")
+    assert PROBE in planned.steps
+    assert PROBE in events
+    assert not any(event.startswith("note: ") for event in events)
+
+    monkeypatch.setattr("quantkit.jobs.rounding_probe.GPTQ_GAIN", 1e-6)
+    result = quantize("warned")
+    (note,) = [event for event in events if event.startswith("note: ")]
+    assert events.index(note) < events.index("quantize")
+    assert "int4-g32" in note
+    assert str(tmp_path / "warned") in note
+    assert result.quality.problem() is None  # it is a note: what passes is written
+
+    quantize("short", samples=16, length=64)
+    assert PROBE not in events
+    assert not any(event.startswith("note: ") for event in events)
 
 
 def test_the_time_of_each_effort_is_reported(demo_model: Path, tmp_path: Path) -> None:
