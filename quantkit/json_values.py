@@ -14,6 +14,8 @@ from quantkit.errors import CheckpointError
 
 MAX_BYTES = 64 * 2**20  # the largest tokenizers published take some 30 MB, the largest indices 10
 MAX_DEPTH = 64  # of nested lists and objects
+LFS_POINTER = b"version https://git-lfs.github.com/spec"
+"""The first bytes of what git checks out in place of a large file that it has not downloaded."""
 LINES_OF_ARRAY = "jq -c '.[]' makes lines of it"
 """The hint for an array where a file needs JSON lines."""
 _SHOWN = 60
@@ -47,6 +49,14 @@ def parsed(text: str, path: str | Path) -> dict[str, Any]:
     return value
 
 
+def require_json(path: Path) -> None:
+    """Raise `CheckpointError` if a file does not hold JSON, of whatever type."""
+    try:
+        json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"is not valid JSON: {error}", path=path) from error
+
+
 def read_settings(path: Path) -> dict[str, Any]:
     """Read a JSON object whose numbers are all finite: a model's config, parts of which are written again. Raises
     `CheckpointError` as `read_json` does; also for NaN and Infinity, which JSON does not have, and for numbers that are
@@ -61,11 +71,11 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def require_plain_file(path: Path) -> None:
-    """Require a regular file of moderate size before it is opened: a pipe would never end.
+    """Require a regular file of moderate size before it is read: a pipe would never end.
 
     Raises:
-        CheckpointError: if it is missing, not a regular file, or too large.
-        OSError: if its status cannot be read.
+        CheckpointError: if it is missing, not a regular file, too large, or a git-lfs pointer to a file.
+        OSError: if it cannot be read.
     """
     try:
         size = path.stat().st_size
@@ -75,6 +85,12 @@ def require_plain_file(path: Path) -> None:
         raise CheckpointError("is not a regular file", path=path)
     if size > MAX_BYTES:
         raise CheckpointError("is too large", path=path, found=f"{size} bytes", expected=f"at most {MAX_BYTES}")
+    with path.open("rb") as file:
+        begin = file.read(len(LFS_POINTER))
+    if begin == LFS_POINTER:
+        raise CheckpointError(
+            "is a git-lfs pointer, not the file", path=path, found=f"{size} bytes", hint="run 'git lfs pull'"
+        )
 
 
 class Settings:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal, get_args
 
+from quantkit.errors import QuantkitError
 from quantkit.formats.codecs.codec import Runtime as Runtime
 
 RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
@@ -80,6 +81,18 @@ def _by_name() -> Mapping[str, Rule]:
 def finding(rule: str, where: str, what: str) -> Finding:
     """What the rule of a name has found."""
     return Finding(_by_name()[rule], where, what)
+
+
+def describe(error: Exception) -> str:
+    """Describe an error in a finding: the problem, with what was found and expected."""
+    if not isinstance(error, QuantkitError):
+        return str(error)
+    facts = []
+    if error.found is not None:
+        facts.append(f"found {error.found}")
+    if error.expected is not None:
+        facts.append(f"expected {error.expected}")
+    return f"{error.problem} ({', '.join(facts)})" if facts else error.problem
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.doctor.side_files import CONFIG, PARAMS, SideFiles
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.files import pth_io, safetensors_io
 from quantkit.files.gguf_io import GgufHeader, read_header
@@ -20,18 +21,10 @@ from quantkit.formats.output.destination import MANIFEST
 from quantkit.formats.output.staging import require_finished
 from quantkit.json_values import read_json, read_settings
 
-CONFIG = "config.json"
-PARAMS = "params.json"
 _READERS: dict[str, Callable[[Path], TensorFile]] = {
     ".safetensors": safetensors_io.open_file, ".bin": pth_io.open_file, ".pth": pth_io.open_file,
     ".pt": pth_io.open_file,
 }  # fmt: skip
-_SMALL = (
-    CONFIG, PARAMS, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt", "tekken.json",
-    "quantize_config.json", "quant_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
-)  # fmt: skip
-"""Files next to the weights that readers look for."""
 _MAX_NAME = 255  # bytes of a file's name
 _NAMED = {
     "safetensors": r"model(-\d+-of-\d+)?\.safetensors", "bin": r"pytorch_model(-\d+-of-\d+)?\.bin",
@@ -42,18 +35,15 @@ _PART = re.compile(r"-(\d+)-of-(\d+)\.")
 _MAX_FILES = 4096
 
 
-class Folder:
+class Folder(SideFiles):
     """What is at a path; only headers are read.
 
     Attributes:
-        root: the folder with the files next to the weights.
         kind: of the weights that are checked: ``safetensors``, ``bin``, ``meta``, ``mistral`` or ``gguf``; ``file`` for
             a single file; empty if there are none.
-        config: config.json; empty if it is missing or damaged.
         settings: of the quantization, wherever the folder has them; None for floats.
         index: the file of each tensor, as the index says; None if there is none that can be read.
         listed: the files of weights that belong to the model, whether or not they exist.
-        dead: small files that are broken links, pipes or folders.
         stray: other files of the same kind next to them.
         others: further models there, which are not checked.
         files: files of weights that could be read.
@@ -66,7 +56,6 @@ class Folder:
     def __init__(self, path: Path) -> None:
         """A path with nothing there, or a file that holds no weights, is a `RequestError`; a partial folder of an
         interrupted run is a `CheckpointError`."""
-        self.path = path
         found = require_there(path)
         require_finished(found, MANIFEST)
         self.problems: list[tuple[Path, QuantkitError]] = []
@@ -78,13 +67,15 @@ class Folder:
         self.twice: dict[str, tuple[str, str]] = {}
         self.others: list[Path] = []
         self.index: Mapping[str, Any] | None = None
-        self.root = found if found.is_dir() else found.parent
-        config = self.root / CONFIG
-        self.config = self._read(lambda: read_settings(config)) if found.is_dir() and config.is_file() else {}
-        settings = self._read(lambda: settings_in(self.config, self.root)).get(SETTINGS)
+        root = found if found.is_dir() else found.parent
+        names = sorted(os.listdir(root)) if found.is_dir() else [found.name]
+        path_of_config = root / CONFIG
+        config: Mapping[str, Any] = {}
+        if found.is_dir() and path_of_config.is_file():
+            config = self._read(lambda: read_settings(path_of_config), root)
+        super().__init__(path, root, names, kind="", config=config)
+        settings = self._read(lambda: settings_in(self.config, root), root).get(SETTINGS)
         self.settings: Mapping[str, Any] | None = settings if isinstance(settings, dict) else None
-        self.names = sorted(one.name for one in self.root.iterdir()) if found.is_dir() else [found.name]
-        self.dead = [name for name in _SMALL if name in self.names and not (self.root / name).is_file()]
         self.kind, self.listed = self._weights(found)
         for one in self.listed[:_MAX_FILES]:
             self._open(one)
@@ -110,17 +101,12 @@ class Folder:
             return True
         return str(self.index.get(name, "")) not in self.files and name in self.index
 
-    def side_json(self, name: str) -> dict[str, Any] | None:
-        """A JSON file next to the weights; None if there is none. A damaged one is a `CheckpointError`."""
-        path = self.root / name
-        return read_json(path) if name in self.names and path.is_file() else None
-
-    def _read(self, read: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    def _read(self, read: Callable[[], Mapping[str, Any]], root: Path) -> Mapping[str, Any]:
         """What `read` returns; if it is damaged, nothing, and the problem is kept."""
         try:
             return read()
         except CheckpointError as error:
-            self.problems.append((error.path or self.root, error))
+            self.problems.append((error.path or root, error))
             return {}
 
     def _weights(self, found: Path) -> tuple[str, list[Path]]:

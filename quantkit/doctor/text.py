@@ -3,44 +3,49 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.doctor.findings import Finding, finding
-from quantkit.doctor.folder import CONFIG, Folder
+from quantkit.doctor.findings import Finding, describe, finding
+from quantkit.doctor.side_files import CONFIG, SideFiles, check_contents
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.json_values import shown
 from quantkit.runtime.generation_config import NAME as GENERATION
-from quantkit.runtime.generation_config import sampling_defaults
-from quantkit.text.chat_template import ChatTemplate, ChatTemplates
+from quantkit.runtime.generation_config import require_valid
+from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.special_tokens import special_tokens, tokens_of_config_alone
 from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer_settings import require_loadable_settings
 
-_VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json")
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "vocab.txt")
 _READ = ("tokenizer.json", "tokenizer.model")
-_LFS = b"version https://git-lfs"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 INSTRUCT = re.compile(r"(?i)(^|[-_./ ])(instruct|chat|it|sft|dpo|rlhf)([-_./ ]|$)")
 _MIN_SHARE = 0.75  # of the embedding's rows, which are padded, that have a token
 
 
-def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
-    """Check what a model needs to read and write text; `rows` are those of the embedding, None if not known."""
+def check(folder: SideFiles, rows: int | None, carried: Collection[str] = ()) -> Iterator[Finding]:
+    """Check what a model needs to read and write text.
+
+    Args:
+        rows: of the embedding, None if not known.
+        carried: see `check_contents`.
+    """
     if not any(name in folder.names for name in _FILES):
         yield finding("no-tokenizer", folder.path.name, "none of tokenizer.json, tokenizer.model, vocab.json")
     vocabulary: Mapping[str, int] | None = None
-    yield from _placeholders(folder)
+    yield from check_contents(folder, carried)
     count = None
     try:
         vocabulary = _vocabulary(folder)
         if any((folder.root / name).is_file() for name in _READ):
             listed = max((vocabulary or {}).values(), default=-1) + 1  # the library may see fewer
             count = max(load_tokenizer(folder.root).vocab_size, listed)
+        require_loadable_settings(folder.root)
     except (QuantkitError, OSError) as error:
         if _place(error) != CONFIG:  # reported by other rules
-            yield finding("damaged-tokenizer", _place(error), str(getattr(error, "problem", error)))
+            yield finding("damaged-tokenizer", _place(error), describe(error))
     stated = folder.config.get("vocab_size")
     if rows is not None and type(stated) is int and stated > 0 and stated != rows and folder.kind != "meta":
         yield finding("vocabulary", CONFIG, f"vocab_size {stated}, and {rows} rows")
@@ -52,7 +57,7 @@ def check(folder: Folder, rows: int | None) -> Iterator[Finding]:
     yield from _templates(folder)
 
 
-def _is_instruct(folder: Folder) -> bool:
+def _is_instruct(folder: SideFiles) -> bool:
     """Whether a model's names say that it is an instruct model."""
     names = [folder.config.get("_name_or_path"), folder.path.resolve().name]
     if "README.md" in folder.names:
@@ -73,7 +78,7 @@ def _find_base_models(readme: str) -> list[str]:
     return names
 
 
-def _vocabulary(folder: Folder) -> dict[str, int] | None:
+def _vocabulary(folder: SideFiles) -> dict[str, int] | None:
     """The ids of the tokens in tokenizer.json; None if there is no such file."""
     found = folder.side_json("tokenizer.json")
     folder.side_json("tokenizer_config.json")
@@ -95,18 +100,6 @@ def _vocabulary(folder: Folder) -> dict[str, int] | None:
     return {**vocabulary, **ids}
 
 
-def _placeholders(folder: Folder) -> Iterator[Finding]:
-    """Files that are empty or git-lfs pointers; the tokenizer may be read from another file."""
-    for name in _VOCABULARY_FILES:
-        if name not in folder.names or not (folder.root / name).is_file():
-            continue
-        head = _begins(folder.root / name)
-        if head.startswith(_LFS):
-            yield finding("damaged-tokenizer", name, "is a git-lfs pointer, not the file")
-        elif not head:
-            yield finding("damaged-tokenizer", name, "0 bytes")
-
-
 def _begins(path: Path) -> bytes:
     """The first bytes of a file; none if it cannot be read."""
     try:
@@ -118,21 +111,18 @@ def _begins(path: Path) -> bytes:
         return b""
 
 
-def _generation(folder: Folder) -> Iterator[Finding]:
+def _generation(folder: SideFiles) -> Iterator[Finding]:
     if GENERATION not in folder.names:
         if folder.kind != "meta" and _is_instruct(folder):
             yield finding("no-generation-config", folder.path.name, "by its name it is an instruct model")
         return
     try:
-        sampling_defaults(folder.root)
-        limit = _lenient(folder, GENERATION).get("max_new_tokens")
-        if isinstance(limit, int | float) and not isinstance(limit, bool) and limit <= 0:
-            yield finding("bad-generation-config", GENERATION, f"max_new_tokens is {shown(limit)}, expected at least 1")
+        require_valid(folder.root)
     except (QuantkitError, OSError) as error:
-        yield finding("bad-generation-config", GENERATION, str(getattr(error, "problem", error)))
+        yield finding("bad-generation-config", GENERATION, describe(error))
 
 
-def _special(folder: Folder, rows: int | None, vocabulary: Mapping[str, int] | None) -> Iterator[Finding]:
+def _special(folder: SideFiles, rows: int | None, vocabulary: Mapping[str, int] | None) -> Iterator[Finding]:
     text = folder.config.get("text_config")
     config = {**(text if isinstance(text, dict) else {}), **folder.config}
     ends: set[int] = set()
@@ -164,21 +154,21 @@ def _special(folder: Folder, rows: int | None, vocabulary: Mapping[str, int] | N
         yield finding("end-tokens", "tokenizer_config.json", what)
 
 
-def _templates(folder: Folder) -> Iterator[Finding]:
+def _templates(folder: SideFiles) -> Iterator[Finding]:
     try:
         templates = ChatTemplates(folder.root)
-        for source in templates.sources.values():
-            ChatTemplate(source, path=folder.root)
+        for name in templates.sources:
+            templates.choose(name)
     except (QuantkitError, OSError) as error:
         if "tokenizer_config" not in _place(error) or _lenient(folder, "tokenizer_config.json"):
-            yield finding("damaged-template", _place(error), str(getattr(error, "problem", error)))
+            yield finding("damaged-template", _place(error), describe(error))
         return  # damaged JSON is reported by the tokenizer's rule
     has_tokenizer = any(name in folder.names for name in _FILES)
     if not templates and folder.kind != "meta" and _is_instruct(folder) and has_tokenizer:  # Meta's need no template
         yield finding("no-chat-template", folder.path.name, "by its name it is an instruct model")
 
 
-def _added_elsewhere(folder: Folder) -> set[str]:
+def _added_elsewhere(folder: SideFiles) -> set[str]:
     """The tokens that tokenizer_config.json or added_tokens.json add to those of tokenizer.json."""
     decoder = _lenient(folder, "tokenizer_config.json").get("added_tokens_decoder")
     listed = decoder.values() if isinstance(decoder, dict) else ()
@@ -186,7 +176,7 @@ def _added_elsewhere(folder: Folder) -> set[str]:
     return {one for one in spelled if isinstance(one, str)} | set(_lenient(folder, "added_tokens.json"))
 
 
-def _lenient(folder: Folder, name: str) -> dict[str, Any]:
+def _lenient(folder: SideFiles, name: str) -> dict[str, Any]:
     """A JSON file; empty if it is damaged, which other rules report."""
     try:
         return folder.side_json(name) or {}

@@ -10,9 +10,10 @@ from pathlib import Path
 from quantkit.architectures.families import ignored_rope_settings
 from quantkit.architectures.families.opaque import is_extra_layer
 from quantkit.architectures.names import is_derived_buffer, is_embedding
-from quantkit.doctor.findings import Finding, finding
+from quantkit.doctor.findings import Finding, describe, finding
 from quantkit.doctor.folder import CONFIG, Folder, may_hold_weights
 from quantkit.doctor.parts import PREDICTION
+from quantkit.doctor.side_files import check_dead, check_links, file_kind
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.formats.codecs.awq import Awq
@@ -40,8 +41,9 @@ def check_files(folder: Folder) -> Iterator[Finding]:
         kinds = "*.safetensors, pytorch_model*.bin, consolidated.*.pth or *.gguf"
         models = ", ".join(path.name for path in models_in(folder.root))
         yield finding("no-weights", folder.path.name, f"no {kinds}{models and f'; models are in {models}'}")
-    for name in folder.dead if folder.kind != "gguf" else ():
-        yield finding("not-a-file", name, _file_kind(folder.root / name))
+    if folder.kind != "gguf":
+        yield from check_dead(folder)
+        yield from check_links(folder)
     listed = set(folder.listed)
     for path, error in folder.problems:
         yield _unreadable(folder, path, error, is_listed=path in listed)
@@ -92,13 +94,11 @@ def check_by_transformers(folder: Folder) -> tuple[bool, list[Finding]]:
 
 
 def _unreadable(folder: Folder, path: Path, error: QuantkitError, *, is_listed: bool) -> Finding:
-    name, text = path.name, error.problem
-    facts = ", ".join(f"{label} {one}" for label, one in (("found", error.found), ("expected", error.expected)) if one)
-    what = text + (f" ({facts})" if facts else "")
+    name, text, what = path.name, error.problem, describe(error)
     if not is_listed:
         return finding("damaged-index" if name.endswith(".index.json") else "damaged-json", name, what)
     if name in folder.names and not path.is_file():
-        return finding("not-a-file", name, _file_kind(path))
+        return finding("not-a-file", name, file_kind(path))
     if not path.exists():
         known = folder.index is not None
         return finding("missing-file", name, "the index names it" if known else "its set has more parts than are there")
@@ -107,12 +107,6 @@ def _unreadable(folder: Folder, path: Path, error: QuantkitError, *, is_listed: 
     if any(one in text for one in ("git-lfs", "HTML", "error message")):
         return finding("placeholder", name, what)
     return finding("truncated-file" if "truncated" in text else "damaged-file", name, what)
-
-
-def _file_kind(path: Path) -> str:
-    if path.is_symlink() and not path.exists():
-        return "a link that leads nowhere"
-    return "a folder" if path.is_dir() else "no regular file"
 
 
 def _index(folder: Folder) -> Iterator[Finding]:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import CheckpointError
+from quantkit.json_values import LFS_POINTER
 
 _PIECE = 1 << 22
 _SAMPLES, SAMPLE_BYTES = 64, 1 << 14
 _MAX_READ = 1 << 30  # a single read of more than 2 GiB is an error on some systems
-_LFS = b"version https://git-lfs.github.com/spec"
 _HTML = (b"<!doctype html", b"<html", b"<?xml", b"<head")
 
 
@@ -123,7 +123,7 @@ class SourceFile:
 
     def require_content(self) -> None:
         """Raise a `CheckpointError` if it is a git-lfs pointer to a file."""
-        if self.read(0, min(self.size, len(_LFS))) == _LFS:
+        if self.read(0, min(self.size, len(LFS_POINTER))) == LFS_POINTER:
             found = f"{self.size} bytes"
             raise CheckpointError(
                 "is a git-lfs pointer, not the file", path=self.path, found=found, hint="run 'git lfs pull'"
@@ -150,7 +150,7 @@ def open_weights(path: Path) -> SourceFile:
     head, found = file.read(0, min(file.size, 512)), f"{file.size} bytes"
     if not head:
         raise CheckpointError("the weight file is empty", path=path, found=found)
-    if head.startswith(_LFS):
+    if head.startswith(LFS_POINTER):
         raise CheckpointError("is a git-lfs pointer, not weights", path=path, found=found, hint="run 'git lfs pull'")
     text = head.lstrip().lower()
     if text.startswith(_HTML):

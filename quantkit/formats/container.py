@@ -282,6 +282,11 @@ class Container(Protocol):
         """
         raise _not_written(self.title)
 
+    def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
+        """Return the names of a source's side files that are copied to an output `dst`, or whose content goes into
+        other files of it."""
+        return ()
+
     def notes(self, output: Output) -> list[str]:
         """Notes for the user on an output."""
         return []

@@ -33,10 +33,11 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 SIDE_FILES = {"generation_config.json", *TOKENIZER_FILES}
 """Files that influence what a model generates, besides weights and config."""
-OTHER_FILES = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")
+LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")
+OTHER_FILES = ("generation_config.json", *LICENSES)
 
 _CODE = ".py"
-_SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".bpe", ".vocab"}
+SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".bpe", ".vocab"}
 QUANTIZED_ELSEWHERE = tuple(SETTINGS_FILES)
 """Files that hold settings of a quantization next to a config.json without any."""
 _NOT_TAKEN = {"config.json", "quantkit.json", "params.json", "adapter_config.json", *QUANTIZED_ELSEWHERE}
@@ -78,7 +79,7 @@ def side_names(source: Checkpoint) -> tuple[str, ...]:
     if source.config.runnable:
         return TOKENIZER_FILES + OTHER_FILES
     files = (path for path in sorted(source.path.iterdir()) if path.is_file() and not path.name.startswith("."))
-    suffixes = _SIDE_SUFFIXES | ({_CODE} if source.config.code is not None else set())
+    suffixes = SIDE_SUFFIXES | ({_CODE} if source.config.code is not None else set())
     return tuple(
         path.name
         for path in files
@@ -86,16 +87,6 @@ def side_names(source: Checkpoint) -> tuple[str, ...]:
         and not (path.name in _NOT_TAKEN or path.name.endswith(".index.json"))
         and path.stat().st_size <= MAX_BYTES
     )
-
-
-def left_behind(source: Checkpoint) -> list[str]:
-    """A note on files of a model that is known by its tensors only which are not copied."""
-    if source.config.runnable:
-        return []
-    code = sorted(path.name for path in source.path.glob(f"*{_CODE}")) if source.config.code is None else []
-    folders = sorted(path.name for path in source.path.iterdir() if path.is_dir() and not path.name.startswith("."))
-    found = [*code, *(f"{name}/" for name in folders)]
-    return [f"{source.path}: not copied: {', '.join(found)}; copy what the model needs"] if found else []
 
 
 def code_files(source: Checkpoint) -> list[SourceFile]:

@@ -20,7 +20,7 @@ from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.container import Output, StoredCheckpoint
 from quantkit.formats.dequantized_checkpoint import of_blocks
 from quantkit.formats.detect import open_checkpoint, with_codes
-from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
+from quantkit.formats.folder import carried_templates
 from quantkit.formats.kv_cache import KvCache
 from quantkit.formats.output.staging import require_name, require_new_names
 from quantkit.formats.registry import CONTAINERS, GGUF, Target
@@ -30,6 +30,7 @@ from quantkit.jobs.carried_codes import Changes, widened
 from quantkit.jobs.convert_options import ConvertOptions
 from quantkit.jobs.labels import model_name
 from quantkit.jobs.output import Work
+from quantkit.jobs.source_folder import check_side_files, note_left_behind, require_causal_model
 from quantkit.jobs.target import kept_kv_cache, requested_target, shard_bytes, target_of
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.spec import TensorSpec
@@ -72,6 +73,7 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     requested = requested_target(options.to, dst, dequantize=dequantize, requantize=requantize)
     require_name(dst)
     src = as_path("src", options.src)
+    require_causal_model(src)
     source = precise = _open(src, options, cast)
     target = requested or target_of(source, dequantize=dequantize)
     if not dequantize and _carries_all_codes(source, target):
@@ -81,8 +83,8 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
         able = " or ".join(name for name, one in CONTAINERS.items() if one.model_parallel)
         raise RequestError(f'`mp` goes with `to="{able}"`', found=f"`mp={options.mp}`")
     require_new_names(source.path, dst)
-    tokenizer, notes = checked_tokenizer(source)
-    notes += left_behind(source)
+    tokenizer, notes = check_side_files(source, template=options.template)
+    notes += note_left_behind(source, container, dst, has_card=False)
     _require_convertible(source, target, options)
     config = source.config if cast is None else source.config.with_dtype(cast)
     changes, scale_dtype = Changes(), None

@@ -27,7 +27,7 @@ from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.container import Encoder, Output, StoredCheckpoint, stored_format
 from quantkit.formats.dequantized_checkpoint import DequantizedCheckpoint
 from quantkit.formats.detect import open_checkpoint
-from quantkit.formats.folder import carried_templates, checked_tokenizer, left_behind
+from quantkit.formats.folder import carried_templates
 from quantkit.formats.kv_scales import calibrated, scale_names
 from quantkit.formats.output.staging import interrupted_fingerprint, require_name, require_new_names
 from quantkit.formats.registry import Target, TargetName
@@ -40,6 +40,7 @@ from quantkit.jobs.output import option_key
 from quantkit.jobs.quantize_options import Method, QuantizeOptions
 from quantkit.jobs.scheme_map import SchemeMap, mixed_recipe, of_embedding, requested_recipe, with_head_on_disk
 from quantkit.jobs.settings import GptqSettings, gptq_settings
+from quantkit.jobs.source_folder import check_side_files, note_left_behind, require_causal_model
 from quantkit.jobs.target import (
     NATIVE,
     dropped_kv_cache,
@@ -211,11 +212,13 @@ def prepare(options: QuantizeOptions) -> Prepared:
     if options.kv_cache is not None:
         require_holds_kv_cache(target, dst)
     recipe = requested_recipe(options)
+    require_causal_model(as_path("src", options.src))
     source = _opened(options)
     require_new_names(source.path, dst)
     if options.method == "gptq" and options.size is None:
         require_calibratable(source)
-    tokenizer, notes = checked_tokenizer(source)
+    tokenizer, notes = check_side_files(source, template=options.template)
+    notes += note_left_behind(source, target.container, dst, has_card=target.method is not None)
     source = with_adapters(
         source, options.lora, dequantize=options.dequantize, allow_nonfinite=options.allow_nonfinite
     )  # fmt: skip
@@ -229,7 +232,7 @@ def prepare(options: QuantizeOptions) -> Prepared:
     linears_by = None
     if not source.config.runnable:
         source.config, linears_by, more = with_linears(source.config, source.extra_config, source.path)
-        notes += [*more, *left_behind(source)]
+        notes += more
     if source.config.run_by is not None and (named := of_embedding(recipe)) is not None and named.scheme is not None:
         from quantkit.via_transformers.embedding import with_embedding
 

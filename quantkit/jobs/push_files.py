@@ -15,6 +15,7 @@ from quantkit.files.gguf_io import read_header
 from quantkit.files.gguf_types import GGUF
 from quantkit.files.hub import PREFIX
 from quantkit.files.hub_answers import is_file_name
+from quantkit.files.links import require_inside
 from quantkit.files.located import PARTIAL, gguf_models, read_parts, require_there
 from quantkit.files.source import SourceFile, open_weights
 from quantkit.formats import manifest
@@ -25,6 +26,7 @@ from quantkit.json_values import shown
 _UNFINISHED = (PARTIAL, ".incomplete")  # of quantkit, and of the hub's library
 _CACHE = "__pycache__"
 _PICKLES = (".bin", ".pth", ".pt")
+_PARSED = (".safetensors", GGUF)
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +59,8 @@ def model_files(model: Path) -> tuple[dict[str, Path], list[str]]:
     All files of a folder, also in folders in it; or all files of a GGUF model, with its own manifest.
 
     Raises:
-        CheckpointError: if one cannot be read, is unfinished, is no file, or its weights are damaged.
+        CheckpointError: if one cannot be read, is unfinished, is no file, its weights are damaged, or a link leads out
+            of the folder.
         RequestError: if a folder in it is a link.
     """
     hidden: list[str] = []
@@ -68,8 +71,12 @@ def model_files(model: Path) -> tuple[dict[str, Path], list[str]]:
         paths = [part.path for part in read_parts(model)]
         paths += [own] if own.name != manifest.NAME and own.is_file() else []
         files = {path.name: path for path in paths}
+    root = model if model.is_dir() else model.parent
     for name, path in files.items():
         _require_readable(name, path)
+        # The header of safetensors and GGUF files was read: they are weights, which may be on another disk.
+        if path.suffix.lower() not in _PARSED:
+            require_inside(path, root)
     return files, hidden
 
 

@@ -18,6 +18,32 @@ _log = logging.getLogger(__name__)
 NAME = "generation_config.json"
 _MAX = 1e9
 _MIN_TOP_P = 1e-9  # the likeliest token alone, which is what 0 means
+_NUMBERS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "length_penalty",
+    "diversity_penalty",
+    "guidance_scale",
+    "max_length",
+    "min_length",
+    "max_new_tokens",
+    "min_new_tokens",
+    "max_time",
+    "num_beams",
+    "num_return_sequences",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "assistant_ensemble_weight",
+)
+"""The keys of transformers' GenerationConfig with a number, whether or not the other keys let it be used."""
+_NO_PADDING = -1
 
 
 def sampling_defaults(folder: str | Path) -> SamplingOptions:
@@ -56,6 +82,55 @@ def sampling_defaults(folder: str | Path) -> SamplingOptions:
     if settings.has("num_beams") and settings.integer("num_beams", 1, 2**31) > 1:
         _log.info("%s: requests beam search, which is not supported; tokens are drawn one by one", settings.path)
     return found
+
+
+def require_valid(folder: Path) -> None:
+    """Raise `CheckpointError` if a folder's generation_config.json has a value that quantkit or transformers refuses.
+
+    `sampling_defaults` reads only what applies to sampling here. transformers validates all keys when it loads the
+    file, and fails on some others only when it generates.
+    """
+    settings = _settings(folder)
+    sampling_defaults(folder)
+    for key in _NUMBERS:
+        if settings.has(key) and type(settings.values[key]) not in (int, float):
+            settings.wrong_type(key, "a number")
+    settings.flag("do_sample", False)
+    settings.ids("eos_token_id")
+    for key in ("bos_token_id", "pad_token_id"):
+        if settings.has(key):
+            settings.integer(key, _NO_PADDING if key == "pad_token_id" else 0, 2**31)
+    if settings.has("max_new_tokens"):
+        settings.number("max_new_tokens", 1, _MAX)
+    if settings.has("assistant_ensemble_weight"):
+        settings.number("assistant_ensemble_weight", 1e-9, 1 - 1e-9)
+    if settings.has("early_stopping") and settings.values["early_stopping"] not in (True, False, "never"):
+        settings.wrong_type("early_stopping", "true, false or 'never'")
+    if settings.has("cache_implementation"):
+        settings.string("cache_implementation")
+    if settings.has("watermarking_config"):
+        settings.inside("watermarking_config")
+    if settings.has("compile_config"):
+        # It is a Python object in transformers, which JSON cannot hold: every value is refused.
+        settings.wrong_type("compile_config", "null")
+    _require_sequences(settings)
+
+
+def _require_sequences(settings: Settings) -> None:
+    """Check that greedy search has one answer, and beam search no more answers than beams, as transformers requires."""
+    if not settings.has("num_return_sequences"):
+        return
+    sequences = settings.number("num_return_sequences", 1, _MAX)
+    beams = settings.number("num_beams", 1, _MAX) if settings.has("num_beams") else 1
+    if beams == 1 and settings.flag("do_sample", False):
+        return
+    if sequences > beams:
+        raise CheckpointError(
+            "'num_return_sequences' is more than the search has",
+            path=settings.path,
+            found=settings.values["num_return_sequences"],
+            expected=f"at most {beams:g}",
+        )
 
 
 def _top_k(settings: Settings) -> int:

@@ -29,7 +29,7 @@ Message = Mapping[str, Any]
 _CONFIG = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 OLD_TEMPLATE_FILE = "chat_template.json"
-_MORE = "additional_chat_templates"
+ADDITIONAL_TEMPLATES = "additional_chat_templates"
 _SUFFIX = ".jinja"
 META_FORMATS = ("llama2", "llama3")
 _REQUIRED = ("bos_token", "eos_token")  # an unknown spelling must not be printed as nothing
@@ -174,7 +174,11 @@ class ChatTemplates:
 
 def template_paths(folder: Path) -> list[Path]:
     """The files of a folder that contain only a template."""
-    names = [folder / TEMPLATE_FILE, folder / OLD_TEMPLATE_FILE, *sorted((folder / _MORE).glob(f"*{_SUFFIX}"))]
+    names = [
+        folder / TEMPLATE_FILE,
+        folder / OLD_TEMPLATE_FILE,
+        *sorted((folder / ADDITIONAL_TEMPLATES).glob(f"*{_SUFFIX}")),
+    ]
     return [path for path in names if path.is_file()]
 
 
@@ -200,7 +204,7 @@ def _sources(folder: Path) -> dict[str, tuple[Path, str]]:
     found: dict[str, tuple[Path, str]] = {}
     if (path := folder / TEMPLATE_FILE).is_file():
         found["default"] = path, _read(path)
-    for path in sorted((folder / _MORE).glob(f"*{_SUFFIX}")):
+    for path in sorted((folder / ADDITIONAL_TEMPLATES).glob(f"*{_SUFFIX}")):
         found[path.stem] = path, _read(path)
     if found:
         return found
@@ -232,9 +236,13 @@ def _lines(source: str, path: Path) -> str:
 def _read(path: Path) -> str:
     require_plain_file(path)
     try:
-        return path.read_text(encoding="utf-8")
+        source = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot be read as UTF-8: {error}", path=path) from error
+    if not source.strip():
+        # A model without a template has no such file: this one was lost, and every conversation would render as "".
+        raise CheckpointError("the file is empty", path=path, expected="a chat template")
+    return source
 
 
 def _checked_chat(messages: Any) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from quantkit.files.gguf_types import GgmlType, GgufTensor
 from quantkit.files.located import gguf_file, read_parts
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import TensorFile, View, contiguous_strides, same_tensor
-from quantkit.formats.checkpoint import require_tensors
+from quantkit.formats.checkpoint import Checkpoint, require_tensors
 from quantkit.formats.codecs.codec import QuantMethod, Weight
 from quantkit.formats.codecs.ggml import (
     BLOCK_TYPES,
@@ -40,12 +40,13 @@ from quantkit.formats.codecs.ggml import (
 )
 from quantkit.formats.container import Container, Encoder, Output, StoredCheckpoint
 from quantkit.formats.containers.hf_parts import decode, read_floats
-from quantkit.formats.folder import OTHER_FILES, present
+from quantkit.formats.folder import LICENSES, SIDE_FILES, present
 from quantkit.formats.kv_cache import KvCache
 from quantkit.json_values import Settings, shown
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
+from quantkit.text.chat_template import ADDITIONAL_TEMPLATES
 from quantkit.text.export import tokenizer_metadata
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.gguf_vocabulary import ENDS, TOKENS
@@ -108,7 +109,12 @@ class Gguf(Container):
         return GgufEncoder(output.planned, config, metadata, rope_tensors(config), output.shard_bytes, output.stem)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:
-        return {} if output.alone else present(text_folder(output.source.path), OTHER_FILES[1:])
+        return {} if output.alone else present(text_folder(output.source.path), LICENSES)
+
+    def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
+        in_metadata = (*SIDE_FILES, ADDITIONAL_TEMPLATES)
+        # A single file has no folder for licences.
+        return in_metadata if dst.suffix == f".{self.name}" else (*in_metadata, *LICENSES)
 
     def notes(self, output: Output) -> list[str]:
         return [*_text_metadata(output)[1], *(f"{output.source.path}: {note}" for note in notes_of(output.config))]

@@ -24,6 +24,7 @@ from quantkit.formats.containers.hf_settings import SETTINGS, read_codecs, witho
 from quantkit.formats.folder import json_bytes, present, side_names, with_templates
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
+from quantkit.text.chat_template import ADDITIONAL_TEMPLATES
 from quantkit.text.export import export_json
 from quantkit.text.gguf_tokenizer import text_folder
 
@@ -112,6 +113,10 @@ class HuggingFace(Container):
             ids = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
             files.setdefault("generation_config.json", json_bytes({k: v for k, v in ids.items() if v is not None}))
         return with_templates(files, output.templates, in_settings=True)
+
+    def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
+        names = side_names(source)
+        return (*names, ADDITIONAL_TEMPLATES) if source.config.runnable else names
 
     def notes(self, output: Output) -> list[str]:
         if not isinstance(output.method, Int8Activations):

@@ -22,16 +22,17 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files import pth_io
 from quantkit.files.source import SourceFile, damaged_file
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
-from quantkit.formats.checkpoint import raise_unexpected, require_tensors
+from quantkit.formats.checkpoint import Checkpoint, raise_unexpected, require_tensors
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.container import Container, Encoder, Output
-from quantkit.formats.folder import OTHER_FILES, json_bytes, present, with_templates
+from quantkit.formats.folder import LICENSES, TOKENIZER_FILES, json_bytes, present, with_templates
 from quantkit.formats.kv_cache import KvCache
 from quantkit.json_values import Settings, read_settings
 from quantkit.tensors.dtypes import FLOATS, DType
 from quantkit.tensors.late import torch
 from quantkit.tensors.spec import TensorSpec
 from quantkit.tensors.tensor_slice import TensorSlice
+from quantkit.text.chat_template import ADDITIONAL_TEMPLATES
 from quantkit.text.compare import first_difference
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.tokenizer import load_tokenizer, original_tokenizer
@@ -86,8 +87,11 @@ class Meta(Container):
                 problem, hint = "tokenizer.model is another tokenizer than tokenizer.json", "remove the one that is not"
                 found = f"a difference in {difference}"
                 raise CheckpointError(problem, path=original, found=found, hint=f"{hint} the model's")
-        files.update(present(folder, names + OTHER_FILES[1:]))
+        files.update(present(folder, names + LICENSES))
         return with_templates(files, output.templates, in_settings=not original.is_file())
+
+    def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
+        return (*TOKENIZER_FILES, ADDITIONAL_TEMPLATES, *LICENSES)
 
     def notes(self, output: Output) -> list[str]:
         folder = text_folder(output.source.path)

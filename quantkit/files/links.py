@@ -1,0 +1,55 @@
+"""Refuse links that lead out of a model's folder.
+
+Side files are copied or uploaded as they are. In a folder from somebody else, a link such as ``LICENSE -> ~/.ssh/id``
+would publish a file of the user, so a link may only lead to where downloads put files. Links to weights are followed
+wherever they lead: people keep large files on other disks, and jobs parse weights and write tensors, so that any other
+file in their place is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from quantkit.errors import CheckpointError
+
+_REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # by git's hash, or by sha256
+_SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
+
+
+def outside_target(path: Path, folder: Path) -> Path | None:
+    """Return where a path leads if that is outside a folder and not in the hub library's cache, else None.
+
+    The cache has three layouts, of which any may be the source: files of a snapshot link to ``blobs`` of the same
+    repository; with shared blobs (huggingface_hub 2) these link to ``blobs`` of the whole cache; before 0.23,
+    ``local_dir`` was filled with links to a repository's ``blobs``. Blobs are named by their hash, so a link to one
+    cannot be aimed at another file.
+    """
+    # A link that leads to itself has no target; `resolve` then raises or returns the link, by the version of Python.
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError):
+        return None
+    if target.is_relative_to(folder.resolve()):
+        return None
+    home = target.parent
+    if home.name == "blobs" and _REPOSITORY.fullmatch(home.parent.name) and _BLOB.fullmatch(target.name):
+        return None
+    is_shared = home.parent.name == "blobs" and target.name.startswith(home.name)
+    if is_shared and _SHARED_BLOB.fullmatch(target.name):
+        return None
+    return target
+
+
+def require_inside(path: Path, folder: Path) -> None:
+    """Raise `CheckpointError` if a path leads out of a folder; see `outside_target`."""
+    target = outside_target(path, folder)
+    if target is not None:
+        raise CheckpointError(
+            "is a link that leads out of the folder",
+            path=path,
+            found=target,
+            expected="a file of the folder, or of the Hugging Face cache",
+            hint="if the file belongs to the model, put a copy of it in place of the link",
+        )
