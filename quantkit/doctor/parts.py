@@ -9,7 +9,7 @@ from typing import Any
 from quantkit.architectures.config import OpaqueTensor
 from quantkit.architectures.families.opaque import LINEARS, is_extra_layer, layer_beyond, possible_linears
 from quantkit.doctor.findings import Finding, finding
-from quantkit.doctor.folder import CONFIG
+from quantkit.doctor.side_files import CONFIG
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors

@@ -13,7 +13,7 @@ from quantkit.architectures.families.opaque import may_change_state
 from quantkit.architectures.names import is_embedding
 from quantkit.architectures.topology import fused_modules, parameters
 from quantkit.doctor.findings import Finding, finding
-from quantkit.doctor.folder import CONFIG
+from quantkit.doctor.side_files import CONFIG
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor

@@ -11,7 +11,8 @@ from quantkit.architectures.disk import DiskTensor, found_tensors
 from quantkit.architectures.families import families
 from quantkit.architectures.families.opaque import Hints, named_roles, opaque_config
 from quantkit.architectures.names import is_embedding
-from quantkit.doctor.folder import CONFIG, Folder
+from quantkit.doctor.folder import Folder
+from quantkit.doctor.side_files import CONFIG
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.layout import Claims

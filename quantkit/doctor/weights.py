@@ -11,9 +11,9 @@ from quantkit.architectures.families import ignored_rope_settings
 from quantkit.architectures.families.opaque import is_extra_layer
 from quantkit.architectures.names import is_derived_buffer, is_embedding
 from quantkit.doctor.findings import Finding, describe, finding
-from quantkit.doctor.folder import CONFIG, Folder, may_hold_weights
+from quantkit.doctor.folder import Folder, may_hold_weights
 from quantkit.doctor.parts import PREDICTION
-from quantkit.doctor.side_files import check_dead, check_links, file_kind
+from quantkit.doctor.side_files import CONFIG, check_dead, check_links, file_kind
 from quantkit.doctor.view import View
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedError
 from quantkit.formats.codecs.awq import Awq

@@ -329,6 +329,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "download": (lambda folder: (folder / "x.incomplete").touch(), "x.incomplete: is unfinished"),
     "pipe": (lambda folder: os.mkfifo(folder / "pipe"), "pipe: is not a regular file"),
     "broken link": (lambda folder: (folder / "link").symlink_to("nowhere"), "link: is a link to a file that is miss"),
+    "link out of the folder": (
+        lambda folder: (folder / "NOTICE").symlink_to("/etc/hostname"), "NOTICE: is a link that leads out of the fol",
+    ),
+    "link out for weights": (
+        lambda folder: (folder / "extra.bin").symlink_to("/etc/hostname"), "extra.bin: is a link that leads out of",
+    ),
     "link to folder": (lambda folder: (folder / "link").symlink_to("/"), "link: is a link to a folder"),
     "inner weights": (lambda folder: _nested(folder, "x.safetensors", b"x" * 20), "inner/x.safetensors: "),
     "pointer": (
