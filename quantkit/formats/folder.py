@@ -9,6 +9,7 @@ from typing import Any
 
 from quantkit.arguments import as_string
 from quantkit.errors import CheckpointError, RequestError
+from quantkit.files.links import outside_target
 from quantkit.files.source import SourceFile
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.table import SETTINGS_FILES
@@ -96,8 +97,22 @@ def code_files(source: Checkpoint) -> list[SourceFile]:
 
 
 def present(folder: Path, names: tuple[str, ...]) -> dict[str, bytes | Path]:
-    """The names of existing files, with their paths."""
-    return {name: folder / name for name in names if (folder / name).is_file()}
+    """Find the files of a folder that exist and may be copied, by name; see `is_private_license`."""
+    files: dict[str, bytes | Path] = {}
+    for name in names:
+        path = folder / name
+        if path.is_file() and not is_private_license(path):
+            files[name] = path
+    return files
+
+
+def is_private_license(path: Path) -> bool:
+    """Return whether a path is a licence that links out of its folder, and is therefore not copied.
+
+    Jobs refuse such links in place of files that a model needs. A model works without its licence, and folders in a
+    repository of several models link to one for all of them.
+    """
+    return path.name in LICENSES and outside_target(path, path.parent) is not None
 
 
 def carried_templates(source: Checkpoint, tokenizer: Tokenizer | None, requested: str | None = None) -> dict[str, str]:

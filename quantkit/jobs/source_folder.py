@@ -19,7 +19,7 @@ from quantkit.files.located import located
 from quantkit.formats import manifest
 from quantkit.formats.codecs.table import SETTINGS_FILES
 from quantkit.formats.container import Container, StoredCheckpoint
-from quantkit.formats.folder import checked_tokenizer, side_names
+from quantkit.formats.folder import checked_tokenizer, is_private_license, side_names
 from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import read_settings
 from quantkit.text.gguf_tokenizer import text_folder
@@ -83,7 +83,8 @@ def check_side_files(source: StoredCheckpoint, *, template: str | None = None) -
     for finding in check_dead(side):
         raise _refusal(finding, root)
     for path in linked_files(side):
-        require_inside(path, root)
+        if not is_private_license(path):
+            require_inside(path, root)
     tokenizer, notes = checked_tokenizer(source)
     # The embedding of a model that is not run may be another one than that of text tokens.
     rows = source.config.vocab_size if source.config.measurable else None
@@ -119,7 +120,9 @@ def note_left_behind(source: StoredCheckpoint, container: Container, dst: Path, 
     names: dict[str, None] = {}
     for path in sorted(source.path.iterdir()):
         name = path.name
-        if name in silent or name.startswith(".") or name.endswith(_INDEX):
+        if is_private_license(path):
+            name += " (a link that leads out of the folder)"
+        elif name in silent or name.startswith(".") or name.endswith(_INDEX):
             continue
         if name == README and has_card:
             name += " (a model card takes its place)"

@@ -232,7 +232,7 @@ def _update(path: Path, settings: dict[str, Any]) -> None:
 # Links
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "config.json", GENERATION, "chat_template.jinja", "README.md"])
+@pytest.mark.parametrize("name", ["config.json", GENERATION, "chat_template.jinja", "README.md"])
 def test_a_link_out_of_the_folder_is_refused(source: Path, name: str) -> None:
     secret = source.with_name("secret")
     secret.mkdir()
@@ -245,6 +245,15 @@ def test_a_link_out_of_the_folder_is_refused(source: Path, name: str) -> None:
         assert caught.value.path == source / name
         assert caught.value.found == secret / name
     assert not source.with_name("dst").exists()
+
+
+def test_a_licence_that_is_a_link_out_of_the_folder_is_not_copied(source: Path) -> None:
+    source.with_name("secret").write_text("key")
+    (source / "LICENSE").symlink_to(source.with_name("secret"))
+    for to in ("hf", "meta", "gguf"):
+        made = quantkit.convert(source, source.with_name(to), to=to, source_check=False)
+        assert not (made.path / "LICENSE").exists()
+        assert any("not copied: LICENSE" in note for note in made.notes)
 
 
 def test_templates_in_an_inner_folder_may_not_be_links_out_of_it(source: Path) -> None:

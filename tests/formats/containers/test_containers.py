@@ -19,6 +19,7 @@ from quantkit.errors import CheckpointError, RequestError, UnsupportedError
 from quantkit.files.safetensors_io import build_header, open_file
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor
+from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import CodeFormat, QuantMethod
 from quantkit.formats.container import Chunk, Container, Output, tensor_bytes
 from quantkit.formats.detect import open_checkpoint
@@ -149,6 +150,9 @@ class Loud:
             self.config_file: json_bytes(config_to_hf(output.config)),
             **present(output.source.path, TOKENIZER_FILES),
         }
+
+    def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
+        return TOKENIZER_FILES
 
     def notes(self, output: Output) -> list[str]:
         return [f"{output.source.path}: louder now"]
