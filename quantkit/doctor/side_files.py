@@ -43,7 +43,7 @@ _READ_ELSEWHERE = {
     "added_tokens.json",
     "chat_template.jinja",
 }
-"""Files whose readers report an empty file or a placeholder, with rules of their own."""
+"""Files whose readers report an empty file or a placeholder, with other rules."""
 
 
 class SideFiles:

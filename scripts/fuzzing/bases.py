@@ -249,7 +249,8 @@ def _tokenizer_json(folder: Path) -> None:
     engine.decoder = decoders.ByteLevel()
     engine.add_special_tokens(["<s>", "</s>"])
     engine.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "add_bos_token": True}
+    bos_token = {"content": "<s>", "__type": "AddedToken"}
+    settings = {"bos_token": bos_token, "eos_token": "</s>", "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

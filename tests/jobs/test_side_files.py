@@ -250,8 +250,8 @@ def test_a_link_out_of_the_folder_is_refused(source: Path, name: str) -> None:
 def test_a_licence_that_is_a_link_out_of_the_folder_is_not_copied(source: Path) -> None:
     source.with_name("secret").write_text("key")
     (source / "LICENSE").symlink_to(source.with_name("secret"))
-    for to in ("hf", "meta", "gguf"):
-        made = quantkit.convert(source, source.with_name(to), to=to, source_check=False)
+    for to in ("hf", "meta"):
+        made = quantkit.convert(source, source.with_name(to), to=to, source_check=False)  # type: ignore[arg-type]
         assert not (made.path / "LICENSE").exists()
         assert any("not copied: LICENSE" in note for note in made.notes)
 
