@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -105,13 +105,10 @@ def weight_bound(quantized: QuantTensor, weight: Tensor | QuantTensor, coarsest:
         error = max(_step_error(quantized), _step_error(weight))
     else:
         error = relative_error(quantize_rtn(weight, quantized.scheme, scale_dtype), weight)
-    scheme, columns = coarsest, weight.shape[1]
-    if scheme.group_size is not None and columns % scheme.group_size:  # as many bits, in groups that divide the row
-        size = math.gcd(scheme.group_size, columns)
-        scheme = replace(scheme, group_size=None if size % 8 else size)
-    if (scheme.bits, scheme.group_size) != (quantized.scheme.bits, quantized.scheme.group_size):
+    compensated = coarsest.with_dividing_groups(weight.shape[1])
+    if compensated != quantized.scheme:
         floats = weight.dequantize() if isinstance(weight, QuantTensor) else weight
-        error = max(error, relative_error(quantize_rtn(floats, scheme, scale_dtype), floats))
+        error = max(error, relative_error(quantize_rtn(floats, compensated, scale_dtype), floats))
     return min(MAX_ERROR, max(_MIN_BOUND, TIMES_ROUNDING * error))
 
 
@@ -144,7 +141,7 @@ def _step_error(value: QuantTensor) -> float:
         gaps = float_codes.gaps(value.codes, value.scheme.codes).view(*value.scale.shape, -1)
         squares = gaps.mul_(value.steps.unsqueeze(-1)).double().square().sum().item() / 12
     else:
-        squares = value.scale.double().square().sum().item() * (columns // value.scale.shape[1]) / 12
+        squares = value.steps.double().square().sum().item() * (columns // value.scale.shape[1]) / 12
     norm = 0.0
     for start, stop in row_chunks(rows, columns):
         norm = math.hypot(norm, frobenius(value.rows(start, stop).dequantize()))

@@ -305,7 +305,7 @@ class RtnBaseline(CheckpointView):
         for module, scheme in assigned.items():
             if scheme.bits == 4 and (scheme.group_size is None or scheme.group_size > _COARSEST):
                 columns = source.info(module + ".weight").shape[1]
-                scheme = QuantScheme(4, _COARSEST, scheme.symmetric).fitted(columns)
+                scheme = QuantScheme(4, _COARSEST, scheme.symmetric).with_dividing_groups(columns)
             self._assigned[module] = scheme
 
     def info(self, name: str) -> TensorSpec:

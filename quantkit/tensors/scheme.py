@@ -210,6 +210,22 @@ class QuantScheme:
                 return QuantScheme(self.bits, size, self.symmetric)
         return QuantScheme(8, None)
 
+    def with_dividing_groups(self, columns: int) -> QuantScheme:
+        """Return a scheme that loses about as much, for rows that the group size need not divide.
+
+        Bounds on errors use it, to find what a layer's scheme would cost the weight of another layer. `fitted` does not
+        serve there, because it may choose more bits. Here the bits stay, and the groups shrink to a size that divides
+        the row; a K-quant's groups also lose the scales of scales, which need blocks of 256.
+        """
+        if columns % self.unit == 0:
+            return self
+        if self.scales is Scales.TILES:
+            return FP8
+        assert self.group_size is not None
+        size = math.gcd(self.group_size, columns)
+        scales = Scales.BLOCKS if self.scales is Scales.SUPER_BLOCKS else self.scales
+        return replace(self, group_size=None if size % 8 else size, scales=scales)
+
 
 _IN_GROUPS = [QuantScheme(4, size, symmetric) for symmetric in (True, False) for size in (32, 64, 128)]
 SCHEMES = {str(scheme): scheme for scheme in (QuantScheme(8, None), *_IN_GROUPS)}

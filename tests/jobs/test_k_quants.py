@@ -138,6 +138,45 @@ def test_widths_that_256_does_not_divide(tmp_path: Path, capfd: Capture) -> None
     assert "int8-g32 is used there" in err
 
 
+@pytest.mark.parametrize("width", [32, 96])
+def test_gptq_solves_rows_that_256_does_not_divide(width: int, tmp_path: Path) -> None:
+    """Rows of one block and of several, next to rows of 256: the gate, `verify` and `doctor` know the types of both."""
+    floats = make(tmp_path / "narrow", hidden_size=width)
+    source = quantkit.convert(floats, tmp_path / "bf16", dtype="bf16", source_check=False).path
+    file = quantkit.quantize(source, tmp_path / "solved.gguf", "q4_k_m", **GPTQ).path
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    assert {stored["blk.0.ffn_up.weight"].tensor_type.name, stored["blk.1.ffn_down.weight"].tensor_type.name} == {
+        "Q5_0", "Q6_K"
+    }  # fmt: skip
+    codes = with_codes(open_checkpoint(file))
+    for name, tensor in (("mlp.up_proj", "ffn_up"), ("self_attn.v_proj", "attn_v"), ("mlp.down_proj", "ffn_down")):
+        weight = codes.load(f"model.layers.1.{name}.weight")
+        assert isinstance(weight, QuantTensor)
+        theirs = stored[f"blk.1.{tensor}.weight"]
+        expected = gguf.quants.dequantize(theirs.data, theirs.tensor_type)
+        assert np.array_equal(weight.dequantize().numpy(), expected)
+    report = verify(source, file)
+    assert not report.problems
+    assert all(one.within for one in report.differing), report.lines()
+    assert not quantkit.diagnose(file, against=source).broken
+
+
+@pytest.mark.parametrize("width", [96, 256])
+def test_two_files_are_compared_by_the_steps_of_their_blocks(width: int, tmp_path: Path) -> None:
+    """Files of one model in two mixes, without a manifest, as they are downloaded."""
+    source = make(tmp_path / "source", hidden_size=width)
+    files = []
+    for name in ("q4_k_m", "q5_k_m"):
+        made = quantkit.quantize(source, tmp_path / f"{name}.gguf", name, **RTN)
+        (tmp_path / f"only-{name}").mkdir()
+        files.append(Path(shutil.copy(made.path, tmp_path / f"only-{name}")))
+    report = verify(*files)
+    weights = [one for one in report.differing if one.name.endswith("proj.weight")]
+    assert weights
+    for one in weights:
+        assert one.relative_error <= one.bound < 0.5, one
+
+
 def test_a_tied_head_decides_the_type_of_the_embedding(tmp_path: Path) -> None:
     source = make(tmp_path / "tied", tie_word_embeddings=True, num_hidden_layers=1)
     made = quantkit.quantize(source, tmp_path / "made.gguf", "q4_k_m", keep="*.o_proj", **RTN)

@@ -21,7 +21,7 @@ from quantkit.quality.bounds import BOUNDS, TIMES_ROUNDING, weight_bound
 from quantkit.quality.gate import run_gate
 from quantkit.quality.verify import Verdict, verify
 from quantkit.tensors.qtensor import quantize_rtn, relative_error
-from quantkit.tensors.scheme import QuantScheme
+from quantkit.tensors.scheme import QuantScheme, Scales
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_verify_measures_on_the_texts_of_the_gate(demo_model: Path, tmp_path: Pa
         assert probe.perplexity_ratio == pytest.approx(one["perplexity"] / one["source_perplexity"], rel=1e-3)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g128-asym"])
+@pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g128-asym", "q3_k", "q4_k", "q5_0", "q6_k", "nvfp4"])
 def test_a_weight_may_lose_three_times_what_rounding_loses(scheme: str) -> None:
     weight = torch.randn(16, 512) * 0.01
     weight[:, 0] = 0.3  # outliers, which make rounding lose more
@@ -92,6 +92,17 @@ def test_a_weight_may_lose_three_times_what_rounding_loses(scheme: str) -> None:
     assert (
         TIMES_ROUNDING / 2 * error < weight_bound(quantized, quantized, quantized.scheme) < 2 * TIMES_ROUNDING * error
     )
+
+
+@pytest.mark.parametrize("columns", [24, 32, 40, 96, 576])
+@pytest.mark.parametrize("coarse", ["q3_k", "q4_k", "q5_k", "int4-g128", "mxfp4", "nvfp4"])
+def test_a_weight_may_compensate_a_scheme_that_does_not_divide_its_rows(coarse: str, columns: int) -> None:
+    """Its bound is that of as few bits, in groups that divide its rows; one bit more would lose half as much."""
+    weight = torch.randn(16, columns)
+    scheme = QuantScheme.parse(coarse)
+    quantized = quantize_rtn(weight, QuantScheme(8, None), torch.float16)
+    finer = quantize_rtn(weight, QuantScheme(scheme.bits + 1, 8, scales=Scales.BLOCKS), torch.float16)
+    assert weight_bound(quantized, weight, scheme) > TIMES_ROUNDING * relative_error(finer, weight)
 
 
 def test_swapped_scales_are_a_difference(demo_model: Path, tmp_path: Path) -> None:

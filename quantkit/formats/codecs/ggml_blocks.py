@@ -46,7 +46,8 @@ class BlockLayout:
 
 def _bytes(values: Tensor) -> Tensor:
     """Float16 [N, K] as bytes [N, 2 K]."""
-    return values.half().contiguous().view(torch.uint8)
+    # `contiguous` keeps the strides of an axis of length 1, as rows with one block have, and a view of bytes needs 1.
+    return values.half().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _halves(data: Tensor) -> Tensor:
