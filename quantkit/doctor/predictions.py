@@ -25,7 +25,7 @@ from quantkit.formats.checkpoint import Checkpoint, CheckpointView, parameter_co
 from quantkit.formats.containers.meta import to_interleaved, to_rotate_half
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.progress import Progress, in_phase
-from quantkit.quality.bounds import BOUNDS, coarsest, measured_windows
+from quantkit.quality.bounds import BOUNDS, measured_windows, scheme_bound
 from quantkit.quality.figures import mean_estimate
 from quantkit.quality.measures import token_losses
 from quantkit.quality.source_check import SourceCheck, check_source
@@ -124,7 +124,7 @@ class _Run:
         if not (same_text and isinstance(before, float)):
             return
         found = schemes(self._model).values()
-        bound = BOUNDS.get(f"int{coarsest(found).bits}", BOUNDS["int4"]) if found else BOUNDS["bfloat16"]
+        bound = scheme_bound(found) if found else BOUNDS["bfloat16"]
         limit = before * (1 + 2 * (bound.perplexity_ratio - 1))  # for one window, where bounds are for several
         if checked.perplexity > limit:
             what = f"perplexity {checked.perplexity:.4g}; its source's was {before:.4g}, and up to {limit:.4g} is usual"

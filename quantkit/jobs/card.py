@@ -33,7 +33,7 @@ from quantkit.jobs.result import growth_text
 from quantkit.jobs.target import NATIVE
 from quantkit.jobs.weights_only import kept_recurrent
 from quantkit.memory import size_text
-from quantkit.quality.bounds import RANDOM, WINDOW, scheme_bound
+from quantkit.quality.bounds import RANDOM, WINDOW, scheme_bound, with_inputs
 from quantkit.quality.figures import significant
 from quantkit.quality.gate import CACHE_KL, FLOOR, SLACK, Gate
 from quantkit.quality.positions import CACHES, PositionCertificate, rise_text
@@ -187,7 +187,7 @@ def _quality(prepared: Prepared, gate: Gate | WeightsOnly) -> dict[str, object]:
         ]
         for one in gate.texts
     ]  # fmt: skip
-    bound = scheme_bound(prepared.scheme_map.schemes.values())
+    bound = with_inputs(scheme_bound(prepared.scheme_map.schemes.values()), prepared.measured_inputs.values())
     return {
         "quality_heads": heads, "quality_rows": rows, "rounding": rounding, "highest_kl": bound.kl,
         "random_tokens": any(one.text == RANDOM for one in gate.texts), "window": WINDOW, "slack": SLACK,

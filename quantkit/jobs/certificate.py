@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +16,13 @@ from quantkit.errors import RequestError
 from quantkit.files.located import text_of
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.labels import file_name
+from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.progress import Progress
-from quantkit.quality.bounds import scheme_bound
+from quantkit.quality.bounds import scheme_bound, with_inputs
 from quantkit.quality.measures import LOGITS_BYTES
 from quantkit.quality.position_divergence import divergence_by_position, position_windows
 from quantkit.quality.positions import CACHES, TOKENS, PositionCertificate
+from quantkit.tensors.activations import InputRounding
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.tokenizer import Tokenizer, prompt_start
 
@@ -40,12 +42,14 @@ class CertifiedText:
     notes: list[str]
 
     def certificate(
-        self, source: Checkpoint, result: Checkpoint, schemes: Iterable[QuantScheme], progress: Progress
-    ) -> PositionCertificate:
-        """Measure a result against its source. The scheme with the fewest bits decides the bound. Raises
-        `NonFiniteError` if a model's logits are NaN or Inf."""
-        bound = scheme_bound(schemes).kl
-        (caches,) = divergence_by_position(source, [result], self.windows, progress=progress)
+        self, source: Checkpoint, result: Checkpoint, schemes: Iterable[QuantScheme],
+        inputs: Mapping[str, InputRounding], progress: Progress,
+    ) -> PositionCertificate:  # fmt: skip
+        """Measure a result against its source, with the inputs of its linears rounded. The bound is that of the gate.
+        Raises `NonFiniteError` if a model's logits are NaN or Inf."""
+        bound = with_inputs(scheme_bound(schemes), inputs.values()).kl
+        run = RoundedInputs(result, inputs)
+        (caches,) = divergence_by_position(source, [run], self.windows, progress=progress)
         found = {cache: [one.rounded() for one in buckets] for cache, buckets in caches.items()}
         count, length = self.windows.shape
         return PositionCertificate(self.name, self.sha256, self.requested, length, count, bound, found)

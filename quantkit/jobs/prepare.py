@@ -129,6 +129,11 @@ class Prepared:
         return {module: one for module, one in found.items() if one is not None}
 
     @property
+    def measured_inputs(self) -> dict[str, InputRounding]:
+        """The inputs that are rounded where the result is measured; none by transformers, which runs the weights."""
+        return self.inputs if self.source.config.runnable else {}
+
+    @property
     def kernels_of(self) -> Callable[[torch.device], ColumnKernels]:
         """The solver's kernels of a device. Scales stay positive where readers round the inputs of int4: vLLM's kernels
         for that were seen to take no others (vllm-project/vllm#48905)."""

@@ -19,7 +19,6 @@ from quantkit.jobs.prepare import Prepared
 from quantkit.jobs.result import QuantizeResult
 from quantkit.jobs.sizes import weight_sizes
 from quantkit.jobs.steps import phase_of
-from quantkit.model.rounded_inputs import RoundedInputs
 from quantkit.progress import Progress, in_phase
 from quantkit.quality.gate import Gate, require_passed, run_gate
 from quantkit.quality.positions import PositionCertificate
@@ -94,7 +93,7 @@ def _check(
     if not source.config.measurable:
         return weights_only(result, records), None
     accepted = prepared.options.accept_quality_loss
-    inputs = prepared.inputs if source.config.runnable else {}  # transformers runs the weights alone
+    inputs = prepared.measured_inputs
     gate = run_gate(
         source, result, records, requested=schemes, importance=quantizer.importance, inputs=inputs,
         progress=in_phase(progress, phase_of("gate", folder)),
@@ -104,7 +103,7 @@ def _check(
     if certified is None:
         return gate, None
     observed = in_phase(progress, phase_of("certificate", folder))
-    certificate = certified.certificate(source, RoundedInputs(result, inputs), schemes.values(), observed)
+    certificate = certified.certificate(source, result, schemes.values(), inputs, observed)
     if not accepted:
         certificate.require_within(prepared.dst)
     return gate, certificate

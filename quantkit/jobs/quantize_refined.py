@@ -79,7 +79,7 @@ def refined(
                 result,
                 records,
                 requested=prepared.scheme_map.schemes,
-                inputs=prepared.inputs,
+                inputs=prepared.measured_inputs,
                 progress=in_phase(progress, REFINED_GATE),
             )
             if not options.accept_quality_loss:

@@ -27,6 +27,7 @@ from quantkit.quality.bounds import (
     measured_windows,
     scheme_bound,
     weight_bound,
+    with_inputs,
     worst_row,
 )
 from quantkit.quality.figures import Estimate, read_record, rounded
@@ -168,10 +169,10 @@ def run_gate(
 ) -> Gate:  # fmt: skip
     """Compare a quantized model with its source on texts that are not for calibration.
 
-    The mean KL must be within `BOUNDS` for the fewest bits of its schemes and, with a little slack, within that of the
-    RTN baseline (`RtnBaseline`). A result that is its own baseline is run once. A source that is quantized itself has
-    no baseline. A result with a quantized KV cache is run with it, the baseline without, and the cache may add
-    `CACHE_KL` to its KL.
+    The mean KL must be within `BOUNDS` for the scheme that loses the most, and for the inputs if they are rounded; and,
+    with a little slack, within that of the RTN baseline (`RtnBaseline`). A result that is its own baseline is run once.
+    A source that is quantized itself has no baseline. A result with a quantized KV cache is run with it, the baseline
+    without, and the cache may add `CACHE_KL` to its KL.
 
     Args:
         source: the float model, or a quantized one of which some tensors had to be rounded again.
@@ -198,7 +199,7 @@ def run_gate(
         elif has_cache:
             others.append(rounded_again)  # the result with floats in its cache
     others = [RoundedInputs(one, inputs) for one in others] if inputs else others
-    bound = scheme_bound(assigned.values())
+    bound = with_inputs(scheme_bound(assigned.values()), inputs.values())
     measured = measured_windows(source)
     lost = tallies(source, others, [Windows.of(windows) for _, windows in measured.values()], progress=progress)
     texts = []

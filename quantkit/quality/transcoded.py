@@ -17,7 +17,7 @@ from quantkit.formats.checkpoint import Checkpoint, stored_name
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.kv_cache import KvCache
 from quantkit.progress import Progress, silent
-from quantkit.quality.bounds import BOUNDS, Bound, coarser, same_bits, same_but_rounded, weight_bound
+from quantkit.quality.bounds import BOUNDS, Bound, bound_type, coarser, same_bits, same_but_rounded, weight_bound
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, cast_scales, float_rows, frobenius, row_chunks
 from quantkit.tensors.scheme import QuantScheme, Scales
@@ -208,7 +208,8 @@ def tensor_difference(
     """The difference between a tensor and its reference, the first one, None if they are equal; and its type's bound.
     For `coarsest` see `weight_bound`; None for a tensor that is quantized in neither model."""
     types = (
-        f"int{one.scheme.bits}" if isinstance(one, QuantTensor) else DType.of(one.dtype) for one in (first, second)
+        bound_type(value.scheme) if isinstance(value, QuantTensor) else DType.of(value.dtype)
+        for value in (first, second)
     )
     bound = coarser((BOUNDS["float16"], *(BOUNDS[name] for name in types if name in BOUNDS)))
     if isinstance(first, Tensor) and isinstance(second, Tensor):

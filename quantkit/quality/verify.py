@@ -25,10 +25,16 @@ from quantkit.formats.registry import CONTAINERS
 from quantkit.json_values import shown
 from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, deduplicated, in_phase
-from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds, measured_windows
+from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds, measured_windows, with_inputs
 from quantkit.quality.changed_tensors import Change, recorded_changes, tensor_hash
 from quantkit.quality.figures import Estimate, manifest_or_empty, module_records
-from quantkit.quality.manifest_check import FolderReport, failed_certificate, neither_true_nor_false, verify_model
+from quantkit.quality.manifest_check import (
+    FolderReport,
+    failed_certificate,
+    measured_inputs,
+    neither_true_nor_false,
+    verify_model,
+)
 from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.transcoded import TensorDifference, tensor_difference
 from quantkit.quality.weights_only import COMPARED, error_problem, recorded_errors, summary_problems
@@ -276,6 +282,10 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
             bound = coarser((bound, allowed))
             found = error_problem(name, difference.relative_error, recorded.get(name))
             problems += [] if found is None else [found]
+    if differing:  # as in the gate, so that what it lets through is not different
+        for model in (reference, other):
+            rounded_inputs = measured_inputs(manifest_or_empty(model.path), model, model.path)
+            bound = with_inputs(bound, rounded_inputs.values())
     differing.sort(key=lambda difference: -difference.excess)
     probes: dict[str, Probe] = {}
     not_run = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from quantkit.formats.detect import open_checkpoint
 from quantkit.quality.bounds import BOUNDS, TIMES_ROUNDING, weight_bound
 from quantkit.quality.gate import run_gate
 from quantkit.quality.verify import Verdict, verify
+from quantkit.tensors.activations import InputRounding
 from quantkit.tensors.qtensor import quantize_rtn, relative_error
 from quantkit.tensors.scheme import QuantScheme, Scales
 
@@ -103,6 +105,50 @@ def test_a_weight_may_compensate_a_scheme_that_does_not_divide_its_rows(coarse: 
     quantized = quantize_rtn(weight, QuantScheme(8, None), torch.float16)
     finer = quantize_rtn(weight, QuantScheme(scheme.bits + 1, 8, scales=Scales.BLOCKS), torch.float16)
     assert weight_bound(quantized, weight, scheme) > TIMES_ROUNDING * relative_error(finer, weight)
+
+
+def test_the_bound_of_fp8_follows_from_its_rounding() -> None:
+    """On logarithmic scales it lies between the bounds of 6 and 5 bits where the errors lie."""
+    weight = torch.randn(64, 4096)
+
+    def error(scheme: str) -> float:
+        return relative_error(quantize_rtn(weight, QuantScheme.parse(scheme), torch.float16), weight)
+
+    share = math.log(error("fp8") / error("q6_k")) / math.log(error("q5_k") / error("q6_k"))
+    expected = BOUNDS["int6"].kl * (BOUNDS["int5"].kl / BOUNDS["int6"].kl) ** share
+    assert BOUNDS["fp8"].kl == pytest.approx(expected, rel=0.1)
+    assert error("fp8-block") == pytest.approx(error("fp8"), rel=0.02)
+    for scheme in ("mxfp4", "nvfp4"):
+        assert error("int4-g32") * 0.95 < error(scheme) < error("int4-g128") * 1.05
+    rounded = InputRounding("float").rounded(weight)
+    assert ((rounded - weight).norm() / weight.norm()).item() == pytest.approx(error("fp8"), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "activations", "expected"),
+    [
+        ("fp8", "none", 0.06),
+        ("fp8", "fp8", 0.12),
+        ("fp8-block", "fp8", 0.12),
+        ("int8", "none", 0.02),
+        ("int8", "int8", 0.04),
+        ("mxfp4", "none", 0.25),
+        ("mxfp4", "fp8", 0.31),
+        ("nvfp4", "none", 0.25),
+    ],
+)
+def test_rounded_inputs_add_to_the_bound_of_the_weights(
+    scheme: str, activations: str, expected: float, demo_model: Path, tmp_path: Path
+) -> None:
+    """The gate, the model card and `verify` have the same bounds."""
+    made = quantkit.quantize(
+        demo_model, tmp_path / "out", scheme, method="rtn", activations=activations, accept_quality_loss=True
+    )
+    assert [one.kl_bound for one in made.quality.texts] == pytest.approx([expected] * 2)
+    assert made.quality.perplexity_ratio_bound == pytest.approx(1 + expected)
+    assert f"is {expected:g} for its types" in (tmp_path / "out" / "README.md").read_text()
+    bound = verify(demo_model, tmp_path / "out").bound
+    assert (bound.kl, bound.perplexity_ratio) == pytest.approx((expected, 1 + expected))
 
 
 def test_swapped_scales_are_a_difference(demo_model: Path, tmp_path: Path) -> None:
