@@ -17,7 +17,15 @@ from torch import Tensor
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.topology import parameters
-from quantkit.errors import CheckpointError, DestinationError, QualityError, QuantkitError, ResumeError
+from quantkit.errors import (
+    CheckpointError,
+    DestinationError,
+    NonFiniteError,
+    QualityError,
+    QuantkitError,
+    ResumeError,
+    UnsupportedError,
+)
 from quantkit.files.hub import origin
 from quantkit.files.safetensors_io import require_readable
 from quantkit.formats import manifest
@@ -42,8 +50,12 @@ CHECKPOINT_BYTES = 256 << 20
 """The writer makes a checkpoint after this many bytes."""
 NOT_CHECKED = "skipped as requested"
 """The manifest's ``source_check`` without one."""
-_RESUMABLE = (DestinationError, QualityError, ResumeError)
-"""Errors that are not the source's: another run can continue from what is there."""
+_SOURCE_ERRORS = (CheckpointError, NonFiniteError, UnsupportedError)
+"""Errors of the source: another run would end with them too, so nothing is kept of an output that is not complete."""
+_HINTED_ERRORS = (DestinationError, QualityError, ResumeError)
+"""Errors whose hints say what to do with the partial output."""
+_DESTINATION_ERRORS = (DestinationError, ResumeError)
+"""Errors of the destination: what is in the partial folder is not removed, as it may be another run's, or a user's."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +105,9 @@ def option_key(name: str) -> str:
 def writing(work: Work, dst: Path, *, resume: bool, source_check: bool, progress: Progress) -> Iterator[Writer]:
     """Open the writer of a new checkpoint or of an interrupted one, and check the source on a sample text.
 
-    An error of the source removes the partial output, as it would occur again. An interruption, a full disk, unknown
-    files in the partial folder, or a result of low quality keep it for ``resume``, if it has any tensor.
+    An error of the source while tensors are written removes the partial output, as it would occur again. Anything else
+    keeps it for ``resume``, if it has any tensor: an interruption, a full disk, a bug. Once all files are written,
+    every error keeps it, because only checks follow, and ``resume`` repeats these alone.
 
     Raises:
         QuantkitError: see `Staging` and `check_source`.
@@ -142,6 +155,7 @@ class Writer:
         self._manifests: list[str] = []
         self._source_hashes: dict[str, str] = {}
         self._source_check: SourceCheck | str = NOT_CHECKED
+        self._is_complete = False
         try:
             last = self._last_safe_point()
             self._sink = Sink(self._staging.folder, last.files, last.sha256, progress=progress)
@@ -247,6 +261,7 @@ class Writer:
         for name, content in self._encoder.extra_files().items():
             self._add_file(name, content)
         self._staging.require_in_place()
+        self._is_complete = True
 
     def read_back(self, folder: str = "") -> StoredCheckpoint:
         """The result, or that in one of its folders, opened. Raises `DestinationError` if it cannot be read back."""
@@ -289,7 +304,7 @@ class Writer:
     def abandon(self, error: BaseException) -> None:
         """Close the output after an error; keep it if another run can continue from it, else remove it."""
         self._sink.abandon()
-        if isinstance(error, _RESUMABLE) if isinstance(error, QuantkitError) else self._next > 0:
+        if self._is_worth_keeping(error):
             self._mark_kept(error)
             self._staging.close()
         else:
@@ -297,13 +312,19 @@ class Writer:
             if not isinstance(error, QuantkitError):
                 mark_kept(error, self.path)
 
+    def _is_worth_keeping(self, error: BaseException) -> bool:
+        """Return whether another run can continue from what is written, or may not remove it."""
+        if self._is_complete or isinstance(error, _DESTINATION_ERRORS):
+            return True
+        return self._next > 0 and not isinstance(error, _SOURCE_ERRORS)
+
     def _add_file(self, name: str, content: bytes) -> None:
         self._staging.folder.write(name, content)
         self._hashes[name] = content_hash(content)
 
     def _mark_kept(self, error: BaseException) -> None:
-        """Note what is kept on an interruption, or on an error without a hint."""
-        if not isinstance(error, QuantkitError) and self._staging.folder.is_at(self.path):
+        """Note on an error that the output is kept, unless its hint says so."""
+        if not isinstance(error, _HINTED_ERRORS) and self._staging.folder.is_at(self.path):
             mark_kept(error, self.path)
 
     def _last_safe_point(self) -> SafePoint:

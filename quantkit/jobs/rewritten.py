@@ -120,7 +120,7 @@ def require_written(changed: Checkpoint, result: Checkpoint, codes_of: Checkpoin
         if not same or tensor_hash(found) != tensor_hash(expected):
             raise QuantkitError(
                 f"tensor '{name}' is not what was to be written, as it is read back", path=result.path,
-                hint="a bug in quantkit, or a disk that fails; nothing is kept",
+                hint="a bug in quantkit, or a disk that fails",
             )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from quantkit.tensors.qtensor import QuantTensor, cast_scales, float_rows, frobe
 from quantkit.tensors.scheme import QuantScheme, Scales
 from quantkit.tensors.tensor_slice import TensorSlice
 
-_BUG = "a bug in quantkit, or a disk that fails; nothing is kept"
+_BUG = "a bug in quantkit, or a disk that fails"
 _AT_ONCE = 1 << 23  # elements that are compared at a time
 
 

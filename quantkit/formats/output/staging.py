@@ -279,7 +279,7 @@ def require_finished(model: Path, manifest: str) -> None:
 
 def mark_kept(error: BaseException, partial: Path) -> None:
     """Add a note to an error or an interruption that the partial output is kept, or that there is none."""
-    error.add_note(f"{partial} {_KEPT}" if partial.is_dir() else _NOTHING)
+    error.add_note(f"{partial} {_KEPT}" if partial.exists() else _NOTHING)
 
 
 def kept(error: BaseException | None) -> str | None:
