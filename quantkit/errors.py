@@ -137,6 +137,10 @@ class QualityError(QuantkitError):
     exit_code = 8
 
 
+class NoImprovementError(QualityError):
+    """Training did not bring a quantized model closer to its float model."""
+
+
 class GroupError(QuantkitError):
     """The processes of one job were started with different arguments, or one of them died."""
 

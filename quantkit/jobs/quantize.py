@@ -13,7 +13,7 @@ from quantkit.arguments import is_several, require_instance
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.quantizers import RtnQuantizer, TensorBlock
 from quantkit.distributed.group import SINGLE, ProcessGroup
-from quantkit.errors import QualityError, RequestError
+from quantkit.errors import RequestError
 from quantkit.formats.container import Written, weight_size
 from quantkit.formats.folders_encoder import of_folder
 from quantkit.formats.output.staging import mark_kept, partial_folder
@@ -26,10 +26,9 @@ from quantkit.jobs.output import Writer, writing
 from quantkit.jobs.prepare import BIT_ALLOCATION, Prepared, prepare, size_fit
 from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.jobs.quantize_proof import planned, proven, result_of, with_loading
-from quantkit.jobs.quantize_refined import refined, remove_model, unrefined_path
+from quantkit.jobs.quantize_refined import refined, unrefined_path
 from quantkit.jobs.quantize_work import quantizer_of, settled, work_of
 from quantkit.jobs.refine_estimate import estimate_refined_quantization
-from quantkit.jobs.refine_training import refined_state
 from quantkit.jobs.result import QuantizeResult, together
 from quantkit.jobs.rounding_probe import is_probed, probe_rounding
 from quantkit.progress import Progress, deduplicated, without_phase
@@ -163,10 +162,8 @@ def _refined(options: QuantizeArguments, prepared: Prepared, began: float, progr
         first = quantize(**fields)
         return refined(prepared, first, calibration, began, progress)
     except BaseException as error:
-        if not isinstance(error, QualityError):
+        if between.exists():
             mark_kept(error, between)
-        elif not refined_state(prepared.dst).exists():  # training did not help, and would not if it was repeated
-            remove_model(between)
         raise
 
 

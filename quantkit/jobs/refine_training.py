@@ -10,7 +10,7 @@ from pathlib import Path
 from quantkit.calibration.activation_store import ActivationStore
 from quantkit.calibration.data import Calibration
 from quantkit.distributed.mesh import ALONE, Mesh
-from quantkit.errors import QualityError
+from quantkit.errors import NoImprovementError
 from quantkit.formats import manifest
 from quantkit.formats.output.staging import SCRATCH, Staging, mark_kept, partial_folder
 from quantkit.jobs.quantize_work import machine
@@ -37,7 +37,7 @@ def training_of(
     Of several processes, rank 0 keeps the state and has that model; the others have the one after the last step.
 
     Raises:
-        QualityError: if no step has a lower KL than the model before.
+        NoImprovementError: if no step has a lower KL than the model before.
     """
     scratch = estimate_refinement(planned).scratch_bytes
     folder, staging, useful = output.with_name(output.name + _TRAINING), None, True
@@ -105,19 +105,14 @@ def _nothing(state: State) -> None:
     """What a process does that keeps no state."""
 
 
-def refined_state(output: Path) -> Path:
-    """Where the state of the training for an output is, from which `resume` goes on."""
-    return partial_folder(output.with_name(output.name + _TRAINING))
-
-
 def _is_better(state: State) -> bool:
     """Whether a step has a lower KL than the model before."""
     return state.best.step > 0 and state.best.held_back < state.curve[0].held_back
 
 
-def _not_better(state: State, path: Path) -> QualityError:
+def _not_better(state: State, path: Path) -> NoImprovementError:
     start, lowest = state.curve[0].held_back, min((one.held_back for one in state.curve[1:]), default=math.nan)
-    return QualityError(
+    return NoImprovementError(
         "training did not bring the model closer to its float model", path=path,
         found=f"a KL of {lowest:.4g} on text that was held back, {lowest / start - 1:+.1%}",
         expected=f"less than {start:.4g}", hint="use more samples, or take the quantized model as it is",

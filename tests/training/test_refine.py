@@ -451,6 +451,52 @@ def test_quantize_refines_what_it_quantized(floats: Path, tmp_path: Path) -> Non
     assert quantkit.verify(tmp_path / "dst", floats).verdict is Verdict.WITHIN_BOUND
 
 
+def test_what_training_does_not_improve_is_written_as_it_was_quantized(
+    floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "FACTOR_RATE", 5.0)
+    options: dict[str, Any] = {**TEXT, "method": "gptq"}
+    for suffix in ("", ".gguf"):
+        scheme = "q4_0" if suffix else "int4-g64"
+        source = quantkit.convert(floats, tmp_path / "bf16", dtype="bf16", source_check=False, if_exists="skip").path
+        plain = quantkit.quantize(source, tmp_path / f"plain{suffix}", scheme, **options)
+        made = quantkit.quantize(source, tmp_path / f"dst{suffix}", scheme, **options, refine=True, epochs=1)
+        assert made.refined is None
+        assert any("training did not bring the model closer" in note for note in made.notes)
+        assert made.manifest["modules"] == plain.manifest["modules"]
+        assert made.manifest["quality"] == plain.manifest["quality"]
+        assert "refine" not in made.manifest
+        assert quantkit.verify(made.path).same
+        assert quantkit.verify(plain.path, made.path).verdict is Verdict.SAME
+        if not suffix:
+            assert "--refine" not in (made.path / "README.md").read_text()
+    assert not [path.name for path in tmp_path.iterdir() if "unrefined" in path.name or "partial" in path.name]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, RequestError, QualityError, KeyboardInterrupt])
+@pytest.mark.parametrize("rate", [None, 5.0], ids=["better", "no better"])
+def test_the_quantized_model_outlives_a_failed_check(
+    error: type[BaseException], rate: float | None, floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rate is not None:
+        monkeypatch.setattr(optimizer, "FACTOR_RATE", rate)
+
+    def check(*_: object, **__: object) -> None:
+        raise error("not passed")
+
+    options: dict[str, Any] = {**TEXT, "samples": 96, "method": "gptq", "refine": True, "epochs": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr("quantkit.jobs.quantize_refined.require_passed", check)
+        with pytest.raises(error):
+            quantkit.quantize(floats, tmp_path / "dst", "int4-g64", **options)
+    assert not (tmp_path / "dst").exists()
+    assert (tmp_path / "dst.partial").is_dir()
+    assert schemes(open_checkpoint(tmp_path / "dst.unrefined"))
+    made = quantkit.quantize(floats, tmp_path / "dst", "int4-g64", **options, resume=True)
+    assert (made.refined is None) == (rate is not None)
+    assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+
+
 def test_an_interrupted_quantize_goes_on_to_refine(floats: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {**TEXT, "samples": 96, "method": "gptq", "refine": True, "epochs": 2}
     quantkit.quantize(floats, tmp_path / "whole", "int4-g64", **options)
