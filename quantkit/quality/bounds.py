@@ -184,6 +184,15 @@ def same_but_rounded(a: Tensor, b: Tensor) -> bool:
     return is_cast(a, b) or is_cast(b, a)
 
 
+def same_norms(a: Tensor, b: Tensor, offset: float) -> bool:
+    """Return whether two norm weights are equal once a model adds its offset to them in float32.
+
+    Gemma multiplies by ``1 + weight``, and GGUF stores that sum. It rounds weights whose last bits are below those of
+    1, and both weights then give the same results. False without an offset.
+    """
+    return bool(offset) and a.shape == b.shape and torch.equal(a.float() + offset, b.float() + offset)
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same type and shape, and are equal in every bit."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):

@@ -11,13 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.names import EMBEDDING
 from quantkit.errors import QuantkitError
 from quantkit.formats.checkpoint import Checkpoint, stored_name
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.kv_cache import KvCache
 from quantkit.progress import Progress, silent
-from quantkit.quality.bounds import BOUNDS, Bound, bound_type, coarser, same_bits, same_but_rounded, weight_bound
+from quantkit.quality.bounds import (
+    BOUNDS,
+    Bound,
+    bound_type,
+    coarser,
+    same_bits,
+    same_but_rounded,
+    same_norms,
+    weight_bound,
+)
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, cast_scales, float_rows, frobenius, row_chunks
 from quantkit.tensors.scheme import QuantScheme, Scales
@@ -66,7 +76,8 @@ def require_exact(
 ) -> Exact:  # fmt: skip
     """Compare a written model, as its own reader loads it, with its source.
 
-    Tensors that were cast to another float type are skipped; norms to which GGUF adds one may differ, and are counted.
+    Tensors that were cast to another float type are skipped; norms to which GGUF adds one may be rounded by that, and
+    are counted.
 
     Args:
         rounded: the tensors whose codes were not carried.
@@ -88,10 +99,14 @@ def require_exact(
             if not equal and name in cast:
                 equal = _same_codes(source, result, before.name, name, cast[name])
                 scales_cast += equal
-        elif result.format == "gguf" and result.config.norm_offset != 0 and "norm" in name:
-            one, other = source.load(name), result.load(name)
-            norms += not (isinstance(one, Tensor) and isinstance(other, Tensor) and _equal(one, other.to(one.dtype)))
-            continue
+        elif result.format == "gguf" and offset_of(result.config, name):
+            weight, stored = source.load(name), result.load(name)
+            assert isinstance(weight, Tensor)
+            assert isinstance(stored, Tensor)
+            cast = weight.to(DType(result.config.dtype).torch)
+            offset = offset_of(result.config, name)
+            equal = same_norms(weight, stored, offset) or same_norms(cast, stored, offset)
+            norms += equal and not _equal(weight, stored.to(weight.dtype))
         elif before.dtype == result.info(name).dtype:
             floats += 1
             pieces = row_pieces(result.info(name).shape, result.config.head_dim)
@@ -103,6 +118,11 @@ def require_exact(
             raise QuantkitError(problem, path=result.path, hint=_BUG)
     progress("exact", len(names), len(names), "tensors")
     return Exact(quantized, quantized - scales_cast, floats, norms, scales_cast)
+
+
+def offset_of(config: ModelConfig, name: str) -> float:
+    """Return the offset that a model adds to a tensor; 0 if it is not the weight of a norm."""
+    return config.norm_offset if "norm" in name else 0.0
 
 
 def require_same_kv_cache(source: KvCache, result: StoredCheckpoint) -> None:
@@ -203,10 +223,12 @@ class TensorDifference:
 
 
 def tensor_difference(
-    name: str, first: Tensor | QuantTensor, second: Tensor | QuantTensor, coarsest: QuantScheme | None
-) -> tuple[TensorDifference | None, Bound]:
+    name: str, first: Tensor | QuantTensor, second: Tensor | QuantTensor, coarsest: QuantScheme | None, *,
+    norm_offset: float = 0.0,
+) -> tuple[TensorDifference | None, Bound]:  # fmt: skip
     """The difference between a tensor and its reference, the first one, None if they are equal; and its type's bound.
-    For `coarsest` see `weight_bound`; None for a tensor that is quantized in neither model."""
+    For `coarsest` see `weight_bound`; None for a tensor that is quantized in neither model. For `norm_offset` see
+    `same_norms`."""
     types = (
         bound_type(value.scheme) if isinstance(value, QuantTensor) else DType.of(value.dtype)
         for value in (first, second)
@@ -242,5 +264,6 @@ def tensor_difference(
     elif isinstance(first, QuantTensor):
         allowed = weight_bound(first, second, coarsest or first.scheme)
     else:
-        allowed = relative if first.dtype != second.dtype and same_but_rounded(first, second) else 0.0
+        is_cast = first.dtype != second.dtype and same_but_rounded(first, second)
+        allowed = relative if is_cast or same_norms(first, second, norm_offset) else 0.0
     return TensorDifference(name, relative, largest, allowed), bound

@@ -36,7 +36,7 @@ from quantkit.quality.manifest_check import (
     verify_model,
 )
 from quantkit.quality.measures import Divergence, compare_batches
-from quantkit.quality.transcoded import TensorDifference, tensor_difference
+from quantkit.quality.transcoded import TensorDifference, offset_of, tensor_difference
 from quantkit.quality.weights_only import COMPARED, error_problem, recorded_errors, summary_problems
 from quantkit.runtime.generation_config import end_tokens
 from quantkit.tensors.qtensor import ROUNDED, QuantTensor
@@ -273,7 +273,13 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
     for index, name in enumerate(names):
         progress("tensors", index, len(names), "tensors")
         first, second = (one.load(stored_name(one, name)) for one in (reference, other))
-        difference, allowed = tensor_difference(name, first, second, compensated.get(name.removesuffix(".weight")))
+        difference, allowed = tensor_difference(
+            name,
+            first,
+            second,
+            compensated.get(name.removesuffix(".weight")),
+            norm_offset=offset_of(reference.config, name),
+        )
         problems += _not_as_refined(name, first, second, refined)
         if difference is not None and _is_refined(name, first, second, refined):
             difference = replace(difference, bound=max(difference.bound, difference.relative_error))

@@ -250,7 +250,7 @@ def test_integers_whose_codes_are_not_carried_become_floats_or_codes_only_where_
     assert torch.equal(open_checkpoint(tmp_path / "floats").load(name), before.load(name))  # type: ignore[arg-type]
 
 
-def test_a_result_that_is_not_its_source_is_a_failure_that_leaves_nothing(
+def test_a_result_that_is_not_its_source_is_a_failure_that_resume_checks_again(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = GptqLinear.decode
@@ -260,11 +260,14 @@ def test_a_result_that_is_not_its_source_is_a_failure_that_leaves_nothing(
         value.codes[5, 7] ^= 1
         return value
 
-    monkeypatch.setattr(GptqLinear, "decode", decoded)
-    with pytest.raises(QuantkitError, match=r"q_proj\.weight' is not what the source holds") as failed:
-        quantkit.convert(folders["int4-g64"], tmp_path / "out", to="gptq", source_check=False)
-    assert failed.value.exit_code == 1
-    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(GptqLinear, "decode", decoded)
+        for resume in (False, True):
+            with pytest.raises(QuantkitError, match=r"q_proj\.weight' is not what the source holds") as failed:
+                quantkit.convert(folders["int4-g64"], tmp_path / "out", to="gptq", source_check=False, resume=resume)
+            assert failed.value.exit_code == 1
+            assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    assert quantkit.convert(folders["int4-g64"], tmp_path / "out", to="gptq", source_check=False, resume=True).exact
 
 
 @pytest.mark.parametrize("kind", ["act-order", "fp8", "bitsandbytes"])

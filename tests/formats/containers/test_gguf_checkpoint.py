@@ -25,7 +25,7 @@ import quantkit
 from quantkit.architectures.gguf_config import metadata_of
 from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import linear_columns
-from quantkit.errors import CheckpointError, RequestError, UnsupportedError
+from quantkit.errors import CheckpointError, QuantkitError, RequestError, UnsupportedError
 from quantkit.files.gguf_types import GgmlType, split_name
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.codecs import ggml
@@ -34,6 +34,7 @@ from quantkit.formats.containers.gguf import GgufCheckpoint
 from quantkit.formats.detect import open_checkpoint
 from quantkit.formats.registry import GGUF, HF
 from quantkit.quality.transcoded import require_exact
+from quantkit.quality.verify import Verdict
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
@@ -330,6 +331,23 @@ def test_norms_that_adding_one_rounds_are_counted(weight: float, tmp_path: Path)
     found = require_exact(source, _opened(path))
     assert found.norms == (1 if weight else 0)
     assert ("1 norms rounded" in found.line()) == bool(weight)
+    rounded = {difference.name for difference in quantkit.verify(folder, path).differing if difference.within}
+    assert rounded == ({"model.norm.weight"} if weight else set())
+    assert not any(one.rule.name == "changed" for one in quantkit.diagnose(path, against=folder).findings)
+
+
+def test_a_norm_that_differs_by_more_than_adding_one_rounds_is_an_error(tmp_path: Path) -> None:
+    model = oracle.make("gemma", vocab_size=_ROWS, head_dim=16, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    (folder := tmp_path / "model").mkdir()
+    source = HF.open(oracle.save(model, folder), "safetensors")
+    tensors = gguf_files.tensors_of(model)
+    tensors["output_norm.weight"][3] += 2**-20
+    path = gguf_files.write(tmp_path / "a.gguf", metadata_of(source.config) | _ENDS, tensors)
+    with pytest.raises(QuantkitError, match=r"'model\.norm\.weight' is not what the source holds"):
+        require_exact(source, _opened(path))
+    report = quantkit.verify(folder, path)
+    assert [one.name for one in report.differing if not one.within] == ["model.norm.weight"]
+    assert report.verdict is Verdict.DIFFERENT
 
 
 def test_windows_that_llama_cpp_does_not_know_are_reported(tmp_path: Path) -> None:
