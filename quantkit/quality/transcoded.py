@@ -103,9 +103,9 @@ def require_exact(
             weight, stored = source.load(name), result.load(name)
             assert isinstance(weight, Tensor)
             assert isinstance(stored, Tensor)
-            cast = weight.to(DType(result.config.dtype).torch)
+            in_type_of_result = weight.to(DType(result.config.dtype).torch)
             offset = offset_of(result.config, name)
-            equal = same_norms(weight, stored, offset) or same_norms(cast, stored, offset)
+            equal = same_norms(weight, stored, offset) or same_norms(in_type_of_result, stored, offset)
             norms += equal and not _equal(weight, stored.to(weight.dtype))
         elif before.dtype == result.info(name).dtype:
             floats += 1
