@@ -21,6 +21,7 @@ from quantkit.formats.detect import open_pair
 from quantkit.progress import Progress
 from quantkit.quality.bounds import coarsest, same_bits, same_but_rounded, same_norms, weight_bound
 from quantkit.quality.transcoded import offset_of
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, float_rows, frobenius, row_chunks
 
 _TIMES_USUAL = 3.0
@@ -76,7 +77,9 @@ class _Comparison:
             before = before.dequantize()
         if isinstance(after, Tensor):
             cast = before.dtype != after.dtype and before.dim() > 0 and same_but_rounded(before, after)
-            if cast or same_bits(before, after) or same_norms(before, after, offset_of(self.reference.config, name)):
+            dtypes = [DType(model.config.dtype) for model in (self.reference, self.patient)]
+            same_norm = same_norms(before, after, offset_of(self.reference.config, name), dtypes)
+            if cast or same_norm or same_bits(before, after):
                 return
         error = _relative_error(before, after)
         module = name.removesuffix(".weight")

@@ -19,6 +19,7 @@ from quantkit.formats.folder import checked_tokenizer
 from quantkit.quality.measures import Quality, text_windows
 from quantkit.tensors import float_codes
 from quantkit.tensors.activations import InputRounding
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor, frobenius, quantize_rtn, relative_error, row_chunks
 from quantkit.tensors.scheme import Codes, QuantScheme
 from quantkit.text.tokenizer import prompt_start
@@ -184,13 +185,21 @@ def same_but_rounded(a: Tensor, b: Tensor) -> bool:
     return is_cast(a, b) or is_cast(b, a)
 
 
-def same_norms(a: Tensor, b: Tensor, offset: float) -> bool:
+def same_norms(a: Tensor, b: Tensor, offset: float, dtypes: Iterable[DType] = ()) -> bool:
     """Return whether two norm weights are equal once a model adds its offset to them in float32.
 
     Gemma multiplies by ``1 + weight``, and GGUF stores that sum. It rounds weights whose last bits are below those of
     1, and both weights then give the same results. False without an offset.
+
+    Args:
+        dtypes: the float types of the two models, to which one of the weights may have been cast before.
     """
-    return bool(offset) and a.shape == b.shape and torch.equal(a.float() + offset, b.float() + offset)
+    if not offset or a.shape != b.shape:
+        return False
+    casts = [dtype.torch for dtype in dtypes]
+    of_a = [weight.float() + offset for weight in (a, *map(a.to, casts))]
+    of_b = [weight.float() + offset for weight in (b, *map(b.to, casts))]
+    return any(torch.equal(first, of_b[0]) for first in of_a) or any(torch.equal(of_a[0], second) for second in of_b)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

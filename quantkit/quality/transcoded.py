@@ -103,9 +103,7 @@ def require_exact(
             weight, stored = source.load(name), result.load(name)
             assert isinstance(weight, Tensor)
             assert isinstance(stored, Tensor)
-            in_type_of_result = weight.to(DType(result.config.dtype).torch)
-            offset = offset_of(result.config, name)
-            equal = same_norms(weight, stored, offset) or same_norms(in_type_of_result, stored, offset)
+            equal = same_norms(weight, stored, offset_of(result.config, name), [DType(result.config.dtype)])
             norms += equal and not _equal(weight, stored.to(weight.dtype))
         elif before.dtype == result.info(name).dtype:
             floats += 1
@@ -224,11 +222,11 @@ class TensorDifference:
 
 def tensor_difference(
     name: str, first: Tensor | QuantTensor, second: Tensor | QuantTensor, coarsest: QuantScheme | None, *,
-    norm_offset: float = 0.0,
+    norm_offset: float = 0.0, dtypes: Collection[DType] = (),
 ) -> tuple[TensorDifference | None, Bound]:  # fmt: skip
     """The difference between a tensor and its reference, the first one, None if they are equal; and its type's bound.
-    For `coarsest` see `weight_bound`; None for a tensor that is quantized in neither model. For `norm_offset` see
-    `same_norms`."""
+    For `coarsest` see `weight_bound`; None for a tensor that is quantized in neither model. For `norm_offset` and
+    `dtypes` see `same_norms`."""
     types = (
         bound_type(value.scheme) if isinstance(value, QuantTensor) else DType.of(value.dtype)
         for value in (first, second)
@@ -265,5 +263,5 @@ def tensor_difference(
         allowed = weight_bound(first, second, coarsest or first.scheme)
     else:
         is_cast = first.dtype != second.dtype and same_but_rounded(first, second)
-        allowed = relative if is_cast or same_norms(first, second, norm_offset) else 0.0
+        allowed = relative if is_cast or same_norms(first, second, norm_offset, dtypes) else 0.0
     return TensorDifference(name, relative, largest, allowed), bound

@@ -39,6 +39,7 @@ from quantkit.quality.measures import Divergence, compare_batches
 from quantkit.quality.transcoded import TensorDifference, offset_of, tensor_difference
 from quantkit.quality.weights_only import COMPARED, error_problem, recorded_errors, summary_problems
 from quantkit.runtime.generation_config import end_tokens
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import ROUNDED, QuantTensor
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.text.chat_template import ChatTemplates
@@ -279,6 +280,7 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
             second,
             compensated.get(name.removesuffix(".weight")),
             norm_offset=offset_of(reference.config, name),
+            dtypes=[DType(model.config.dtype) for model in (reference, other)],
         )
         problems += _not_as_refined(name, first, second, refined)
         if difference is not None and _is_refined(name, first, second, refined):

@@ -20,6 +20,7 @@ import torch
 from gguf import GGMLQuantizationType as Ggml
 from test_gguf_config import CASES
 from torch import Tensor
+from vocabularies import train
 
 import quantkit
 from quantkit.architectures.gguf_config import metadata_of
@@ -334,6 +335,27 @@ def test_norms_that_adding_one_rounds_are_counted(weight: float, tmp_path: Path)
     rounded = {difference.name for difference in quantkit.verify(folder, path).differing if difference.within}
     assert rounded == ({"model.norm.weight"} if weight else set())
     assert not any(one.rule.name == "changed" for one in quantkit.diagnose(path, against=folder).findings)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("cast", ["fp32", "bf16", "fp16"])
+def test_norms_of_all_sizes_survive_casts_there_and_back(dtype: Any, cast: Any, tmp_path: Path) -> None:
+    """`verify` knows what a cast and adding one have rounded."""
+    model = oracle.make("gemma", vocab_size=400, head_dim=16, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(torch.randn_like(parameter) * torch.logspace(-9, 1, parameter.numel()))
+    oracle.save(model, tmp_path / "made")
+    shutil.copy(train(tmp_path / "text") / "tokenizer.model", tmp_path / "made")
+    source = quantkit.convert(tmp_path / "made", tmp_path / "source", dtype=dtype, source_check=False).path
+    file = quantkit.convert(source, tmp_path / "a.gguf", to="gguf", dtype=cast, source_check=False).path
+    back = quantkit.convert(file, tmp_path / "back", source_check=False).path
+    for result in (file, back):
+        differing = quantkit.verify(source, result).differing
+        assert any("norm" in difference.name for difference in differing)
+        assert all(difference.within for difference in differing)
+        assert not any(one.rule.name == "changed" for one in quantkit.diagnose(result, against=source).findings)
 
 
 def test_a_norm_that_differs_by_more_than_adding_one_rounds_is_an_error(tmp_path: Path) -> None:
