@@ -253,6 +253,8 @@ def serve(file: Path) -> None:
             answer: Any = logits(question["logits"])
         elif "tokens" in question:
             answer = tokens_of(question["tokens"], specials=False)
+        elif "ends" in question:
+            answer = [token for token in range(width) if llama_cpp.llama_vocab_is_eog(vocabulary, token)]
         else:
             answer = talk(question["talk"])
         print(json.dumps(answer), flush=True)
