@@ -150,6 +150,21 @@ def tiny_image_text_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 @pytest.fixture(scope="session")
+def real_shape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that makes a tiny model with the widths and the tokenizer of a published one, by its name in
+    `real_shapes.SHAPES`; the same folder each time, which no test changes."""
+    folder = tmp_path_factory.mktemp("real-shapes")
+
+    @functools.cache
+    def make(name: str) -> Path:
+        from real_shapes import make_model
+
+        return make_model(folder / name, name)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def hybrid(tiny_model: Callable[[str], Path]) -> Path:
     """A tiny Qwen3-Next, with linear attention and experts, for which there is no decoder here."""
     return tiny_model("qwen3_next")
