@@ -23,8 +23,16 @@ QWEN_WORDS = (
     r"|\s+(?!\S)|\s+"
 )
 CHATML = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN_TURNS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}\nCall one within <tool_call></tool_call>:\n"
+    '{"name": <name>, "arguments": <object>}<|im_end|>\n{% endif %}'
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 GEMMA_TURNS = (
@@ -192,7 +200,7 @@ def build_qwen() -> tuple[Tokenizer, dict[str, Any]]:
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "add_bos_token": False,
-        "chat_template": CHATML,
+        "chat_template": QWEN_TURNS,
     }
     return tokenizer, settings
 
