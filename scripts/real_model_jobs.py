@@ -91,8 +91,8 @@ class Job:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, with what an interrupted run left of it."""
-    for leftover in (path, path.with_name(f"{path.name}.partial")):
+    """Remove a file or a folder, with its manifest and what an interrupted run left of it."""
+    for leftover in (path, path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.quantkit.json")):
         if leftover.is_dir():
             shutil.rmtree(leftover)
         else:
@@ -313,9 +313,11 @@ def quantize_to_file(scheme: str) -> Callable[[Subject], str]:
 
 def quantize(subject: Subject, scheme: str, output: Path, *options: str) -> Any:
     """Quantize the folder with few samples and return the report."""
-    few = ["--samples", str(subject.settings.samples), "--length", str(subject.settings.length)]
     arguments = ["quantize", subject.path("folder"), output, "--scheme", scheme, *options]
-    return read_report(subject, *arguments, *(few if scheme.startswith(("int4", "q4_k")) else []), output=output)
+    calibrated = scheme.startswith(("int4", "q4_k")) and "rtn" not in options
+    if calibrated:
+        arguments += ["--samples", str(subject.settings.samples), "--length", str(subject.settings.length)]
+    return read_report(subject, *arguments, output=output)
 
 
 def compare_with_gate(report: Any, kl: float, more: float = 0.0) -> str:
@@ -336,14 +338,13 @@ def write_formats(subject: Subject) -> str:
     """Quantize once to five formats: each must mean the weights that transformers reads of compressed-tensors."""
     output = subject.path("formats")
     quantize(subject, "int4-g64", output, "--method", "rtn", "--accept-quality-loss", "--to", ",".join(FORMATS))
-    reference = judges.load_model(output / FORMATS[0])
-    expected = {name: value.detach() for name, value in reference.state_dict().items()}
+    expected = judges.load_weights(output / FORMATS[0])
     details = []
     for name in ("gptq", "awq", "mlx"):
         details.append(f"{name} {judges.compare_unpacked(name, output / name, expected)} linears")
     (file,) = (output / "gguf").glob("*.gguf")
     windows = judges.cut_windows(judges.load_tokenizer(subject.path("folder")))
-    kl = judges.measure_kl(reference, judges.load_model(file), windows[:1])
+    kl = judges.measure_kl(judges.load_model(output / FORMATS[0]), judges.load_model(file), windows[:1])
     require(kl < KL_OF_CONVERSION, f"gguf: KL {kl:.2g} from compressed-tensors")
     return f"{', '.join(details)}, gguf KL {kl:.2g}"
 
@@ -446,11 +447,18 @@ def generate(subject: Subject) -> str:
     lines = output.read_text(encoding="utf-8").splitlines()
     require(len(lines) == len(PROMPTS), f"{len(lines)} results of {len(PROMPTS)} prompts")
     for line, prompt in zip(lines, PROMPTS, strict=True):
-        new_ids = judges.continue_greedily(model, judges.encode(tokenizer, prompt), NEW_TOKENS)
-        expected = tokenizer.decode(new_ids, skip_special_tokens=True)
+        expected = continue_text(tokenizer, model, judges.encode(tokenizer, prompt))
         actual = json.loads(line)["text"]
         require(actual == expected and len(actual) > 0, f"{prompt!r}: {actual[:60]!r}, not {expected[:60]!r}")
     return f"{len(lines)} texts of {NEW_TOKENS} tokens"
+
+
+def continue_text(tokenizer: Any, model: Any, ids: Sequence[int]) -> str:
+    """Return the text that transformers generates after token ids; a space at its beginning is kept."""
+    new_ids = judges.continue_greedily(model, ids, NEW_TOKENS)
+    before: str = tokenizer.decode(ids, skip_special_tokens=True)
+    after: str = tokenizer.decode([*ids, *new_ids], skip_special_tokens=True)
+    return after.removeprefix(before)
 
 
 @contextmanager
@@ -479,7 +487,7 @@ def serve(subject: Subject) -> str:
     tokenizer, model = judges.load_tokenizer(folder), judges.load_model(folder)
     settings: dict[str, Any] = {"model": subject.name, "temperature": 0, "max_tokens": NEW_TOKENS}
     ids = judges.encode(tokenizer, PROMPTS[0])
-    expected = tokenizer.decode(judges.continue_greedily(model, ids, NEW_TOKENS), skip_special_tokens=True)
+    expected = continue_text(tokenizer, model, ids)
     with start_server(subject) as address, OpenAI(base_url=address, api_key="none", max_retries=0) as client:
         require([entry.id for entry in client.models.list()] == [subject.name], "the list of models")
         completion = client.completions.create(prompt=PROMPTS[0], **settings)
@@ -496,7 +504,7 @@ def check_chat(client: Any, tokenizer: Any, model: Any, settings: dict[str, Any]
     """Compare one conversation, streamed and not, with transformers' template and greedy text."""
     prompt = tokenizer.apply_chat_template(MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True)
     ids = judges.encode(tokenizer, prompt, specials=False)
-    expected = tokenizer.decode(judges.continue_greedily(model, ids, NEW_TOKENS), skip_special_tokens=True).strip()
+    expected = continue_text(tokenizer, model, ids).strip()
     options = {**settings, "messages": MESSAGES}
     if tools is not None and "tools" in tokenizer.chat_template:
         options["tools"] = tools

@@ -49,9 +49,9 @@ def require(condition: bool, message: str) -> None:
 
 def load_texts(count: int) -> list[str]:
     """Return lines of running text and random strings of many scripts; none spells a control token."""
-    from quantkit.data.files import CALIBRATION, EXCERPT
+    from quantkit.data.files import EXCERPT
 
-    lines = texts([EXCERPT, CALIBRATION], PIECES)
+    lines = texts([EXCERPT, EXCERPT.with_name("mixed.txt")], PIECES)
     step = max(1, len(lines) // count)
     return lines[::step]
 
@@ -85,6 +85,14 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     return model.eval()
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """Return a folder's tensors as transformers computes with them."""
+    model = load_model(folder)
+    with torch.inference_mode():
+        model(torch.tensor([[1, 2]]))  # compressed-tensors decompresses weights when the model first runs
+    return {name: value.detach() for name, value in model.state_dict().items()}
 
 
 def find_missing_tensors(folder: Path) -> set[str]:
@@ -166,11 +174,17 @@ def continue_greedily(model: Any, ids: Sequence[int], count: int) -> list[int]:
 
 @torch.no_grad()
 def round_linears(model: Any, group_size: int) -> None:
-    """Round all linears but the head to symmetric int4 in groups, to nearest, in place; other widths stay."""
+    """Round all linears but the head to symmetric int4 in groups, to nearest, in place.
+
+    Groups are halved until they divide a row, as `quantize` does.
+    """
     for name, module in model.named_modules():
-        if not isinstance(module, torch.nn.Linear) or name == "lm_head" or module.in_features % group_size:
+        if not isinstance(module, torch.nn.Linear) or name == "lm_head":
             continue
-        groups = module.weight.reshape(-1, group_size)
+        size = group_size
+        while module.in_features % size:
+            size //= 2
+        groups = module.weight.reshape(-1, size)
         scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 7
         module.weight.copy_((groups / scale).round().clamp(-8, 7).mul(scale).reshape(module.weight.shape))
 

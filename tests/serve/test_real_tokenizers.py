@@ -79,7 +79,8 @@ def test_a_chat_is_the_template_and_the_greedy_text(served: Served) -> None:
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(ids)
     content = answer.choices[0].message.content or ""
-    assert content == served.continue_greedily(ids)
+    # Llama 2's pieces begin with a space, which is no part of an answer.
+    assert content.lstrip(" ") == served.continue_greedily(ids).lstrip(" ")
     parts = []
     for event in served.client.chat.completions.create(messages=MESSAGES, stream=True, **served.settings):
         parts.append(event.choices[0].delta.content or "")

@@ -156,7 +156,11 @@ def make_model(folder: Path, name: str) -> Path:
         "eos_token_id": ends if shape.ends else ends[0],
         **shape.settings,
     }
-    return oracle.save(oracle.make(shape.model_type, **settings), folder)
+    model = oracle.make(shape.model_type, **settings)
+    if shape.model_type.startswith("gemma"):
+        # It multiplies embeddings by the root of the width: random ones would drown what the layers compute.
+        model.model.embed_tokens.weight.data.mul_(0.1)
+    return oracle.save(model.bfloat16(), folder)  # as published models are
 
 
 def write_tokenizer(folder: Path, kind: str) -> None:
