@@ -276,18 +276,28 @@ UNPACKERS = {"gptq": unpack_gptq, "awq": unpack_awq, "mlx": unpack_mlx}
 QUANTIZED_TENSOR = {"gptq": ".qweight", "awq": ".qweight", "mlx": ".scales"}
 
 
-def compare_unpacked(format_name: str, folder: Path, expected: dict[str, Tensor]) -> int:
-    """Compare every quantized module of a folder with expected weights, and return how many there are."""
+def measure_relative_error(weight: Tensor, reference: Tensor) -> float:
+    """Return the norm of a difference from reference weights, relative to theirs."""
+    return float((weight.float() - reference.float()).norm() / reference.float().norm())
+
+
+def compare_unpacked(format_name: str, folder: Path, rounded: dict[str, Tensor], floats: dict[str, Tensor]) -> int:
+    """Compare the error of every quantized module of a folder with that of other codes; return how many there are.
+
+    Codes may differ between formats: GPTQ and AWQ have no negative scales.
+
+    Args:
+        rounded: the weights that compressed-tensors means.
+        floats: the weights before rounding.
+    """
     tensors = load_tensors(folder)
     suffix = QUANTIZED_TENSOR[format_name]
     modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
     for module in modules:
-        weight = UNPACKERS[format_name](tensors, module)
-        reference = expected[f"{module}.weight"].float()
-        difference = (weight - reference).abs().max().item()
-        # bfloat16 keeps eight bits of a product of code and scale.
-        bound = 2**-7 * reference.abs().max().item()
-        require(difference <= bound, f"{format_name}: {module} differs by {difference:.2g}, bound {bound:.2g}")
+        reference = floats[f"{module}.weight"]
+        error = measure_relative_error(UNPACKERS[format_name](tensors, module), reference)
+        bound = 1.1 * measure_relative_error(rounded[f"{module}.weight"], reference)
+        require(error <= bound, f"{format_name}: {module} has an error of {error:.3g}, bound {bound:.3g}")
     require(len(modules) > 0, f"{format_name}: no quantized module in {folder}")
     return len(modules)
 
