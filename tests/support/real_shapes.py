@@ -46,7 +46,7 @@ LLAMA2_TURNS = (
 )
 
 HTML_END = "</s>"
-"""The tag that ends struck-out text in HTML: an ordinary token of Qwen and Gemma, the end of a text for Llama 2."""
+"""The tag that ends struck-out text in HTML: an ordinary token of Qwen and Gemma, the end of a string for Llama 2."""
 SPACES = [("\u0120", "\u0120"), ("\u0120\u0120", "\u0120\u0120")]
 """Merges of two and four spaces, in the letters that stand for bytes."""
 
@@ -173,7 +173,7 @@ def write_tokenizer(folder: Path, kind: str) -> None:
 
 
 def build_smollm() -> tuple[Tokenizer, dict[str, Any]]:
-    """Build a tokenizer of SmolLM2's kind: control tokens come first, and BOS starts a turn but no text."""
+    """Build a tokenizer of SmolLM2's kind: control tokens come first, and BOS starts a turn but no string."""
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<file_sep>"]
     vocab, merges = train_bytes(control, SPACES)
     tokenizer = Tokenizer(models.BPE(vocab, merges))
@@ -237,7 +237,7 @@ def build_gemma() -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def build_llama2() -> tuple[Tokenizer, dict[str, Any]]:
-    """Build a tokenizer of Llama 2's kind: a space before each text, and `HTML_END` as the true end token."""
+    """Build a tokenizer of Llama 2's kind: a space before each string, and `HTML_END` as the true end token."""
     control = ["<unk>", "<s>", HTML_END]
     vocab, merges = train_pieces(control, [])
     tokenizer = build_sentencepiece_kind(vocab, merges)
@@ -268,7 +268,7 @@ def build_sentencepiece_kind(vocab: dict[str, int], merges: list[tuple[str, str]
 
 
 def put_first(tokenizer: Tokenizer, token: str) -> None:
-    """Have a tokenizer put a token before each text."""
+    """Have a tokenizer put a token before each string."""
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{token} $A", pair=f"{token} $A {token}:1 $B:1", special_tokens=[(token, tokenizer.token_to_id(token))]
     )

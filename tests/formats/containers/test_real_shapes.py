@@ -80,7 +80,7 @@ def test_tokens_of_the_file_are_those_of_the_folder(round_trip: RoundTrip) -> No
     tokenizer = load_tokenizer(round_trip.file)
     for text in TEXTS:
         if HTML_END in text:
-            continue  # llama.cpp takes any token that is spelled so for the end of a text
+            continue  # llama.cpp takes any token that is spelled so for the end of a prompt
         assert tokenizer.encode(text, specials=True) == reference(text)["input_ids"], text
 
 
