@@ -21,6 +21,7 @@ from real_model_judges import CheckFailed, require
 from safetensors.torch import save_file
 
 TEXTS = 400
+RANDOM_SHARE = 0.1  # of random strings that llama.cpp may cut otherwise
 NEW_TOKENS = 24
 KL_OF_CONVERSION = 2e-3  # bfloat16 activations of llama.cpp cost 1e-4
 KL_SHARE = 0.15  # how far the gate's figure may be from the judge's, of the larger
@@ -190,15 +191,26 @@ def compare_own_tokens(path: Path, folder: Path, lines: Sequence[str]) -> None:
 
 
 def compare_tokens_with_llama_cpp(subject: Subject, folder: Path, file: Path) -> str:
-    """Compare the tokens of a folder in transformers with llama.cpp's of a file, on strings in NFC."""
+    """Compare the tokens of a folder in transformers with llama.cpp's of a file, on strings in NFC.
+
+    All running text must be cut the same way. llama.cpp's own patterns differ from the published ones on some rare
+    marks, so a small share of random strings may be cut otherwise.
+    """
     tokenizer = judges.load_tokenizer(folder)
-    lines = judges.normalize(judges.load_texts(TEXTS))
-    rows = [judges.encode(tokenizer, line) for line in lines]
+    details = []
     with open_llama_cpp(subject, file) as peer:
-        expected = [peer.request(tokens=line) for line in lines]
-    differences = judges.describe_differences(lines, rows, expected)
-    require(not differences, f"tokens: {differences}")
-    return f"{len(lines)} strings"
+        for kind, lines, allowed in (
+            ("lines", judges.load_lines(), 0.0),
+            ("random strings", judges.load_random_strings(TEXTS), RANDOM_SHARE),
+        ):
+            lines = judges.normalize(lines)
+            rows = [judges.encode(tokenizer, line) for line in lines]
+            expected = [peer.request(tokens=line) for line in lines]
+            differing = sum(row != expected_row for row, expected_row in zip(rows, expected, strict=True))
+            differences = judges.describe_differences(lines, rows, expected)
+            require(differing <= allowed * len(lines), f"tokens of {kind}: {differences}")
+            details.append(f"{len(lines) - differing} of {len(lines)} {kind}")
+    return ", ".join(details)
 
 
 def check_end_tokens(subject: Subject) -> str:
@@ -249,7 +261,8 @@ def measure_kl_by_llama_cpp(subject: Subject, file: Path) -> float:
     reference = judges.load_model(subject.path("folder"))
     windows = judges.cut_windows(judges.load_tokenizer(subject.path("folder")))
     with open_llama_cpp(subject, file) as peer:
-        return judges.measure_kl_of_file(reference, peer, windows)
+        kl: float = judges.measure_kl_of_file(reference, peer, windows)
+    return kl
 
 
 def check_doctor(subject: Subject) -> str:
@@ -313,7 +326,7 @@ def quantize_to_file(scheme: str) -> Callable[[Subject], str]:
 
 def quantize(subject: Subject, scheme: str, output: Path, *options: str) -> Any:
     """Quantize the folder with few samples and return the report."""
-    arguments = ["quantize", subject.path("folder"), output, "--scheme", scheme, *options]
+    arguments: list[str | Path] = ["quantize", subject.path("folder"), output, "--scheme", scheme, *options]
     calibrated = scheme.startswith(("int4", "q4_k")) and "rtn" not in options
     if calibrated:
         arguments += ["--samples", str(subject.settings.samples), "--length", str(subject.settings.length)]
@@ -369,7 +382,7 @@ def merge_lora(subject: Subject) -> str:
     )
     torch.manual_seed(0)
     tuned = peft.get_peft_model(judges.load_model(folder, torch.bfloat16), settings)
-    tuned.save_pretrained(adapter)
+    tuned.save_pretrained(str(adapter))
     expected = tuned.merge_and_unload().state_dict()
     # A random adapter makes nonsense, so the source check is of no use for the result; the source itself passed.
     run_quantkit(subject, "convert", folder, output, "--lora", adapter, output=output)
@@ -390,7 +403,15 @@ def refine(subject: Subject) -> str:
     """Refine a rounded model: transformers must find the result nearer to the floats."""
     folder, output, rounded = subject.path("folder"), subject.path("refined"), subject.path("formats")
     few = ["--samples", str(subject.settings.samples), "--length", str(subject.settings.length), "--epochs", "2"]
-    arguments = ["refine", rounded / FORMATS[0], output, "--against", folder, *few, "--accept-quality-loss"]
+    arguments: list[str | Path] = [
+        "refine",
+        rounded / FORMATS[0],
+        output,
+        "--against",
+        folder,
+        *few,
+        "--accept-quality-loss",
+    ]
     run_quantkit(subject, *arguments, output=output)
     reference = judges.load_model(folder)
     windows = judges.cut_windows(judges.load_tokenizer(folder))
@@ -430,7 +451,7 @@ def evaluate(subject: Subject) -> str:
 
     folder, text = subject.path("folder"), subject.path("text.txt")
     text.write_text(gate_texts()["mixed"], encoding="utf-8")
-    arguments = ["eval", folder, "--text", text, "--window", str(judges.WINDOW)]
+    arguments: list[str | Path] = ["eval", folder, "--text", text, "--window", str(judges.WINDOW)]
     report = read_report(subject, *arguments)
     (figures,) = report["rows"][0]["texts"].values()
     ids = judges.encode(judges.load_tokenizer(folder), text.read_text(encoding="utf-8"))
@@ -444,7 +465,7 @@ def generate(subject: Subject) -> str:
     """Compare greedy texts with those that transformers generates."""
     folder, prompts, output = subject.path("folder"), subject.path("prompts.jsonl"), subject.path("texts.jsonl")
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS), encoding="utf-8")
-    arguments = ["generate", folder, "--prompts", prompts, "--output", output, "--dtype", "fp32"]
+    arguments: list[str | Path] = ["generate", folder, "--prompts", prompts, "--output", output, "--dtype", "fp32"]
     run_quantkit(subject, *arguments, "--temperature", "0", "--max-new-tokens", str(NEW_TOKENS), output=output)
     tokenizer, model = judges.load_tokenizer(folder), judges.load_model(folder)
     lines = output.read_text(encoding="utf-8").splitlines()
@@ -467,7 +488,16 @@ def continue_text(tokenizer: Any, model: Any, ids: Sequence[int]) -> str:
 @contextmanager
 def start_server(subject: Subject) -> Iterator[str]:
     """Serve the folder while the block lasts, at the address that it yields."""
-    arguments = ["serve", subject.path("folder"), "--port", "0", "--dtype", "fp32", "--name", subject.name]
+    arguments: list[str | Path] = [
+        "serve",
+        subject.path("folder"),
+        "--port",
+        "0",
+        "--dtype",
+        "fp32",
+        "--name",
+        subject.name,
+    ]
     command = [sys.executable, "-m", "quantkit.cli", *map(str, arguments), "--context", "2048"]
     with (subject.work / "server.log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -560,10 +590,19 @@ def attach_tokenizer(subject: Subject) -> Path:
 
 
 def convert_tokenizer(subject: Subject) -> str:
-    """Convert a model with the tokenizer to GGUF: llama.cpp's tokens must be transformers'."""
+    """Convert a model with the tokenizer to GGUF: llama.cpp must load it, and stop at the same token."""
     folder, file = attach_tokenizer(subject), subject.path("model.gguf")
     run_quantkit(subject, "convert", folder, file, "--no-source-check", output=file)
-    return compare_tokens_with_llama_cpp(subject, folder, file)
+    eos = judges.load_tokenizer(folder).eos_token_id
+    with open_llama_cpp(subject, file) as peer:
+        ends = peer.request(ends=True)
+    require(eos in ends, f"llama.cpp stops at {ends}, not at {eos}")
+    return f"llama.cpp stops at {ends}"
+
+
+def compare_tokenizer_with_llama_cpp(subject: Subject) -> str:
+    """Compare llama.cpp's tokens of the file with transformers' of the folder."""
+    return compare_tokens_with_llama_cpp(subject, subject.path("folder"), subject.path("model.gguf"))
 
 
 def convert_tokenizer_back(subject: Subject) -> str:
@@ -642,6 +681,7 @@ MODEL_JOBS = [
 ]
 TOKENIZER_JOBS = [
     Job("tokenizer to GGUF", "llama.cpp", convert_tokenizer),
+    Job("tokenizer in llama.cpp", "llama.cpp", compare_tokenizer_with_llama_cpp, ("tokenizer to GGUF",)),
     Job("tokenizer back", "transformers", convert_tokenizer_back, ("tokenizer to GGUF",)),
     Job("tokenizer's tokens", "transformers", compare_tokenizer_with_own, ("tokenizer to GGUF",)),
     Job("tokenizer's verify", "quantkit", verify_tokenizer, ("tokenizer to GGUF", "tokenizer back")),

@@ -48,12 +48,22 @@ def require(condition: bool, message: str) -> None:
 
 
 def load_texts(count: int) -> list[str]:
-    """Return lines of running text and random strings of many scripts; none spells a control token."""
-    from quantkit.data.files import EXCERPT
+    """Return lines of running text, then as many random strings of many scripts; none spells a control token."""
+    return [*load_lines()[: count // 2], *load_random_strings(count // 2)]
 
-    lines = texts([EXCERPT, EXCERPT.with_name("mixed.txt")], PIECES)
-    step = max(1, len(lines) // count)
-    return lines[::step]
+
+def load_lines() -> list[str]:
+    """Return the lines of running text, code and markup that ship with quantkit."""
+    from quantkit.data.files import gate_texts
+
+    lines = "\n".join(reversed(gate_texts().values())).splitlines()
+    return [line for line in lines if line.strip()]
+
+
+def load_random_strings(count: int) -> list[str]:
+    """Return random strings of letters and marks of many scripts."""
+    strings: list[str] = texts([], PIECES)
+    return strings[:count]
 
 
 def normalize(lines: Sequence[str]) -> list[str]:
