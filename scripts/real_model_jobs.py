@@ -580,6 +580,7 @@ def attach_tokenizer(subject: Subject) -> Path:
         head_dim=16,
         max_position_embeddings=512,
         tie_word_embeddings=True,
+        query_pre_attn_scalar=16,  # Gemma's; llama.cpp always scales by the width of a head
         **ids,
     )
     torch.manual_seed(0)

@@ -114,8 +114,18 @@ def find_missing_tensors(folder: Path) -> set[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a folder with transformers."""
-    return transformers.AutoTokenizer.from_pretrained(str(folder))
+    """Load the tokenizer of a folder with transformers, as its files state it.
+
+    For Llama's class, transformers 5 replaces what tokenizer.json states: a text that begins with a space loses it, and
+    ``add_bos_token`` is ignored. sentencepiece and llama.cpp do what the files state, and so did transformers 4.
+    """
+    settings = read_json(folder / "tokenizer_config.json")
+    if str(settings.get("tokenizer_class")).removesuffix("Fast") != "LlamaTokenizer":
+        return transformers.AutoTokenizer.from_pretrained(str(folder))
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+    if settings.get("add_bos_token") is True and not tokenizer("")["input_ids"]:
+        tokenizer.add_bos_token = True
+    return tokenizer
 
 
 def encode(tokenizer: Any, line: str, *, specials: bool = True) -> list[int]:

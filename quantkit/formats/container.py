@@ -21,6 +21,7 @@ from quantkit.formats.codecs.ggml import BLOCK_TYPES, GgmlBlocks
 from quantkit.formats.kv_cache import KvCache
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.late import torch
+from quantkit.tensors.mix import Mix
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
 from quantkit.text.tokenizer import Tokenizer
@@ -157,6 +158,7 @@ class Output:
         name: of the model, for people.
         dst: the folder, or the file, to create.
         kv_cache: the scheme and scales of a quantized KV cache to write; None for none.
+        mix: of llama.cpp's types, if one was requested by its name.
         found: results that a container computes once.
     """
 
@@ -171,6 +173,7 @@ class Output:
     name: str = ""
     dst: Path = Path()
     kv_cache: KvCache | None = None
+    mix: Mix | None = None
     found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property

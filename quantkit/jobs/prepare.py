@@ -54,6 +54,7 @@ from quantkit.progress import Progress
 from quantkit.solver.columns import ColumnKernels, with_positive_scales
 from quantkit.tensors.activations import InputRounding
 from quantkit.tensors.dtypes import DType
+from quantkit.tensors.mix import mix_named
 from quantkit.tensors.recipe import Recipe
 from quantkit.tensors.scheme import QuantScheme
 from quantkit.tensors.spec import TensorSpec
@@ -165,6 +166,7 @@ class Prepared:
             templates=carried_templates(self.source, self.tokenizer, options.template),
             name=model_name(self.source, options.base_model), dst=self.dst,
             kv_cache=None if options.kv_cache is None else calibrated(self.source.config, self.dst),
+            mix=mix_named(options.scheme),
         )  # fmt: skip
 
     @cached_property

@@ -14,19 +14,32 @@ class Mix:
     Attributes:
         name: llama.cpp's, in lower case.
         default: of most linears, and of an embedding that is not tied to the head.
+        file_type: llama.cpp's number for a file of this mix, ``general.file_type`` (`llama_ftype`).
     """
 
     name: str
     default: QuantScheme
+    file_type: int
 
 
-_K = {"q3_k": (Q3_K, "sml"), "q4_k": (Q4_K, "sm"), "q5_k": (Q5_K, "sm")}
-_ONE_TYPE = {"q6_k": Q6_K, "q4_0": Q4_0, "q4_1": Q4_1, "q5_0": Q5_0, "q5_1": Q5_1, "q8_0": Q8_0}
-_ALL = [Mix(f"{name}_{size}", one) for name, (one, sizes) in _K.items() for size in sizes]
-_ALL += [Mix(name, one) for name, one in _ONE_TYPE.items()]
+_ALL = (
+    Mix("q3_k_s", Q3_K, 11),
+    Mix("q3_k_m", Q3_K, 12),
+    Mix("q3_k_l", Q3_K, 13),
+    Mix("q4_k_s", Q4_K, 14),
+    Mix("q4_k_m", Q4_K, 15),
+    Mix("q5_k_s", Q5_K, 16),
+    Mix("q5_k_m", Q5_K, 17),
+    Mix("q6_k", Q6_K, 18),
+    Mix("q4_0", Q4_0, 2),
+    Mix("q4_1", Q4_1, 3),
+    Mix("q5_0", Q5_0, 8),
+    Mix("q5_1", Q5_1, 9),
+    Mix("q8_0", Q8_0, 7),
+)
 MIXES = {mix.name: mix for mix in _ALL}
 """By the names that a user may request instead of a scheme."""
-_SHORT = {name: MIXES[f"{name}_m"] for name in _K}
+_SHORT = {name: MIXES[f"{name}_m"] for name in ("q3_k", "q4_k", "q5_k")}
 
 
 def mix_named(scheme: object) -> Mix | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quantkit.json_values import Settings, read_json, read_settings
 from quantkit.text.sentencepiece_file import read_sentencepiece
-from quantkit.text.special_tokens import read_tokenizer_config, special_tokens
+from quantkit.text.special_tokens import named_piece_ids, read_tokenizer_config, special_tokens
 from quantkit.text.template_process import Budget, render
 from quantkit.text.tiktoken_file import is_tiktoken
 
@@ -51,7 +51,9 @@ def tokenizer_eos(folder: Path) -> int | None:
     path = folder / "tokenizer.model"
     if not path.is_file() or is_tiktoken(path):  # Meta's tiktoken files have their end tokens in the config
         return None
-    number = read_sentencepiece(path).ids["eos"]
+    model = read_sentencepiece(path)
+    pieces = {spelling: number for number, (spelling, _, _) in enumerate(model.pieces)}
+    number = named_piece_ids(folder, pieces).get("eos_token", model.ids["eos"])
     return number if number >= 0 else None
 
 

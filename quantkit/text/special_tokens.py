@@ -103,6 +103,25 @@ def special_tokens(
     return found
 
 
+def named_piece_ids(folder: Path, pieces: Mapping[str, int]) -> dict[str, int]:
+    """Return the ids of BOS and EOS where tokenizer_config.json names them, for a folder with a sentencepiece model.
+
+    They may be tokens that the files next to the model add, as in ChatML models.
+
+    Args:
+        folder: with the tokenizer's files.
+        pieces: ids of the model's pieces by spelling.
+    """
+    settings = read_tokenizer_config(folder)
+    ids = {spelling: number for number, spelling, _ in added_tokens(folder)} | dict(pieces)
+    spellings = special_tokens(folder, ids, ("bos_token", "eos_token"))
+    named: dict[str, int] = {}
+    for name, spelling in spellings.items():
+        if settings.has(name) and spelling is not None and spelling in ids:
+            named[name] = ids[spelling]
+    return named
+
+
 def added_tokens(folder: Path) -> list[tuple[int, str, bool]]:
     """Tokens that files next to a sentencepiece model add to it: id, spelling, and whether it is a special one. Raises
     `CheckpointError` if a file is damaged."""

@@ -22,7 +22,13 @@ from quantkit.text.contained import contained, is_panic, quiet_on_failure
 from quantkit.text.gguf_tokenizer import text_folder, unstated_in
 from quantkit.text.pipeline import pre_tokenizer_of, with_mistral_regex
 from quantkit.text.sentencepiece_file import read_sentencepiece
-from quantkit.text.special_tokens import added_tokens, fixes_mistral_regex, read_tokenizer_config, special_tokens
+from quantkit.text.special_tokens import (
+    added_tokens,
+    fixes_mistral_regex,
+    named_piece_ids,
+    read_tokenizer_config,
+    special_tokens,
+)
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken, require_length
 from quantkit.text.token_bytes import TokenBytes, fallback_bytes, letters_bytes
 from quantkit.text.unread_tokenizers import require_no_unread_tokenizer
@@ -204,6 +210,11 @@ class SentencePieceTokenizer(_LibraryTokenizer):
                 require_length(len(self._model.id_to_piece(index)), path)
             self.bos_id: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else None
             self.eos_ids: tuple[int, ...] = (self._model.eos_id(),) if self._model.eos_id() >= 0 else ()
+            if not alone:
+                pieces = {self._model.id_to_piece(index): index for index in indices}
+                named = named_piece_ids(path.parent, pieces)
+                self.bos_id = named.get("bos_token", self.bos_id)
+                self.eos_ids = (named["eos_token"],) if "eos_token" in named else self.eos_ids
             self._try_out()
             pieces = {self._model.id_to_piece(index): index for index in indices if self._model.is_byte(index)}
             apart = {index for index in indices if self._model.is_control(index)}

@@ -146,6 +146,18 @@ def test_what_a_sentencepiece_model_puts_around_text(
     assert stated == (bool(before), bool(after))
 
 
+def test_an_added_token_that_the_config_names_is_the_end_token(sentencepiece: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sentencepiece, tmp_path / "model"))
+    rows = load_tokenizer(folder).vocab_size
+    _write(folder / "added_tokens.json", {"<|im_start|>": rows, "<|im_end|>": rows + 1})
+    _write(folder / "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    assert tokenizer_eos(folder) == rows + 1
+    assert load_tokenizer(folder).eos_ids == (rows + 1,)
+    metadata, _ = tokenizer_metadata(folder, rows + 2)
+    assert metadata["tokenizer.ggml.eos_token_id"] == rows + 1
+    assert metadata["quantkit.eos_token_ids"] == [rows + 1]
+
+
 def test_a_bos_that_is_never_added_is_not_what_a_prompt_begins_with(byte_level: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
     settings = read_tokenizer_config(folder).values

@@ -106,6 +106,8 @@ class Gguf(Container):
         metadata = metadata_of(config) | {"general.type": "model", "general.name": name} | texts
         if ends := dict.fromkeys([*config.eos_token_ids, *texts.get(ENDS, [])]):
             metadata[ENDS] = list(ends)
+        if output.mix is not None:  # the fallback of short rows may be the type of most numbers
+            metadata["general.file_type"] = output.mix.file_type
         return GgufEncoder(output.planned, config, metadata, rope_tensors(config), output.shard_bytes, output.stem)
 
     def side_files(self, output: Output) -> dict[str, bytes | Path]:

@@ -72,7 +72,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
         """
         Args:
             planned: canonical tensors, in the order of `gguf_tensors`.
-            metadata: of the model; the kind of numbers is added.
+            metadata: of the model; ``general.file_type`` is that of most numbers, unless it is stated.
             extra: vectors that the config determines, by name.
             stem: the first part of the names of the files.
 
@@ -86,7 +86,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
             stored = GgufTensor(tensor.name, _type(tensor, spec), tensor.shape)
             units.append(_Written(tensor, first, spec, at_once, stored))
         kinds = {"general.file_type": _file_type(units), "general.quantization_version": 2}
-        self._metadata = {**metadata, **kinds}
+        self._metadata = kinds | metadata
         empty = [len(build_header(more | Split(0, 1, 0).metadata(), [])) + ALIGNMENT for more in (self._metadata, {})]
         sizes = [unit.listed_bytes for unit in units]
         numbers = file_numbers(sizes, shard_bytes, first=empty[0], others=empty[1])
