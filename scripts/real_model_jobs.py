@@ -569,6 +569,8 @@ def attach_tokenizer(subject: Subject) -> Path:
         text = token["content"] if isinstance(token, dict) else token
         ids[f"{kind}_token_id"] = None if text is None else tokenizer.convert_tokens_to_ids(text)
     rows = -(-len(tokenizer) // 64) * 64 + 64  # published models pad their embedding
+    # llama.cpp scales attention by the width of a head, as published models of these sizes do.
+    gemma = {"query_pre_attn_scalar": 16} if FAMILIES[subject.name].startswith("gemma") else {}
     config = judges.transformers.AutoConfig.for_model(
         FAMILIES[subject.name],
         vocab_size=rows,
@@ -580,7 +582,7 @@ def attach_tokenizer(subject: Subject) -> Path:
         head_dim=16,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        query_pre_attn_scalar=16,  # Gemma's; llama.cpp always scales by the width of a head
+        **gemma,
         **ids,
     )
     torch.manual_seed(0)
