@@ -113,6 +113,9 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
             if own.has(keys.RUN_MERGES):
                 raw["model"]["merges"] = _with_run_merges(raw["model"]["merges"], own, set(raw["model"]["vocab"]))
             raw["model"]["ignore_merges"] = own.flag(keys.IGNORE_MERGES, raw["model"]["ignore_merges"])
+            controls = vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
+            for token in raw["added_tokens"]:  # in quantkit's files the types say which tokens are special
+                token["special"] = token["id"] in controls
             flags = own.inside("added_tokens") if own.has("added_tokens") else Settings({}, own.path)
             for token in raw["added_tokens"]:
                 if flags.has(number := str(token["id"])):

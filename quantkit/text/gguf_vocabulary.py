@@ -112,9 +112,10 @@ def gguf_unstated(metadata: Mapping[str, Any], path: Path) -> GgufUnstated | Non
     if vocabulary is None:
         return None
     pipeline = PIPELINE in metadata
-    ids = read_ids(Settings(metadata, path), vocabulary)
-    apart = special_ids(vocabulary, ids) - vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
+    apart: set[int] = set()
     if not pipeline:
+        ids = read_ids(Settings(metadata, path), vocabulary)
+        apart = special_ids(vocabulary, ids) - vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
         controls = vocabulary.tokens_of(PieceType.CONTROL)
         apart |= {number for number in controls if _looks_special(vocabulary.tokens[number])}
         apart |= space_runs(vocabulary)
@@ -252,10 +253,10 @@ def begins_and_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str
 
 
 def special_ids(vocabulary: Vocabulary, ids: Mapping[str, int]) -> set[int]:
-    """Return the ids of special tokens: control tokens, and added tokens with a role, such as EOS.
+    """Return the ids of special tokens: control tokens, and BOS and EOS among the added tokens.
 
-    Old files state no types, so there BOS and EOS are special. Otherwise an ordinary token with a role, such as ``!``
-    for padding, stays one.
+    Old files state no types, so there BOS and EOS are special too. Otherwise an ordinary token with a role, such as
+    ``!`` for padding, stays one.
 
     Args:
         ids: of the tokens with a role, by transformers' names.
@@ -263,10 +264,8 @@ def special_ids(vocabulary: Vocabulary, ids: Mapping[str, int]) -> set[int]:
     added = vocabulary.tokens_of(PieceType.USER_DEFINED)
     special = vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
     untyped = not special and not added
-    for name, number in ids.items():
-        if number in added or (untyped and name in ("bos_token", "eos_token")):
-            special.add(number)
-    return special
+    ends = {ids[name] for name in ("bos_token", "eos_token") if name in ids}
+    return special | (ends if untyped else ends & added)
 
 
 def _id(settings: Settings, key: str, vocabulary: Vocabulary) -> int | None:

@@ -165,3 +165,14 @@ def test_a_bos_that_is_never_added_is_not_what_a_prompt_begins_with(byte_level: 
     tokenizer = load_tokenizer(folder)
     assert tokenizer.bos_id is not None
     assert prompt_start(tokenizer) == []
+
+
+@pytest.mark.parametrize("role", ["pad_token", "eos_token"])
+def test_an_added_token_with_a_role_stays_what_the_folder_says(role: str, byte_level: Path, tmp_path: Path) -> None:
+    """Gemma's ``<mask>`` is an added token that is not special."""
+    folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
+    settings = read_tokenizer_config(folder).values
+    _write(folder / "tokenizer_config.json", {**settings, role: "<tool>"})
+    metadata, _ = tokenizer_metadata(folder, load_tokenizer(folder).vocab_size)
+    added = json.loads(folder_files(metadata, folder)["tokenizer.json"])["added_tokens"]
+    assert {token["content"]: token["special"] for token in added}["<tool>"] is False
