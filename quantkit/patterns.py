@@ -22,6 +22,7 @@ MAX_SECONDS = 2.0
 """What all patterns of one file may take to match, together."""
 _MAX_LENGTH = 10_000  # some trainers write all module names into one pattern of a few thousand letters
 _MAX_REPETITIONS = 1000  # `regex` expands counted repetitions when it compiles a pattern
+_MAX_DEPTH = 100  # of groups; `re` needs a level of Python's stack for each, of which libraries set the limit
 _COUNTS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 _BRANCHES = re.compile(r"[*+?{|]")
 _READ_DIFFERENTLY = re.compile(
@@ -115,8 +116,12 @@ def _require_moderate_size(expression: str, *, key: str, path: str) -> None:
     repetitions = 1
     for counts in _COUNTS.findall(expression):
         repetitions *= max(1, *(int(count[:9] or 1) for count in counts))
-    if len(expression) > _MAX_LENGTH or repetitions > _MAX_REPETITIONS:
+    depth, deepest = 0, 0
+    for letter in expression:  # escaped parentheses count too, which only makes the limit stricter
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        deepest = max(deepest, depth)
+    if len(expression) > _MAX_LENGTH or repetitions > _MAX_REPETITIONS or deepest > _MAX_DEPTH:
         raise CheckpointError(
             f"a pattern of {key} is too large", path=path, found=shown(expression),
-            expected=f"at most {_MAX_LENGTH} letters and {_MAX_REPETITIONS} repetitions",
+            expected=f"at most {_MAX_LENGTH} letters, {_MAX_REPETITIONS} repetitions and {_MAX_DEPTH} nested groups",
         )  # fmt: skip

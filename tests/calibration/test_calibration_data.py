@@ -162,7 +162,7 @@ def test_of_a_long_text_only_the_samples_are_tokenized(
     assert first.shape == (6, 50)
     assert (first[:, 0] == tokenizer.bos_id).all()
     assert (first[:, 1:] != tokenizer.bos_id).all()
-    assert len(taken) == 12
+    assert len([piece for piece in taken if len(piece) > 1]) == 12  # "a" shows what a prompt begins with
     assert max(map(len, taken)) <= 8 * 50
     for row in first.tolist():
         words = tokenizer.decode(row).split()

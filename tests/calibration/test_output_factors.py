@@ -133,10 +133,11 @@ def test_processes_add_up_what_one_measures(demo_model: Path, tmp_path: Path) ->
 def test_what_exceeds_the_memory_is_on_disk_and_the_same(demo_model: Path, tmp_path: Path) -> None:
     source, tokens = open_checkpoint(demo_model), oracle.random_tokens(24, batch=3, vocabulary=2048)
     wanted = [name for names in _names(source) for name in names]
-    found, kept = [], []
+    found: list[OutputFactors] = []
+    kept: list[int] = []
 
     def progress(phase: str, done: int, total: int, unit: str) -> None:
-        if done == source.config.num_layers:  # the backward pass begins
+        if done >= source.config.num_layers and len(kept) == len(found):  # all blocks have run forward
             kept.append(sum(file.stat().st_size for file in (tmp_path / "0").glob("*")))
 
     stores = [ActivationStore(tmp_path / str(memory), memory) for memory in (10**9, 0)]

@@ -586,7 +586,7 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (whole.path / "model.safetensors").read_bytes()
 
 
-def test_scales_that_come_back_otherwise_are_a_failure_that_leaves_nothing(
+def test_scales_that_come_back_otherwise_are_a_failure_that_keeps_what_is_written(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish = SafetensorsEncoder.finish
@@ -598,7 +598,7 @@ def test_scales_that_come_back_otherwise_are_a_failure_that_leaves_nothing(
     with pytest.raises(QuantkitError, match="scales of the KV cache are not what the source holds") as failed:
         quantkit.convert(folders["int4"], tmp_path / "out", source_check=False)
     assert failed.value.exit_code == 1
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
 
 
 @pytest.mark.parametrize("weights", ["int4", "floats"])

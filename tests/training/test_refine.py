@@ -32,7 +32,7 @@ from quantkit.model.layerwise import Batch
 from quantkit.quality.measures import compare_batches, text_windows
 from quantkit.quality.verify import Verdict
 from quantkit.tensors.qtensor import QuantTensor, pack_int32
-from quantkit.text.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer, prompt_start
 from quantkit.training import optimizer
 
 TEXT: dict[str, Any] = {"calibration": EXCERPT, "samples": 64, "length": 32, "source_check": False}
@@ -61,7 +61,7 @@ def all_trained(floats: Path, int4: Path, tmp_path_factory: pytest.TempPathFacto
 def kl(floats: Path, other: Path) -> float:
     """On a text that is in no calibration."""
     tokenizer = load_tokenizer(floats)
-    windows = text_windows(tokenizer.encode(OTHER_TEXT.read_text()), tokenizer.bos_id, 64)[:8]
+    windows = text_windows(tokenizer.encode(OTHER_TEXT.read_text()), prompt_start(tokenizer), 64)[:8]
     (found,) = compare_batches(open_checkpoint(floats), open_checkpoint(other), [Batch.from_start(windows)])
     return found.divergence.kl
 
