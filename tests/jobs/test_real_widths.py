@@ -122,5 +122,4 @@ def test_a_k_quant_mix_has_the_types_of_llama_cpp(name: str, real_shape: Callabl
     windows = cut_windows(real_shape(name), gate_texts()["mixed"], 64)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="q4.gguf", dtype=torch.float32).eval()
     assert 1e-5 < measure_kl(oracle.load(real_shape(name)), model, windows) < 0.5
-    assert verify(result.path).same
     assert verify(result.path, real_shape(name)).problems == []
