@@ -25,13 +25,12 @@ _LLAMA2_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 
 
 class Chat(Protocol):
-    """A format of conversations.
+    """A format of conversations."""
 
-    Attributes:
-        end_ids: tokens that end an answer in this format, in addition to the model's EOS tokens.
-    """
-
-    end_ids: tuple[int, ...]
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer in this format, in addition to the model's EOS tokens."""
+        ...
 
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
@@ -67,7 +66,7 @@ class TemplateChat:
         self._choose, self._tokenizer, self._names = choose, tokenizer, names or {}
 
     @functools.cached_property
-    def end_ids(self) -> tuple[int, ...]:  # type: ignore[override]  # computed on demand
+    def end_ids(self) -> tuple[int, ...]:
         """The token that the template puts after an answer, if the tokenizer's EOS is another one."""
         end = find_answer_end(
             self.source(with_tools=False),

@@ -58,24 +58,23 @@ def tokenizer_eos(folder: Path) -> int | None:
 
 
 def _eos_of_json(folder: Path) -> int | None:
-    settings = read_tokenizer_config(folder)
-    listed = settings.values.get("added_tokens_decoder")
+    listed = read_tokenizer_config(folder).values.get("added_tokens_decoder")
     if isinstance(listed, dict):
         # Nearly always the token is listed here, and the large file need not be read.
-        ids = {token.get("content"): number for number, token in listed.items() if isinstance(token, dict)}
-        number = ids.get(special_tokens(folder, {}, ("eos_token",)).get("eos_token"))
-        if isinstance(number, str) and number.isdecimal():
-            return int(number)
+        eos = special_tokens(folder, {}, ("eos_token",)).get("eos_token")
+        for number, token in listed.items():
+            if eos is not None and isinstance(token, dict) and token.get("content") == eos and str(number).isdecimal():
+                return int(number)
     path = folder / "tokenizer.json"
     raw = Settings(read_json(path), path)
     vocabulary = raw.inside("model").values.get("vocab")
-    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    ids: dict[str, int] = dict(vocabulary) if isinstance(vocabulary, dict) else {}
     added = raw.values.get("added_tokens")
     for token in added if isinstance(added, list) else []:
-        if isinstance(token, dict):
-            ids[token.get("content")] = token.get("id")
-    number = ids.get(special_tokens(folder, ids, ("eos_token",)).get("eos_token"))
-    return number if isinstance(number, int) else None
+        if isinstance(token, dict) and isinstance(token.get("content"), str) and isinstance(token.get("id"), int):
+            ids[token["content"]] = token["id"]
+    eos = special_tokens(folder, ids, ("eos_token",)).get("eos_token")
+    return None if eos is None else ids.get(eos)
 
 
 def find_answer_end(

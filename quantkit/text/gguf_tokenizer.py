@@ -41,6 +41,7 @@ SAMPLING = {
 PIPELINE_PARTS = ("normalizer", "pre_tokenizer", "decoder")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _MIN, _MAX = 1e-6, 1e9
+_MAX_RUN_MERGES = 1 << 14  # Gemma, with runs of up to 31 spaces, has 465
 _RANGES = {
     "temperature": (-_MAX, _MAX), "top_k": (-_MAX, _MAX), "top_p": (0, 1), "min_p": (0, 1),
     "repetition_penalty": (_MIN, _MAX),
@@ -278,17 +279,29 @@ def run_merges(merges: Sequence[Pair], apart: Collection[str] = ()) -> list[list
     return [[place, *pair] for place, pair in enumerate(kept) if not "".join(pair).strip(SPACE)]
 
 
-def _with_run_merges(merges: Sequence[Pair], own: Settings, vocab: Collection[str]) -> list[Pair]:
+def _with_run_merges(merges: Sequence[Pair], own: Settings, vocab: set[str]) -> list[Pair]:
     """Put the merges of runs of spaces, whose order scores do not state, where the original tokenizer has them."""
     where = f"{own.path}: {keys.RUN_MERGES}"
     listed = own.need(keys.RUN_MERGES)
+    if not isinstance(listed, list) or len(listed) > _MAX_RUN_MERGES:
+        raise CheckpointError("is not a list of merges", path=where, found=shown(listed))
     result = [pair for pair in merges if "".join(pair).strip(SPACE)]
-    for entry in listed if isinstance(listed, list) else [None]:
-        valid = isinstance(entry, list) and len(entry) == 3 and type(entry[0]) is int and 0 <= entry[0] <= len(result)
-        if not valid or any(piece not in vocab for piece in (entry[1], entry[2], f"{entry[1]}{entry[2]}")):
+    for entry in listed:
+        place, pair = _run_merge(entry)
+        if pair is None or not 0 <= place <= len(result) or not {*pair, "".join(pair)} <= vocab:
             raise CheckpointError("is not a list of merges", path=where, found=shown(entry))
-        result.insert(entry[0], (entry[1], entry[2]))
+        result.insert(place, pair)
     return result
+
+
+def _run_merge(entry: object) -> tuple[int, Pair | None]:
+    """Return the place and the pair of an entry of `run_merges` in a file; no pair if it is not of that form."""
+    if not isinstance(entry, list) or len(entry) != 3:
+        return 0, None
+    place, first, second = entry
+    if type(place) is not int or not isinstance(first, str) or not isinstance(second, str):
+        return 0, None
+    return place, (first, second)
 
 
 def _own(settings: Settings) -> Settings:

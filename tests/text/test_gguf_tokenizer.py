@@ -235,6 +235,19 @@ def test_settings_of_generation_that_transformers_takes(
     assert {key: value for key, value in made.items() if "token" not in key} == read
 
 
+@pytest.mark.parametrize(
+    "entry", [5, ["x", "a", "b"], [0, "a"], [0, ["a"], "b"], [0, "not", "known"], [99999, "\u2581", "\u2581"]]
+)
+def test_damaged_merges_of_runs_are_refused(entry: Any, folders: dict[str, Path]) -> None:
+    metadata = _metadata(folders["gemma-runs"])
+    own = json.loads(metadata["quantkit.tokenizer_json"])
+    assert own["run_merges"]
+    for damaged in ([entry], entry):
+        changed = {**metadata, "quantkit.tokenizer_json": json.dumps({**own, "run_merges": damaged})}
+        with pytest.raises(CheckpointError):
+            folder_files(changed, folders["gemma-runs"])
+
+
 def test_a_gguf_file_is_taken_where_a_folder_is(folders: dict[str, Path], tmp_path: Path) -> None:
     metadata, _ = tokenizer_metadata(folders["smollm"], 300, {"default": "{{ messages[0].content }}"})
     path = tmp_path / "model.gguf"

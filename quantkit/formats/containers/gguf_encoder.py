@@ -86,7 +86,7 @@ class GgufEncoder(ShardedEncoder[_Written]):
             stored = GgufTensor(tensor.name, _type(tensor, spec), tensor.shape)
             units.append(_Written(tensor, first, spec, at_once, stored))
         kinds = {"general.file_type": _file_type(units), "general.quantization_version": 2}
-        self._metadata = kinds | metadata
+        self._metadata: dict[str, Any] = {**kinds, **metadata}
         empty = [len(build_header(more | Split(0, 1, 0).metadata(), [])) + ALIGNMENT for more in (self._metadata, {})]
         sizes = [unit.listed_bytes for unit in units]
         numbers = file_numbers(sizes, shard_bytes, first=empty[0], others=empty[1])
