@@ -140,7 +140,7 @@ def _special(folder: SideFiles, rows: int | None, vocabulary: Mapping[str, int] 
     if vocabulary is None:
         return
     try:
-        spellings = special_tokens(folder.root, vocabulary, ("bos_token", "eos_token"))
+        spellings = special_tokens(folder.root, vocabulary)
     except CheckpointError:
         return  # reported by another rule
     for name, one in spellings.items():

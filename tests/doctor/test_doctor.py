@@ -384,6 +384,7 @@ CASES = [
     Case("tokenizer-conflict", damage=_edited(
         "tokenizer_config.json", added_tokens_decoder={"3": {"content": "w3", "special": True}})),
     Case("unknown-token", damage=_edited("tokenizer_config.json", bos_token="nowhere")),
+    Case("unknown-token", damage=_edited("tokenizer_config.json", sep_token="<sep>")),
     Case("tokenizer-too-large", damage=_edited("tokenizer.json", added_tokens=[_added(VOCABULARY)])),
     Case("tokenizer-too-small", damage=_edited("tokenizer.json", model=_words("<s>", "</s>"))),
     Case("vocabulary", "mlx", change=_configured(vocab_size=VOCABULARY + 1)),
