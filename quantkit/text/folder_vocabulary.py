@@ -17,6 +17,7 @@ from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.merges import merges_by_rank, merges_make_all, pairs_of, ranks_of_merges
 from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile, read_sentencepiece
 from quantkit.text.special_tokens import added_tokens, fixes_mistral_regex, special_tokens
+from quantkit.text.stated_tokens import missing_added_tokens
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken
 from quantkit.text.token_bytes import spelled_bytes
 
@@ -108,7 +109,10 @@ def _from_json(folder: Path) -> FoundTokenizer:
     if model.values.get("type") != "BPE" or other:
         _refuse(path, f"a tokenizer of type {shown(model.values.get('type'))}" + (f" with {other[0]}" if other else ""))
     vocabulary: dict[str, int] = dict(model.inside("vocab").values)
-    added: list[dict[str, Any]] = raw.get("added_tokens") or []
+    listed: list[dict[str, Any]] = raw.get("added_tokens") or []
+    missing = missing_added_tokens(folder, listed, lambda: vocabulary)
+    replaced = {token["id"] for token in missing}
+    added = [token for token in listed if token["id"] not in replaced] + missing
     by_number = {number: token for token, number in vocabulary.items()} | {one["id"]: one["content"] for one in added}
     tokens = [by_number.get(number, keys.filler(number)) for number in range(max(by_number, default=-1) + 1)]
     merges = pairs_of(model.values.get("merges", []))
@@ -126,8 +130,10 @@ def _from_json(folder: Path) -> FoundTokenizer:
     found = FoundTokenizer(Vocabulary(keys.BPE, tokens, types, [], merges, "", False), pipeline={**parts})
     if flags:
         found.pipeline["added_tokens"] = flags
-    if any({"lstrip", "rstrip", "single_word"} & set(one) for one in flags.values()):
+    if any({"lstrip", "rstrip"} & set(one) for one in flags.values()):
         found.notes.append("llama.cpp keeps whitespace next to special tokens that the tokenizer drops")
+    if any("single_word" in one for one in flags.values()):
+        found.notes.append("llama.cpp finds added tokens inside words, where the tokenizer does not")
     found.ignore_merges = model.flag("ignore_merges", False)
     if model.flag("byte_fallback", False):
         return _scored(found, model.values.get("unk_token"), vocabulary, path)

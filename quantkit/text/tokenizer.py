@@ -29,6 +29,7 @@ from quantkit.text.special_tokens import (
     read_tokenizer_config,
     special_tokens,
 )
+from quantkit.text.stated_tokens import FLAGS, missing_added_tokens
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken, require_length
 from quantkit.text.token_bytes import TokenBytes, fallback_bytes, letters_bytes
 from quantkit.text.unread_tokenizers import require_no_unread_tokenizer
@@ -291,6 +292,7 @@ class JsonTokenizer(_LibraryTokenizer):
             self._engine: Any = Engine.from_file(str(path))
             self._engine.no_truncation()  # saved settings; a text is encoded as a whole
             self._engine.no_padding()
+            self._add_stated_tokens()
             if fixes_mistral_regex(path.parent, self._engine.get_vocab_size()):
                 fixed = with_mistral_regex(self._part("pre_tokenizer"))
                 self._engine.pre_tokenizer = pre_tokenizer_of(fixed)
@@ -308,6 +310,19 @@ class JsonTokenizer(_LibraryTokenizer):
             self._add_bos = settings.flag("add_bos_token", False) and self.bos_id is not None
             self._try_out()
             self.token_bytes: TokenBytes | None = self._token_bytes(vocabulary)
+
+    def _add_stated_tokens(self) -> None:
+        """Add the tokens that only the files next to tokenizer.json state, as transformers does."""
+        from tokenizers import AddedToken
+
+        engine = self._engine
+        added = [
+            {"id": number, "content": token.content, **{flag: getattr(token, flag) for flag in FLAGS}}
+            for number, token in engine.get_added_tokens_decoder().items()
+        ]
+        missing = missing_added_tokens(self._path.parent, added, lambda: engine.get_vocab(with_added_tokens=False))
+        for token in missing:
+            engine.add_tokens([AddedToken(token["content"], **{flag: token[flag] for flag in FLAGS})])
 
     def _encode(self, text: str, specials: bool, bos: bool) -> list[int]:
         self._engine.encode_special_tokens = not specials

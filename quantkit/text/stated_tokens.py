@@ -1,0 +1,106 @@
+"""Tokens that the files next to a tokenizer.json add to it.
+
+transformers adds them when it loads a folder, so text that spells such a token is one token for the model. A reader of
+tokenizer.json alone would cut it into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.json_values import Settings, read_json
+from quantkit.text.special_tokens import read_tokenizer_config, special_tokens
+
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_OLD_FILE = "added_tokens.json"
+_DECODER = "added_tokens_decoder"
+
+
+def missing_added_tokens(
+    folder: Path, added: Iterable[Mapping[str, Any]], read_vocabulary: Callable[[], Mapping[str, int]]
+) -> list[dict[str, Any]]:
+    """Return the tokens that transformers adds to a folder's tokenizer.json, or adds again with other flags.
+
+    tokenizer_config.json lists them with their flags under ``added_tokens_decoder``. A folder without this key may
+    have an older added_tokens.json, without flags (``_from_pretrained`` in transformers 5.23).
+
+    Tokens without a row in the embedding are left out, such as the ``<pad>`` of the first Llama 2 folders: the model
+    has no input for them, and the rest of its tokenizer is sound.
+
+    Args:
+        folder: with the tokenizer's files.
+        added: the tokens that tokenizer.json adds, in its form.
+        read_vocabulary: returns the ids of all other tokens; called only if a token is missing.
+
+    Returns:
+        Tokens in the form of tokenizer.json, in the order in which they are added.
+
+    Raises:
+        CheckpointError: if a file is damaged.
+    """
+    listed = {token["content"]: token for token in added}
+    differing = [
+        token for token in _stated_tokens(folder) if _flags_of(token) != _flags_of(listed.get(token["content"]))
+    ]
+    if not differing:
+        return []
+    vocabulary, rows = read_vocabulary(), _embedding_rows(folder)
+    next_id = max([len(vocabulary), *(token["id"] + 1 for token in listed.values())])
+    missing = []
+    for token in differing:
+        content = token["content"]
+        if content in listed:
+            number = listed[content]["id"]
+        elif content in vocabulary:
+            number = vocabulary[content]
+        elif rows is None or next_id < rows:
+            # The library ignores the stated id, and so does transformers.
+            number, next_id = next_id, next_id + 1
+        else:
+            continue
+        missing.append({"id": number, "content": content, **_flags_of(token)})
+    return missing
+
+
+def _stated_tokens(folder: Path) -> list[dict[str, Any]]:
+    """Read the tokens that the files next to tokenizer.json list, in the order of their ids."""
+    config = read_tokenizer_config(folder)
+    named = {spelling for spelling in special_tokens(folder, {}).values() if spelling is not None}
+    tokens: dict[int, dict[str, Any]] = {}
+    if config.has(_DECODER):
+        decoder = config.inside(_DECODER)
+        for number in decoder.values:
+            token = decoder.inside(number)
+            content = token.string("content")
+            special = token.flag("special", False)
+            flags = {flag: token.flag(flag, False) for flag in ("single_word", "lstrip", "rstrip")}
+            flags["normalized"] = token.flag("normalized", not special)
+            tokens[int(number)] = {"content": content, **flags, "special": special or content in named}
+    elif (path := folder / _OLD_FILE).is_file():
+        older = Settings(read_json(path), path)
+        for content in older.values:
+            special = content in named
+            tokens[older.integer(content, 0, 2**31)] = {
+                "content": content,
+                "normalized": not special,
+                "special": special,
+            }
+    return [tokens[number] for number in sorted(tokens) if tokens[number]["content"]]
+
+
+def _flags_of(token: Mapping[str, Any] | None) -> dict[str, bool]:
+    """Return a token's flags; none for a token that is not there."""
+    return {} if token is None else {flag: bool(token.get(flag, False)) for flag in FLAGS}
+
+
+def _embedding_rows(folder: Path) -> int | None:
+    """Read the number of rows that config.json states for the embedding."""
+    path = folder / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    text_config = config.get("text_config")
+    if "vocab_size" not in config and isinstance(text_config, dict):
+        config = text_config
+    rows = config.get("vocab_size")
+    return rows if type(rows) is int else None
