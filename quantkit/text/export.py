@@ -52,6 +52,11 @@ def tokenizer_metadata(
     vocabulary = _filled(found.vocabulary, rows, folder)
     ids = _special_ids(folder, tokenizer, found)
     adds = _adds(tokenizer, ids, folder)
+    ends = list(dict.fromkeys([*listed_end_tokens(folder), *tokenizer.eos_ids]))
+    names_eos = "eos_token" in ids
+    if ends and not names_eos:
+        # Without this key llama.cpp has a default id, and would end there too.
+        ids["eos_token"] = ends[0]
     metadata: dict[str, Any] = {
         keys.MODEL: vocabulary.model, keys.PRE: vocabulary.pre or "default",
         keys.TOKENS: list(vocabulary.tokens), keys.TYPES: [int(kind) for kind in vocabulary.types],
@@ -61,7 +66,6 @@ def tokenizer_metadata(
     else:
         metadata[keys.MERGES] = [" ".join(pair) for pair in vocabulary.merges]
     metadata |= {keys.ID_KEYS[name]: number for name, number in ids.items()}
-    ends = list(dict.fromkeys([*listed_end_tokens(folder), *tokenizer.eos_ids]))
     if ends:
         metadata[keys.ENDS] = ends
     metadata |= _end_keys(folder, ends, ids, found.vocabulary)
@@ -76,12 +80,20 @@ def tokenizer_metadata(
         own[keys.IGNORE_MERGES] = found.ignore_merges
     if tokenizer.bos_id is None and "bos_token" in ids and not adds[0]:
         own["bos_token"] = None
+    if ends and not names_eos:
+        own["eos_token"] = None
     if own or found.pipeline:  # empty if GGUF's keys state all of it
         metadata[keys.PIPELINE] = json.dumps(own, ensure_ascii=False)
     notes = [*found.notes, *_require_equal(tokenizer, found.vocabulary, metadata, folder)]
     if guessed := sorted(keys.eos_by_spelling(found.vocabulary.ids()) - set(ends)):
         spellings = ", ".join(found.vocabulary.tokens[number] for number in guessed)
         notes.append(f"llama.cpp also ends a generation at {spellings}, by the spelling")
+    if "eos_token" not in ids:
+        # GGUF has no way to say that there is none.
+        default = keys.DEFAULT_EOS[vocabulary.model]
+        if default < len(vocabulary.tokens) and default not in ends:
+            spelled = vocabulary.tokens[default]
+            notes.append(f"llama.cpp ends a generation at token {default}, {spelled!r}, because the model names no EOS")
     return metadata, [f"{folder}: {note}" for note in notes]
 
 
@@ -179,6 +191,8 @@ def _end_keys(folder: Path, stated: list[int], ids: Mapping[str, int], vocabular
     known = keys.eos_by_spelling(numbers)
     others = [one for one in dict.fromkeys(stated) if one not in known and one != ids.get("eos_token")]
     turns = [numbers[spelling] for spelling in keys.TURN_ENDS if numbers.get(spelling) in stated]
+    if len(others) > 1:
+        turns = []  # llama.cpp ends at these by their spelling, so both keys are free for the others
     slots = dict(zip([keys.EOT, keys.EOM], [*turns[:1], *others], strict=False))
     if left := set(others) - set(slots.values()):
         raise UnsupportedError(

@@ -134,8 +134,9 @@ def folder_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     if not files:
         raise CheckpointError("the tokenizer has several equal scores, and no unknown token", path=path)
     names = {name: vocabulary.tokens[ids[name]] if name in ids else None for name in keys.ID_KEYS}
-    if "bos_token" in own.values and not adds[0]:
-        names["bos_token"] = None  # llama.cpp requires one, the model has none
+    for name, is_added in zip(("bos_token", "eos_token"), adds, strict=True):
+        if name in own.values and not is_added:
+            names[name] = None  # llama.cpp requires one, the tokenizer has none
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names,
     }  # fmt: skip
@@ -307,7 +308,7 @@ def _run_merge(entry: object) -> tuple[int, Pair | None]:
 def _own(settings: Settings) -> Settings:
     """The parts of a tokenizer.json that quantkit wrote into the file."""
     where = f"{settings.path}: {keys.PIPELINE}"
-    known = {*PIPELINE_PARTS, keys.RUN_MERGES, keys.IGNORE_MERGES, "added_tokens", "bos_token"}
+    known = {*PIPELINE_PARTS, keys.RUN_MERGES, keys.IGNORE_MERGES, "added_tokens", "bos_token", "eos_token"}
     own = Settings(parsed(settings.string(keys.PIPELINE), where) if settings.has(keys.PIPELINE) else {}, where)
     if unknown := sorted(set(own.values) - known):
         raise CheckpointError("holds an unknown key", path=where, found=shown(unknown[0]))

@@ -42,6 +42,8 @@ ID_KEYS = {
 }  # fmt: skip
 """By transformers' names; the misspelling is GGUF's."""
 EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
+DEFAULT_EOS = {SPM: 2, BPE: 11}
+"""The EOS id that llama.cpp uses by the kind of tokenizer if a file names none (``llama_vocab::impl::load``)."""
 _SPM_DEFAULTS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
 _ENDS = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",

@@ -176,3 +176,41 @@ def test_an_added_token_with_a_role_stays_what_the_folder_says(role: str, byte_l
     metadata, _ = tokenizer_metadata(folder, load_tokenizer(folder).vocab_size)
     added = json.loads(folder_files(metadata, folder)["tokenizer.json"])["added_tokens"]
     assert {token["content"]: token["special"] for token in added}["<tool>"] is False
+
+
+def test_two_end_tokens_fit_next_to_one_that_llama_cpp_knows(byte_level: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
+    tokenizer = load_tokenizer(folder)
+    _write(folder / "generation_config.json", {"eos_token_id": [7, 8, *tokenizer.eos_ids]})
+    metadata, _ = tokenizer_metadata(folder, tokenizer.vocab_size)
+    names = ("eos_token_id", "eot_token_id", "eom_token_id")
+    written = [metadata[f"tokenizer.ggml.{name}"] for name in names]
+    assert written == [tokenizer.eos_ids[0], 7, 8]
+
+
+def test_an_end_token_that_only_the_config_lists_is_llama_cpps_eos(byte_level: Path, tmp_path: Path) -> None:
+    """Without the key llama.cpp has 11 for EOS, and ends at that token."""
+    folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
+    settings = read_tokenizer_config(folder).values
+    _write(folder / "tokenizer_config.json", {**settings, "eos_token": None})
+    _write(folder / "config.json", {"eos_token_id": [7, 8]})
+    metadata, notes = tokenizer_metadata(folder, load_tokenizer(folder).vocab_size)
+    assert metadata["tokenizer.ggml.eos_token_id"] == 7
+    assert not [note for note in notes if "names no EOS" in note]
+    written = tmp_path / "written"
+    written.mkdir()
+    for name, content in folder_files(metadata, folder).items():
+        (written / name).write_bytes(content)
+    assert load_tokenizer(written).eos_ids == ()
+    assert listed_end_tokens(written) == [7, 8]
+
+
+def test_a_note_says_where_llama_cpp_ends_if_nothing_names_an_end_token(byte_level: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
+    settings = read_tokenizer_config(folder).values
+    _write(folder / "tokenizer_config.json", {**settings, "eos_token": None})
+    tokenizer = load_tokenizer(folder)
+    metadata, notes = tokenizer_metadata(folder, tokenizer.vocab_size)
+    assert "tokenizer.ggml.eos_token_id" not in metadata
+    spelled = metadata["tokenizer.ggml.tokens"][11]
+    assert [note for note in notes if f"ends a generation at token 11, {spelled!r}" in note]
