@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from quantkit.architectures.topology import InputGroup
@@ -59,7 +58,9 @@ def _quantize_branch(
         elif statistics is not None:
             streams.gather(group, pair, statistics)
         malloc_trim()
-        results = {} if statistics is None else pair.solver.solve(linears, statistics, outputs=group.writes)
+        results: dict[str, Result] = {}
+        if statistics is not None:
+            results = pair.solver.solve(linears, statistics, outputs=group.writes, bounded=True)
         del statistics, linears
         malloc_trim()
         pair.install(group, results)
@@ -156,15 +157,10 @@ class _Expert:
 
     def _distorted(self, found: Mapping[str, Result], linears: Mapping[str, nn.Linear], tokens: str) -> dict[str, str]:
         """The linears that changed by more than their schemes explain, with the reason for the manifest."""
-        solver = self.pair.solver
-        bounds = {name: solver.error_bound(result.weight, linears[name].weight) for name, result in found.items()}
-        votes = [float(not result.error <= bounds[name]) for name, result in found.items()]
-        distorted = torch.tensor(votes, device=self.pair.device)
-        solver.group.sum_(distorted)  # machines may round differently
+        excesses = self.pair.solver.find_excesses(found, linears)
         return {
-            name: f"changed by {found[name].error:.3g} on {tokens}, expected at most {bound:.3g}"
-            for (name, bound), count in zip(bounds.items(), distorted.tolist(), strict=True)
-            if count
+            name: f"changed by {error:.3g} on {tokens}, expected at most {bound:.3g}"
+            for name, (error, bound) in excesses.items()
         }
 
 

@@ -59,11 +59,23 @@ class GroupSolver:
     factors: OutputFactors | None = None
 
     def solve(
-        self, linears: Mapping[str, nn.Linear], statistics: HessianAccumulator, *, outputs: bool
+        self, linears: Mapping[str, nn.Linear], statistics: HessianAccumulator, *, outputs: bool, bounded: bool = False
     ) -> dict[str, Result]:
-        """The results by name, for float32 linears by name and this process's statistics, which are consumed; with
-        `outputs`, the drift is that of the outputs. If the Hessian stays singular, the linears are rounded to nearest;
-        NaN or Inf in a weight or the Hessian is a `NonFiniteError`."""
+        """Quantize linears for their inputs. If the Hessian stays singular, they are rounded to nearest.
+
+        Args:
+            linears: float32 linears by name.
+            statistics: of this process; they are consumed.
+            outputs: whether the drift is that of the outputs.
+            bounded: solve a linear again without the drift if making up for it changes the weights by more than
+                `error_bound`, and round it to nearest if the second solution does so too.
+
+        Returns:
+            The results by name.
+
+        Raises:
+            NonFiniteError: if a weight or the Hessian holds NaN or Inf.
+        """
         if not all(all_finite(linear.weight) for linear in linears.values()):
             raise NonFiniteError("a weight holds NaN or Inf")
         by_scheme: dict[QuantScheme, list[str]] = defaultdict(list)
@@ -71,7 +83,7 @@ class GroupSolver:
             by_scheme[self.schemes[name]].append(name)
         weights = {scheme: _stacked([linears[name] for name in names]) for scheme, names in by_scheme.items()}
         try:
-            solved = self._solve_rows(weights, linears, statistics, outputs=outputs)
+            solved, excesses = self._solve_rows(weights, linears, statistics, outputs=outputs, bounded=bounded)
         except SingularError as error:
             fallback = {"fallback": str(error)}
             return {name: self.round(name, linear.weight, fallback) for name, linear in linears.items()}
@@ -90,8 +102,33 @@ class GroupSolver:
                     "solver": "gptq", "output_error": float(f"{own.output_error:.4g}"), "damping": own.damping,
                     "dead_columns": own.dead_columns,
                 }  # fmt: skip
+                if name in excesses:
+                    error, bound = excesses[name]
+                    record["drift"] = f"ignored: corrected, it changed by {error:.3g}, expected at most {bound:.3g}"
                 results[name] = Result.of(quantized.rows(*rows), weight, record)
+        if bounded:
+            for name, (error, bound) in self.find_excesses(results, linears).items():
+                record = {"rounding_reason": f"GPTQ changed it by {error:.3g}, expected at most {bound:.3g}"}
+                results[name] = self.round(name, linears[name].weight, record)
         return results
+
+    def find_excesses(
+        self, results: Mapping[str, Result], linears: Mapping[str, nn.Linear]
+    ) -> dict[str, tuple[float, float]]:
+        """Return the error and `error_bound` of each linear that changed by more than that, in any process."""
+        bounds: dict[str, float] = {}
+        exceeding: list[float] = []
+        for name, result in results.items():
+            bounds[name] = self.error_bound(result.weight, linears[name].weight)
+            exceeding.append(float(not result.error <= bounds[name]))  # also of NaN
+        device = next(iter(linears.values())).weight.device
+        votes = torch.tensor(exceeding, device=device)
+        self.group.sum_(votes)  # machines may round differently
+        excesses: dict[str, tuple[float, float]] = {}
+        for (name, bound), vote in zip(bounds.items(), votes.tolist(), strict=True):
+            if vote:
+                excesses[name] = results[name].error, bound
+        return excesses
 
     def round(self, name: str, weight: Tensor, record: Mapping[str, object]) -> Result:
         """A linear's weight [O, I] rounded to nearest."""
@@ -113,9 +150,14 @@ class GroupSolver:
 
     def _solve_rows(
         self, weights: Mapping[QuantScheme, Tensor], linears: Mapping[str, nn.Linear], statistics: HessianAccumulator,
-        *, outputs: bool,
-    ) -> dict[QuantScheme, tuple[QuantTensor, GptqReport]]:  # fmt: skip
-        """GPTQ on all rows [O, I] of each scheme."""
+        *, outputs: bool, bounded: bool,
+    ) -> tuple[dict[QuantScheme, tuple[QuantTensor, GptqReport]], dict[str, tuple[float, float]]]:  # fmt: skip
+        """Run GPTQ on all rows [O, I] of each scheme.
+
+        Returns:
+            The weight and report of each scheme; and with `bounded`, the linears whose drift was ignored, with the
+            error that making up for it caused and their bound.
+        """
         parts = {scheme: (rows[self.group.share(len(rows))], len(rows)) for scheme, rows in weights.items()}
         hessian, paired, drift, pairs = statistics.release(self.group)
         targets: dict[QuantScheme, Tensor] = {}
@@ -137,6 +179,7 @@ class GroupSolver:
         damped = Damped.of_(hessian)
         factors = self._output_factors(linears)
         found = {}
+        excesses: dict[str, tuple[float, float]] = {}
         for scheme, (part, total) in parts.items():
             target = targets.pop(scheme, None)
             nearest = self._start(scheme, linears, damped.diagonal) if scheme.of_small_floats else None
@@ -144,14 +187,44 @@ class GroupSolver:
             if factor is not None:
                 share = self.group.share(total)
                 factor = factor.rows(share.start, share.stop).to(part.device)
-            rows, report = solve(
-                part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels, start=nearest,
-                outputs=factor,
-            )  # fmt: skip
-            error, energy = (self.group.join(one, total).cpu() for one in (report.error, report.energy))
-            joined = rows.map(partial(self._joined, total))
-            found[scheme] = joined.to("cpu"), GptqReport(report.damping, report.dead_columns, error, energy)
-        return found
+            solve_for = partial(self._solve_share, part, total, damped, scheme, nearest, factor)
+            quantized, report = solve_for(target)
+            if bounded and target is not None:
+                excessive, exceeding_rows = self._find_exceeding_rows(quantized, scheme, linears)
+                if excessive:
+                    # Outlier inputs amplify the errors of earlier layers. The weights that make up for such a drift
+                    # fit the calibration samples, but the gate refuses them.
+                    without_drift, second_report = solve_for(None)
+                    quantized = without_drift.where(exceeding_rows, quantized)
+                    report = second_report.where(exceeding_rows, report)
+                    excesses |= excessive
+            found[scheme] = quantized, report
+        return found, excesses
+
+    def _solve_share(
+        self, part: Tensor, total: int, damped: Damped, scheme: QuantScheme, start: QuantTensor | None,
+        outputs: OutputFactor | None, target: Tensor | None,
+    ) -> tuple[QuantTensor, GptqReport]:  # fmt: skip
+        """Run GPTQ on this process's rows of a scheme, and join the rows of all processes on the CPU."""
+        rows, report = solve(
+            part, damped, scheme, self.scale_dtype, target=target, kernels=self.kernels, start=start, outputs=outputs
+        )
+        error, energy = (self.group.join(one, total).cpu() for one in (report.error, report.energy))
+        joined = rows.map(partial(self._joined, total))
+        return joined.to("cpu"), GptqReport(report.damping, report.dead_columns, error, energy)
+
+    def _find_exceeding_rows(
+        self, quantized: QuantTensor, scheme: QuantScheme, linears: Mapping[str, nn.Linear]
+    ) -> tuple[dict[str, tuple[float, float]], Tensor]:
+        """Return the linears of a scheme that `find_excesses` finds in their stacked rows, and a mask [O] of these."""
+        names = [name for name in linears if self.schemes[name] == scheme]
+        counts = [len(linears[name].weight) for name in names]
+        results: dict[str, Result] = {}
+        for name, rows in zip(names, pairwise(accumulate(counts, initial=0)), strict=True):
+            results[name] = Result.of(quantized.rows(*rows), linears[name].weight, {})
+        excesses = self.find_excesses(results, linears)
+        flags = torch.tensor([name in excesses for name in names])
+        return excesses, flags.repeat_interleave(torch.tensor(counts))
 
     def _output_factors(self, linears: Mapping[str, nn.Linear]) -> dict[QuantScheme, OutputFactor]:
         """The factor of the outputs of each scheme's linears together, in their order, as far as there is one."""

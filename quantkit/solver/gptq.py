@@ -65,6 +65,12 @@ class GptqReport:
         """The report for a range of rows."""
         return GptqReport(self.damping, self.dead_columns, self.error[start:stop], self.energy[start:stop])
 
+    def where(self, rows: Tensor, other: GptqReport) -> GptqReport:
+        """Return the rows where a mask [O] is true, and another report's rows of the same layer elsewhere."""
+        error = torch.where(rows, self.error, other.error)
+        energy = torch.where(rows, self.energy, other.energy)
+        return GptqReport(self.damping, self.dead_columns, error, energy)
+
 
 @dataclass(frozen=True)
 class Damped:
