@@ -99,10 +99,9 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
     """Estimate a quantization whose result is refined: the steps of both jobs, one after the other.
 
     Raises:
-        RequestError: if the result has no scales to train.
+        RequestError: if the result has no scales to train, or is rounded to nearest.
     """
     options, settings, source = prepared.options, prepared.settings, prepared.source
-    assert settings is not None  # refining goes with GPTQ
     trained = {
         module: (source.info(f"{module}.weight").shape, scheme)
         for module, scheme in prepared.scheme_map.linears.items()
@@ -114,6 +113,13 @@ def estimate_refined_quantization(prepared: Prepared) -> Estimate:
             path=source.path,
             found=" and ".join(prepared.scheme_map.counts()),
             expected="int4 or int8",
+        )
+    if settings is None:  # schemes of 8 bits are rounded by default
+        raise RequestError(
+            "`refine=True` trains on the samples of GPTQ, and this scheme is rounded to nearest by default",
+            path=source.path,
+            found=" and ".join(prepared.scheme_map.counts()),
+            hint='add `method="gptq"`, or run `quantkit refine` on the result',
         )
     estimate = estimate_quantization(Formats.of(prepared), size_fit(prepared))
     cost = TrainingCost.of(

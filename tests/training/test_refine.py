@@ -513,6 +513,19 @@ def test_schemes_without_trained_scales_are_refused_first(floats: Path, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("scheme", "problem"), [("int8", r"trains on the samples of GPTQ.*found int8.*add"), ("fp8", "no linear")]
+)
+def test_schemes_that_are_rounded_by_default_are_refused_first(
+    floats: Path, tmp_path: Path, scheme: str, problem: str
+) -> None:
+    with pytest.raises(RequestError, match=problem):
+        quantkit.quantize(floats, tmp_path / "dst", scheme, refine=True)
+    with pytest.raises(RequestError, match=problem):
+        quantkit.plan.quantize(floats, tmp_path / "dst", scheme, refine=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_gate_compares_weights_that_can_be_compared(
     floats: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
