@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from quantkit.errors import UnsupportedError
+from pathlib import Path
+
+from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.formats.checkpoint import read_as_floats, schemes
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.lora.adapter import Adapter, Requested, requested_adapters
@@ -11,6 +13,8 @@ from quantkit.formats.lora.changes import base_notes
 from quantkit.formats.lora.merged_checkpoint import MergedCheckpoint
 from quantkit.jobs.labels import base_model, file_name, known_name
 from quantkit.tensors.dtypes import DType
+from quantkit.text.chat_template import ChatTemplates
+from quantkit.text.special_tokens import special_tokens
 
 
 def with_adapters(
@@ -45,7 +49,40 @@ def with_adapters(
         merged.notes[:] = [note for note in merged.notes if note not in own_adapter_note(source.path)]
     for adapter in merged.adapters:
         merged.notes += base_notes(adapter, source.path, _names(source))
+        merged.notes += _tokenizer_notes(adapter.path, source.path)
     return merged
+
+
+def _tokenizer_notes(adapter: Path, base: Path) -> list[str]:
+    """Name what an adapter's own tokenizer has otherwise than the base's, which the result gets.
+
+    Trainers save the tokenizer next to the adapter. An adapter that was trained with another chat template or end token
+    does not stop, or answers badly, with those of the base.
+    """
+    if not base.is_dir():
+        return []
+    try:
+        differing = _find_tokenizer_differences(adapter, base)
+    except CheckpointError:  # of files that the result does not have
+        return []
+    if not differing:
+        return []
+    return [
+        f"{adapter}: its tokenizer has another {' and '.join(differing)} than {base}, whose tokenizer the output gets;"
+        " to use the adapter's, copy its tokenizer files and chat template to the base first"
+    ]
+
+
+def _find_tokenizer_differences(adapter: Path, base: Path) -> list[str]:
+    differing: list[str] = []
+    templates = ChatTemplates(adapter).sources
+    if templates and templates != ChatTemplates(base).sources:
+        differing.append("chat template")
+    end = special_tokens(adapter, {}, ("eos_token",)).get("eos_token")
+    base_end = special_tokens(base, {}, ("eos_token",)).get("eos_token")
+    if end is not None and base_end is not None and end != base_end:
+        differing.append("EOS token")
+    return differing
 
 
 def recorded_adapters(source: StoredCheckpoint) -> dict[str, object]:

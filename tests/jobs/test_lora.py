@@ -511,6 +511,22 @@ def test_what_cannot_be_added_is_refused(
         quantkit.convert(base, tmp_path / "out", lora=dict(zip(adapters, weights, strict=True)), **UNCHECKED)
 
 
+def test_an_adapter_with_another_tokenizer_is_said(base: Path, tmp_path: Path) -> None:
+    """Trainers save theirs next to the adapter: a model that was trained to end with another token would not stop."""
+    adapter = lora.save_adapter(base, tmp_path / "adapter")
+    base = shutil.copytree(base, tmp_path / "base")
+    for folder in (base, adapter):
+        (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": null}')
+    made = quantkit.convert(base, tmp_path / "same", lora=adapter, **UNCHECKED)
+    assert not any("its tokenizer has another" in note for note in made.notes)
+    (adapter / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "bos_token": null}')
+    (adapter / "chat_template.jinja").write_text("{{ messages[0].content }}<|im_end|>")
+    made = quantkit.convert(base, tmp_path / "other", lora=adapter, **UNCHECKED)
+    assert any("its tokenizer has another chat template and EOS token than" in note for note in made.notes)
+    (adapter / "tokenizer_config.json").write_text("{")
+    assert quantkit.convert(base, tmp_path / "damaged", lora=adapter, **UNCHECKED)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
