@@ -101,7 +101,7 @@ def note_left_behind(source: StoredCheckpoint, container: Container, dst: Path, 
     """Name the files and folders of a source that an output does not have, in one note.
 
     The note leaves out what a reader of the output cannot miss: the weights that are read, their index and settings,
-    the manifest, which is written anew, and hidden files and caches.
+    the manifest and the model card of quantkit's own folders, and hidden files and caches.
 
     Args:
         container: of the output, at `dst`.
@@ -117,6 +117,8 @@ def note_left_behind(source: StoredCheckpoint, container: Container, dst: Path, 
         *(file.path.name for file in source.files()),
         *container.carried_names(source, dst),
     }
+    if (source.path / manifest.NAME).is_file():
+        silent.add(README)  # the model card that quantkit wrote
     names: dict[str, None] = {}
     for path in sorted(source.path.iterdir()):
         name = path.name
