@@ -23,6 +23,7 @@ from schemes import any_scheme
 
 import quantkit
 from quantkit.calibration import group_solver
+from quantkit.calibration.group_solver import Result
 from quantkit.calibration.importance import input_importance
 from quantkit.data.files import excerpt, gate_texts
 from quantkit.errors import CheckpointError, NonFiniteError, QualityError
@@ -119,17 +120,19 @@ def test_a_layer_that_is_broken_after_it_was_solved_is_stopped_and_named(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
+    solve = group_solver.GroupSolver.solve
 
-    def broken(*arguments: Any, **options: Any) -> Any:
-        quantized, report = real_solve(*arguments, **options)
-        calls.append(quantized.shape)
-        if len(calls) == 6:  # layer 1, output projection
-            order = torch.randperm(quantized.shape[0], generator=torch.Generator().manual_seed(0))
-            quantized = QuantTensor(quantized.codes[order], quantized.scale[order], None, quantized.scheme)
-        return quantized, report
+    def solve_and_break(self: group_solver.GroupSolver, linears: Any, *arguments: Any, **options: Any) -> Any:
+        results = solve(self, linears, *arguments, **options)
+        calls.append(len(results))
+        if len(calls) == 6:  # layer 1, output projection; its own check has passed
+            ((name, result),) = results.items()
+            order = torch.randperm(len(result.weight.codes), generator=torch.Generator().manual_seed(0))
+            weight = QuantTensor(result.weight.codes[order], result.weight.scale[order], None, result.weight.scheme)
+            results[name] = Result.of(weight, linears[name].weight, result.record)
+        return results
 
-    real_solve = group_solver.solve
-    monkeypatch.setattr(group_solver, "solve", broken)
+    monkeypatch.setattr(group_solver.GroupSolver, "solve", solve_and_break)
     with pytest.raises(QualityError, match=r"relative weight errors: model\.layers\.1\.self_attn\.o_proj \(1\.\d+\)"):
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=text, **CALIBRATION)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
