@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,16 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def build_header(tensors: Sequence[StoredTensor]) -> bytes:
+def build_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """The bytes before the data: length and JSON, padded so that the data is aligned.
+
+    Args:
+        metadata: of the file, in the order in which it is written; by default the framework alone.
 
     Raises:
         UnsupportedError: for a dtype that the format does not have.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} if metadata is None else dict(metadata)}
     position = 0
     for tensor in tensors:
         if tensor.dtype not in _SPELLINGS:

@@ -19,13 +19,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
+from quantkit.files.safetensors_io import build_header
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.checkpoint import Checkpoint, CheckpointView
+from quantkit.formats.container import tensor_bytes
 from quantkit.quality.changed_tensors import REFINED, Change, tensor_hash
 from quantkit.quality.gate import Gate
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.tensor_slice import TensorSlice
 from quantkit.training.training import Evaluation
@@ -64,7 +67,11 @@ def delta_bytes(
             tensors[name] = new.contiguous()
     stated = {"base": dict(base), "changed": {name: [one.before, one.after] for name, one in changed.items()}}
     head = json.dumps({**stated, "details": details}, sort_keys=True)
-    return save(tensors, {"format": FORMAT, "head": head, "sha256": _check(head, tensors)})
+    metadata = {"format": FORMAT, "head": head, "sha256": _check(head, tensors)}
+    # safetensors' own `save` writes the keys of the metadata in another order in each process.
+    listed = [StoredTensor(name, DType.of(tensors[name].dtype), tuple(tensors[name].shape)) for name in sorted(tensors)]
+    data = [tensor_bytes(tensors[tensor.name], tensor) for tensor in listed]
+    return b"".join([build_header(listed, metadata), *data])
 
 
 class Delta:

@@ -299,6 +299,9 @@ def test_a_delta_gives_the_same_model(
     made = quantkit.refine(int4, delta=tmp_path / "made.delta", **options)
     assert made.is_delta
     assert made.weight_bytes == (tmp_path / "made.delta").stat().st_size
+    content = (tmp_path / "made.delta").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert list(header["__metadata__"]) == ["format", "head", "sha256"]  # the same bytes in every process
     quantkit.apply_delta(int4, tmp_path / "made.delta", tmp_path / "dst")
     assert (tmp_path / "dst/model.safetensors").read_bytes() == (all_trained / "model.safetensors").read_bytes()
     assert quantkit.verify(tmp_path / "dst", floats).verdict is Verdict.WITHIN_BOUND
