@@ -103,12 +103,12 @@ class GroupSolver:
                     "dead_columns": own.dead_columns,
                 }  # fmt: skip
                 if name in excesses:
-                    error, bound = excesses[name]
-                    record["drift"] = f"ignored: corrected, it changed by {error:.3g}, expected at most {bound:.3g}"
+                    change, bound = excesses[name]
+                    record["drift"] = f"ignored: corrected, it changed by {change:.3g}, expected at most {bound:.3g}"
                 results[name] = Result.of(quantized.rows(*rows), weight, record)
         if bounded:
-            for name, (error, bound) in self.find_excesses(results, linears).items():
-                record = {"rounding_reason": f"GPTQ changed it by {error:.3g}, expected at most {bound:.3g}"}
+            for name, (change, bound) in self.find_excesses(results, linears).items():
+                record = {"rounding_reason": f"GPTQ changed it by {change:.3g}, expected at most {bound:.3g}"}
                 results[name] = self.round(name, linears[name].weight, record)
         return results
 
