@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quantkit.json_values import Settings, read_json, read_settings
 from quantkit.text.sentencepiece_file import read_sentencepiece
-from quantkit.text.special_tokens import named_piece_ids, read_tokenizer_config, special_tokens
+from quantkit.text.special_tokens import named_piece_ids, special_tokens
 from quantkit.text.template_process import Budget, render
 from quantkit.text.tiktoken_file import is_tiktoken
 
@@ -58,13 +58,7 @@ def tokenizer_eos(folder: Path) -> int | None:
 
 
 def _eos_of_json(folder: Path) -> int | None:
-    listed = read_tokenizer_config(folder).values.get("added_tokens_decoder")
-    if isinstance(listed, dict):
-        # Nearly always the token is listed here, and the large file need not be read.
-        eos = special_tokens(folder, {}, ("eos_token",)).get("eos_token")
-        for number, token in listed.items():
-            if eos is not None and isinstance(token, dict) and token.get("content") == eos and str(number).isdecimal():
-                return int(number)
+    # tokenizer_config.json lists ids too, which transformers and its library ignore: only those of this file count.
     path = folder / "tokenizer.json"
     raw = Settings(read_json(path), path)
     vocabulary = raw.inside("model").values.get("vocab")

@@ -65,12 +65,14 @@ def test_an_end_token_that_only_the_tokenizer_names_is_one(byte_level: Path, sen
         assert listed_end_tokens(folder) == list(load_tokenizer(folder).eos_ids)
 
 
-def test_the_end_token_is_found_in_the_config_of_the_tokenizer_alone(byte_level: Path, tmp_path: Path) -> None:
-    """The large file is not read for it."""
-    config = {**read_tokenizer_config(byte_level).values, "added_tokens_decoder": {"5": {"content": "<end>"}}}
-    (tmp_path / "tokenizer.json").write_text("damaged")
-    _write(tmp_path / "tokenizer_config.json", {**config, "eos_token": "<end>"})
-    assert tokenizer_eos(tmp_path) == 5
+def test_an_id_that_the_library_ignores_is_no_end_token(byte_level: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
+    settings = read_tokenizer_config(folder).values
+    (eos,) = load_tokenizer(folder).eos_ids
+    stale = {str(eos - 1): {"content": settings["eos_token"], "special": True}}
+    _write(folder / "tokenizer_config.json", {**settings, "added_tokens_decoder": stale})
+    assert load_tokenizer(folder).eos_ids == (eos,)
+    assert listed_end_tokens(folder) == [eos]
 
 
 def test_a_token_that_is_spelled_like_an_end_token_is_none(byte_level: Path, tmp_path: Path) -> None:
