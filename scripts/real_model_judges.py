@@ -13,21 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 from peer_gguf import Theirs
 from peer_gguf_tokenizer import PIECES, texts
 from safetensors.torch import load_file
 from torch import Tensor
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TQDM_DISABLE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
-
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
 
 WINDOW = 256  # what the gate measures on, so that its figures can be compared
 WINDOWS_PER_TEXT = 2
@@ -36,6 +31,18 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # places of eight consecutive outputs in a
 
 class CheckFailed(Exception):
     """A judge and quantkit disagree."""
+
+
+def silence_transformers() -> None:
+    """Turn off the bars and warnings of transformers, and requests to the hub, in this process and those it starts.
+
+    It is called by the script alone: a test that imports this module shares its environment with all other tests.
+    """
+    for setting, value in (("HF_HUB_OFFLINE", "1"), ("TQDM_DISABLE", "1"), ("TOKENIZERS_PARALLELISM", "false")):
+        os.environ.setdefault(setting, value)
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # it was read from the environment at import
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def require(condition: bool, message: str) -> None:

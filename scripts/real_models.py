@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from real_model_jobs import FAMILIES, MODEL_JOBS, TOKENIZER_JOBS, Job, Settings, Subject, free_memory
+from real_model_judges import silence_transformers
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSED, FAILED = "pass", "FAIL"
@@ -170,6 +171,7 @@ def find_work(options: argparse.Namespace) -> list[tuple[Subject, list[Job]]]:
 
 
 def main() -> None:
+    silence_transformers()
     options = parse_options()
     planned = find_work(options)
     if not planned:

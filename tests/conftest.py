@@ -64,6 +64,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["QUANTKIT_BF16"] = "0"  # results that do not depend on the processor
+ENVIRONMENT = dict(os.environ)
+SET_BY_LIBRARIES = {"HF_XET_HIGH_PERFORMANCE", "TORCHINDUCTOR_CACHE_DIR"}
 
 LONGEST = (
     "triton_interpreter", "xla", "tensor_parallel", "triton_kernels", "architectures", "readme", "plan", "image_text",
@@ -80,7 +82,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the collector of garbage the modules, which are most objects and stay: a tenth of all the time."""
+    """Refuse modules that change the environment of all tests; spare the collector of garbage those imported.
+
+    They are most objects and stay: a tenth of all the time.
+    """
+    changed = {name for name, _ in os.environ.items() ^ ENVIRONMENT.items() if not name.startswith("PYTEST")}
+    if changed := changed - SET_BY_LIBRARIES:
+        raise pytest.UsageError(f"the import of a test changed the environment: {sorted(changed)}")
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
