@@ -20,7 +20,6 @@ import torch
 from real_model_judges import CheckFailed, require
 from safetensors.torch import save_file
 
-TEXTS = 400
 RANDOM_SHARE = 0.1  # of random strings that llama.cpp may cut otherwise
 NEW_TOKENS = 24
 KL_OF_CONVERSION = 2e-3  # bfloat16 activations of llama.cpp cost 1e-4
@@ -60,11 +59,12 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What all jobs share: llama.cpp's Python, and how much calibration."""
+    """What all jobs share: llama.cpp's Python, how much calibration, and how many texts tokenizers are compared on."""
 
     peer: Path | None
     samples: int
     length: int
+    texts: int = 400
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def convert_to_folder(subject: Subject) -> str:
 
 def compare_tokens(subject: Subject) -> str:
     """Compare the folder's tokens in transformers with llama.cpp's of the published file, and with quantkit's."""
-    lines = judges.load_texts(TEXTS)
+    lines = judges.load_texts(subject.settings.texts)
     compare_own_tokens(subject.path("folder"), subject.path("folder"), lines)
     return compare_tokens_with_llama_cpp(subject, subject.path("folder"), subject.source)
 
@@ -201,7 +201,7 @@ def compare_tokens_with_llama_cpp(subject: Subject, folder: Path, file: Path) ->
     with open_llama_cpp(subject, file) as peer:
         for kind, lines, allowed in (
             ("lines", judges.load_lines(), 0.0),
-            ("random strings", judges.load_random_strings(TEXTS), RANDOM_SHARE),
+            ("random strings", judges.load_random_strings(subject.settings.texts), RANDOM_SHARE),
         ):
             lines = judges.normalize(lines)
             rows = [judges.encode(tokenizer, line) for line in lines]
@@ -617,7 +617,7 @@ def convert_tokenizer_back(subject: Subject) -> str:
     original = judges.load_tokenizer(folder)
     spelled = [f"a{token} {token}b" for token in list(original.get_added_vocab())[:40]]
     require(len(spelled) > 0, "the tokenizer has no added tokens")
-    lines = [*judges.load_texts(TEXTS), *spelled]
+    lines = [*judges.load_texts(subject.settings.texts), *spelled]
     expected = [judges.encode(original, line) for line in lines]
     expected_texts = [original.decode(ids, clean_up_tokenization_spaces=False) for ids in expected]
     for output in outputs:
@@ -648,7 +648,8 @@ def compare_tokenizer_with_own(subject: Subject) -> str:
     """Compare quantkit's tokens of the folder and of the file with transformers'."""
     folder = subject.path("folder")
     tokenizer = judges.load_tokenizer(folder)
-    lines = [*judges.load_texts(TEXTS), *(f"a{token} b" for token in list(tokenizer.get_added_vocab())[:40])]
+    spelled = [f"a{token} b" for token in list(tokenizer.get_added_vocab())[:40]]
+    lines = [*judges.load_texts(subject.settings.texts), *spelled]
     for path in (folder, subject.path("model.gguf")):
         compare_own_tokens(path, folder, lines)
     return f"{len(lines)} strings, of the folder and of the file"

@@ -55,8 +55,9 @@ def require(condition: bool, message: str) -> None:
 
 
 def load_texts(count: int) -> list[str]:
-    """Return lines of running text, then as many random strings of many scripts; none spells a control token."""
-    return [*load_lines()[: count // 2], *load_random_strings(count // 2)]
+    """Return lines of running text, at most half of all, then random strings; none spells a control token."""
+    lines = load_lines()[: count // 2]
+    return [*lines, *load_random_strings(count - len(lines))]
 
 
 def load_lines() -> list[str]:
@@ -69,7 +70,11 @@ def load_lines() -> list[str]:
 
 def load_random_strings(count: int) -> list[str]:
     """Return random strings of letters and marks of many scripts."""
-    strings: list[str] = texts([], PIECES)
+    strings: list[str] = []
+    seed = 0
+    while len(strings) < count:
+        strings += texts([], PIECES, seed)
+        seed += 1
     return strings[:count]
 
 

