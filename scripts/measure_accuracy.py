@@ -2,6 +2,7 @@
 
     python scripts/measure_accuracy.py MODEL CALIBRATION TEXT... [--seeds 3] [--schemes int4-g128,...] [--samples 128]
                                        [--peer PYTHON] [--autoround PYTHON [--iterations 200,1000]] [--refine]
+                                       [--methods METHOD...]
 
 Prints a table in Markdown: KL(source || quantized) per token in units of 1e-4, over 60 windows of
 256 tokens of every text, for rounding and for GPTQ with samples of 256 tokens; with `--refine` also for what
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("--peer", metavar="PYTHON")
     parser.add_argument("--autoround", metavar="PYTHON")
     parser.add_argument("--iterations", default="200,1000")
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="names in the table; default: all")
     options = parser.parse_args()
     print("| scheme | method | seed | s |", " | ".join(f"KL {text.stem}" for text in options.texts), "|")
     print("|---" * (4 + len(options.texts)) + "|")
@@ -171,6 +173,8 @@ def main() -> None:
         for scheme in options.schemes.split(","):
             for seed in range(options.seeds):
                 for name, run in {**({} if seed else once), **methods}.items():
+                    if options.methods is not None and name not in options.methods:
+                        continue
                     dst, seconds = run(scheme, seed)
                     found = compare_batches(open_checkpoint(source), open_checkpoint(dst), batches)
                     values = " | ".join(f"{one.divergence.kl * 1e4:.2f}" for one in found)
