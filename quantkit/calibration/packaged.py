@@ -216,17 +216,12 @@ def _document_tokens(
 
 
 def _template_notes(dialogues: Sequence[Sequence[int] | None], budget: Budget) -> tuple[str, ...]:
-    """Notes on the tokens of rendered dialogues; None is a dialogue that the template refused."""
-    notes = []
-    if refused := sum(one is None for one in dialogues):
-        reason = "takes too long over them" if budget.spent else "refuses them"
-        notes.append(f"{refused} dialogues of the calibration text are left out: the chat template {reason}")
-    made = Counter(tuple(one) for one in dialogues if one is not None)
-    if empty := made.pop((), 0):
-        notes.append(f"the chat template makes nothing of {empty} dialogues of the calibration text")
-    if len(made) == 1 and made.total() > 1:
-        notes.append(f"the chat template makes the same of all {made.total()} dialogues of the calibration text")
-    return tuple(notes)
+    """Return notes on the tokens of rendered dialogues; None is a dialogue that the template refused."""
+    refused = sum(dialogue is None for dialogue in dialogues)
+    if not refused:
+        return ()
+    reason = "takes too long over them" if budget.spent else "refuses them, or drops parts of them"
+    return (f"{refused} dialogues of the calibration text are left out: the chat template {reason}",)
 
 
 def _plain(document: Mapping[str, Any]) -> str:

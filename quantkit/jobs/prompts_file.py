@@ -44,7 +44,7 @@ from quantkit.answers.syntaxes import syntax_of
 from quantkit.answers.tools import Tools, checked_tools
 from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import require_flags, wrong_type
-from quantkit.errors import CheckpointError, RequestError
+from quantkit.errors import RequestError
 from quantkit.grammar.response_format import response_grammar
 from quantkit.jobs.json_lines import EXPECTED, at_place, objects, repeated
 from quantkit.jobs.openai_batch import OF_TOOLS, BatchRequest, from_batch_line, is_batch_line
@@ -264,16 +264,7 @@ class PromptReader:
             raise wrong_type("chat_template_kwargs", variables, "an object")
         if taken := variables.keys() & {"messages", "tools", "self", "budget"}:
             raise RequestError(f"'{min(taken)}' is no variable of the template's own")
-        ids = self._chat.encode(value, tools=tools, **variables)
-        if tools and ids == self._without_tools(value, variables):
-            raise RequestError("the model's chat template does not print tools", hint="leave them out")
-        return ids
-
-    def _without_tools(self, messages: Any, variables: Mapping[str, Any]) -> list[int] | None:
-        try:
-            return self._chat.encode(messages, tools=None, **variables)
-        except (RequestError, CheckpointError):  # with tools it works
-            return None
+        return self._chat.encode(value, tools=tools, **variables)
 
     @cached_property
     def _chat(self) -> Chat:

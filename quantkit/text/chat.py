@@ -14,7 +14,9 @@ from quantkit.json_values import shown
 from quantkit.text.chat_template import META_FORMATS, ChatTemplate, ChatTemplates, Message, requested_template
 from quantkit.text.end_tokens import find_answer_end
 from quantkit.text.gguf_tokenizer import text_folder
+from quantkit.text.message_trace import Conversation, require_traces
 from quantkit.text.special_tokens import special_tokens
+from quantkit.text.template_process import Budget
 from quantkit.text.tokenizer import Tokenizer, prompt_start
 
 _LLAMA3_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
@@ -87,16 +89,56 @@ class TemplateChat:
         return self._choose(with_tools).source
 
     def text(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        budget: Budget | None = None,
+        **variables: Any,
     ) -> str:
-        """The text whose tokens `encode` returns."""
+        """Return the text whose tokens `encode` returns.
+
+        A ``developer`` message is a ``system`` message for a template that does not have that role. An assistant
+        message with tool calls may have no content: if the template fails without one, it gets the empty string, as in
+        vLLM.
+
+        Args:
+            messages: in order; the last one is to be answered.
+            tools: that the model may call, as JSON schemas.
+            budget: of CPU time, shared by several conversations; None for a separate one.
+            variables: further variables of the template.
+
+        Raises:
+            RequestError: for a conversation that the template refuses, or of which something does not reach the prompt.
+            CheckpointError: if the template fails for any conversation, or exceeds its limits.
+        """
         _require_messages(messages)
-        for one in messages:  # a template would show nothing in its place
-            if isinstance(one, Mapping) and one.get("role") in _SAYING_ROLES and one.get("content") is None:
-                raise RequestError("a message has no content", found=shown(one), expected=_MESSAGE)
+        for message in messages:  # a template would print nothing in its place
+            is_from_user = isinstance(message, Mapping) and message.get("role") in _SAYING_ROLES
+            if is_from_user and message.get("content") is None:
+                raise RequestError("a message has no content", found=shown(message), expected=_MESSAGE)
         template = self._choose(tools is not None)
-        chat = [_with_text(one, keep_parts=template.reads_parts) for one in messages]
-        return template.render(chat, tools=tools, **variables)
+        chat = [_with_text(message, keep_parts=template.reads_parts) for message in messages]
+        if not template.knows_developer:
+            chat = [_with_system_role(message) for message in chat]
+        budget = budget or Budget()
+        try:
+            text = template.render(chat, tools=tools, budget=budget, **variables)
+        except RequestError:
+            with_contents = [_with_content(message) for message in chat]
+            if with_contents == chat:
+                raise
+            chat = with_contents
+            text = template.render(chat, tools=tools, budget=budget, **variables)
+        if variables.get("continue_final_message"):  # the template has printed the last message, which was cut here
+            variables = {**variables, "continue_final_message": False, "add_generation_prompt": False}
+
+        def render(conversation: Conversation, budget: Budget) -> str:
+            template = self._choose(conversation["tools"] is not None)
+            return template.render(conversation["messages"], tools=conversation["tools"], budget=budget, **variables)
+
+        require_traces({"messages": chat, "tools": tools}, text=text, render=render, budget=budget)
+        return text
 
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
@@ -118,7 +160,7 @@ class Llama2Chat:
         _require_plain("llama2", messages, tools, variables)
         if (tag := llama2_tag(messages)) is not None:
             raise RequestError("a message holds a tag of the chat format", found=tag, hint="leave it out")
-        turns = [(str(one["role"]), message_text(one)) for one in messages]
+        turns = [(_plain_role(message), message_text(message)) for message in messages]
         if turns and turns[0][0] == "system" and len(turns) > 1:
             system, (role, first), *rest = turns[0][1], *turns[1:]
             turns = [(role, f"<<SYS>>\n{system}\n<</SYS>>\n\n{first}"), *rest]
@@ -168,8 +210,9 @@ class Llama3Chat:
         if not messages:
             raise RequestError("a chat needs messages", expected='[{"role": "user", "content": "..."}]')
         ids = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
-        for one in messages:
-            ids += [*self._started(str(one["role"])), *self._plain(message_text(one).strip()), self._end]
+        for message in messages:
+            content = message_text(message).strip()
+            ids += [*self._started(_plain_role(message)), *self._plain(content), self._end]
         return [*ids, *self._started("assistant")]
 
     def _started(self, role: str) -> list[int]:
@@ -242,8 +285,15 @@ def _with_specials(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
 
 
 def message_text(message: Message) -> str:
-    """The content of a message, for formats that are not templates. Raises `RequestError` if the message has no role,
-    or its content is not text."""
+    """Return the content of a message, for formats that are not templates.
+
+    Raises:
+        RequestError: if the message has no role, its content is not text, or it calls tools.
+    """
+    if isinstance(message, Mapping):
+        for key in ("tool_calls", "function_call"):
+            if message.get(key):
+                raise RequestError(f"this format has no tools, and a message has '{key}'", found=shown(message[key]))
     content = _with_text(message).get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise RequestError("a message is an object with a role and a content", found=shown(message), expected=_MESSAGE)
@@ -268,6 +318,24 @@ def _with_text(message: Message, *, keep_parts: bool = False) -> Message:
         return message  # a tool's result in JSON
     texts = [_part_text(part) for part in content]
     return message if keep_parts else {**message, "content": "\n".join(texts)}
+
+
+def _with_system_role(message: Message) -> Message:
+    """Replace OpenAI's newer name of the system role."""
+    if isinstance(message, Mapping) and message.get("role") == "developer":
+        return {**message, "role": "system"}
+    return message
+
+
+def _with_content(message: Message) -> Message:
+    """Add the empty string as the content of a message that only calls tools."""
+    if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content") is None:
+        return {**message, "content": ""}
+    return message
+
+
+def _plain_role(message: Message) -> str:
+    return str(_with_system_role(message)["role"])
 
 
 def _part_text(part: object) -> str:

@@ -37,6 +37,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning, of which templates use one."""
 _MAX_REASON = 300
 _LOOP_OVER_PARTS = re.compile(r"""\bfor\s+\w+\s+in\s+[\w.\[\]'"()]*\bcontent['")\]]*[\s%-]""")
+_DEVELOPER = re.compile("""[\"']developer["']""")
 _PROBE: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 
 
@@ -101,10 +102,16 @@ class ChatTemplate:
         text = str(answer["text"])
         return text if partial is None else partial.cut(text)
 
-    @property
+    @cached_property
     def reads_parts(self) -> bool:
         """Whether the template loops over the parts of a message's content, by its source; others need a string."""
         return _LOOP_OVER_PARTS.search(self.source) is not None
+
+    @cached_property
+    def knows_developer(self) -> bool:
+        """Whether the template has OpenAI's role ``developer``, by its source. Many print any role, also those that the
+        model has never seen."""
+        return _DEVELOPER.search(self.source) is not None
 
     @cached_property
     def _renders_probe(self) -> bool:

@@ -21,7 +21,7 @@ from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.tokenizer import load_tokenizer
 
 TEMPLATE = "{{ bos_token }}{% for one in messages %}[{{ one.role }}] {{ one.content }}\r\n{% endfor %}größer"
-TOOLS = "{{ bos_token }}{{ tools | tojson }}{{ messages[0].content }}"
+TOOLS = "{{ bos_token }}{{ tools | tojson }}{{ messages | map(attribute='content') | join }}"
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Yes "}, {"role": "user", "content": "So"}]
 TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
 

@@ -205,13 +205,20 @@ def _with_template(folder: Path, path: Path, **settings: Any) -> Path:
     return path
 
 
+DROPPED = {("phi", "a call"), ("qwen", "a call")}
+"""Templates that render a conversation without a part of it, which transformers does not notice."""
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_conversations_become_the_tokens_that_transformers_makes(name: str, folder: Path, tmp_path: Path) -> None:
     path = _with_template(folder, tmp_path / "hf", chat_template=TEMPLATES[name])
     ours, theirs = chat(path, load_tokenizer(path)), AutoTokenizer.from_pretrained(path)
     compared = 0
-    for messages in CONVERSATIONS.values():
+    for conversation, messages in CONVERSATIONS.items():
         expected = _outcome(lambda m=messages: theirs.apply_chat_template(m, add_generation_prompt=True)["input_ids"])
+        if (name, conversation) in DROPPED:
+            assert expected != "refused"
+            expected = "refused"
         assert _outcome(lambda m=messages: ours.encode(m)) == expected
         compared += expected != "refused"
     assert compared >= 14
@@ -259,7 +266,7 @@ def test_templates_without_a_default_are_named(form: str, folder: Path, tmp_path
         f"{path}: has chat templates, and none of them is the default (found 'rag', 'tool_use'); "
         "name one of them as `template`"
     )
-    assert chat(path, tokenizer, "rag").encode([user("Hi")]) == tokenizer.encode("rag", specials=True, bos=False)
+    assert chat(path, tokenizer, "rag").encode([user("")]) == tokenizer.encode("rag", specials=True, bos=False)
 
 
 def test_a_file_wins_over_the_config_and_brings_others_along(folder: Path, tmp_path: Path) -> None:
@@ -322,12 +329,12 @@ def test_special_tokens_are_spelled_as_in_transformers(name: str, folder: Path, 
 
 def test_a_special_token_that_only_config_numbers_is_found(folder: Path, tmp_path: Path) -> None:
     path = _with_template(folder, tmp_path / "hf")
-    (path / "chat_template.jinja").write_text("{{ bos_token }}Hi{{ eos_token }}")
+    (path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
     (path / "tokenizer_config.json").write_text("{}")
     oracle.edit_json(path / "config.json", bos_token_id=1, eos_token_id=2)
     tokenizer = load_tokenizer(path)
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
-    assert tokenizer.decode(chat(path, tokenizer).encode([user("x")]), specials=True) == "<s> Hi</s>"
+    assert tokenizer.decode(chat(path, tokenizer).encode([user("Hi")]), specials=True) == "<s> Hi</s>"
 
 
 def test_a_special_token_that_nobody_spells_is_reported_where_a_template_shows_it(folder: Path, tmp_path: Path) -> None:
@@ -342,10 +349,10 @@ def test_a_special_token_that_nobody_spells_is_reported_where_a_template_shows_i
             with pytest.raises(
                 CheckpointError, match=r"jinja: .* prints ..._token, .*in tokenizer_config\.json, null if"
             ):
-                ours.encode([user("Hi")])
-            ours.encode([user("Hi")], bos_token="<s>", eos_token="</s>")
+                ours.encode([user("")])
+            ours.encode([user("")], bos_token="<s>", eos_token="</s>")
         else:
-            assert load_tokenizer(path).decode(ours.encode([user("Hi")])) == "n"
+            assert load_tokenizer(path).decode(ours.encode([user("")])) == "n"
 
 
 @pytest.mark.parametrize("value", [5, {"lstrip": True}, ["<s>"]])
