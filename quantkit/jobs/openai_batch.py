@@ -18,15 +18,50 @@ from quantkit.runtime.sampling_params import SamplingOptions
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _KEYS = {"custom_id", "method", "url", "body"}
 OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+OF_TEMPLATE = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
+"""Variables of the chat template that have a place of their own in OpenAI's and vLLM's API."""
 _PASSED = {"n", "stop", "draft_tokens", "response_format", *SamplingOptions.__annotations__}
 _OF_URL = {
-    _CHAT: {"messages", "logprobs", "top_logprobs", "chat_template_kwargs", *OF_TOOLS},
+    _CHAT: {"messages", "logprobs", "top_logprobs", "chat_template_kwargs", *OF_TEMPLATE, *OF_TOOLS},
     _COMPLETIONS: {"prompt", "logprobs", "echo"},
 }
-_WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-_DEFAULTS: dict[str, object] = {
-    "stream": False, "modalities": ["text"], "tools": [], "best_of": 1
-}  # fmt: skip
+_WITHOUT_EFFECT = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prediction",
+    "verbosity",
+    "priority",
+}
+_DEFAULTS: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (False,),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "return_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "stream": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+"""Values of OpenAI's and vLLM's parameters that ask for what is done anyway, the default first."""
+_DEFAULTS_OF_TEMPLATE = {"add_generation_prompt": True, "continue_final_message": False}
 _CALL = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}'
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 
@@ -80,9 +115,14 @@ def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchR
     line = {key: given.pop(key) for key in (_PASSED | _OF_URL[url]) & given.keys()}
     lengths = {key: given.pop(key) for key in _MAX_TOKENS if key in given}
     for key, value in given.items():
-        if key in _WITHOUT_EFFECT or (key in _DEFAULTS and _DEFAULTS[key] == value):
+        if key in _WITHOUT_EFFECT:
             continue
-        hint = f"leave it out, or give its default {shown(_DEFAULTS[key])}" if key in _DEFAULTS else "leave it out"
+        defaults = _defaults(key, url)
+        if any(_is_same_json(value, default) for default in defaults):
+            continue
+        hint = "leave it out"
+        if defaults:
+            hint += f", or give its default {shown(defaults[0])}"
         raise RequestError(f"'{key}' in 'body' is not supported for {url}", found=shown(value), hint=hint)
     if len(set(map(shown, lengths.values()))) > 1:
         raise RequestError(f"{' and '.join(lengths)} differ", found=" and ".join(map(shown, lengths.values())))
@@ -97,9 +137,48 @@ def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchR
         line |= {"logprobs": top} if wanted else {}
         names["logprobs"] = "top_logprobs"
         line["messages"] = with_arguments(line["messages"])
+        _move_to_template_variables(line)
     elif isinstance(prompt := line.get("prompt"), list) and all(type(one) is int for one in prompt):
         line["token_ids"] = line.pop("prompt")
     return BatchRequest(custom_id, url == _CHAT, model, answered_by, names), line
+
+
+def _defaults(key: str, url: str) -> tuple[object, ...]:
+    """Return the values of a parameter that change nothing."""
+    if key == "add_special_tokens" and url == _COMPLETIONS:  # a chat template has printed them already
+        return (True,)
+    return _DEFAULTS.get(key, ())
+
+
+def _is_same_json(value: object, other: object) -> bool:
+    """Compare values as in JSON, where ``false`` is not 0."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def _move_to_template_variables(line: dict[str, Any]) -> None:
+    """Move the parameters of `OF_TEMPLATE` to ``chat_template_kwargs``, except values that change nothing.
+
+    Raises:
+        RequestError: for a value of the wrong type, and for parameters that contradict each other.
+    """
+    variables = line.get("chat_template_kwargs", {})
+    parameters = {key: line.pop(key) for key in OF_TEMPLATE if key in line}
+    if not parameters or not isinstance(variables, Mapping):  # an error that is raised where they are read
+        return
+    for key, value in parameters.items():
+        if key == "reasoning_effort":
+            as_string(key, value)
+        else:
+            require_flags(**{key: value})
+        if key in variables and not _is_same_json(variables[key], value):
+            values = f"{shown(value)} and {shown(variables[key])}"
+            raise RequestError(f"'{key}' differs from the one in 'chat_template_kwargs'", found=values)
+    if parameters.get("continue_final_message") and parameters.get("add_generation_prompt"):
+        problem = "'continue_final_message' and 'add_generation_prompt' exclude each other"
+        raise RequestError(problem, hint="leave one of them out")
+    changed = {key: value for key, value in parameters.items() if value != _DEFAULTS_OF_TEMPLATE.get(key)}
+    if changed:
+        line["chat_template_kwargs"] = {**variables, **changed}
 
 
 def batch_answer(number: int, request: BatchRequest, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

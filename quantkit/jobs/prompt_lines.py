@@ -21,7 +21,7 @@ def line_of(
     default the number of the prompt."""
     echoed = len(prompt.request.prompt) if prompt.request.echo else 0
     text = found.text or ""
-    if prompt.messages and not prompt.request.echo and not texts.tokenizer.byte_level:
+    if prompt.begins_answer and not texts.tokenizer.byte_level:
         text = text.removeprefix(" ")  # sentencepiece puts it before a word
     line: dict[str, Any] = {
         "index": number, **prompt.known_by, "sample": found.sample, "text": text,

@@ -97,6 +97,7 @@ class Prompt:
         known_by: its ``id``, if it has one.
         messages: whether it is a conversation.
         token_ids: whether it was given as such.
+        continued: whether the last message is continued, instead of answered.
         truncated: whether its beginning was cut off.
         grammar: of the new text, for `Grammars`; None allows any.
         form: how the answer to a request in OpenAI's format is split into reasoning, content and calls; None for text.
@@ -112,6 +113,12 @@ class Prompt:
     grammar: str | None = None
     form: AnswerForm | None = None
     batch: BatchRequest | None = None
+    continued: bool = False
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the new text is an answer from its first character."""
+        return self.messages and not self.continued and not self.request.echo
 
     def bound(self, grammars: Grammars) -> Request:
         """The request with its grammar's `Constraint`, which cannot be sent to other processes."""
@@ -217,6 +224,8 @@ class PromptReader:
         found = Prompt(
             request, stop, known_by, kind == "messages", kind == "token_ids", len(cut) < len(ids), grammar, form
         )
+        if kind == "messages" and given.get("chat_template_kwargs", {}).get("continue_final_message"):
+            found = replace(found, continued=True)
         if grammar is not None:
             self._require_compiled(found, "response_format" if wanted is not None else "tool_choice")
         return found

@@ -42,7 +42,7 @@ class SamplingParams:
         top_p: draw from the likeliest tokens, up to the one with which the sum of their probabilities exceeds this
             (nucleus sampling, 1904.09751).
         seed: of the random numbers; None is unpredictable. torch's global generator is not used.
-        top_k: draw from the `top_k` likeliest tokens; 0 is all.
+        top_k: draw from the `top_k` likeliest tokens; 0 or -1 is all.
         min_p: draw from tokens with at least this share of the likeliest one's probability (2407.01082).
         repetition_penalty: logits of tokens that the text already contains are divided by it where positive, and
             multiplied where negative (1909.05858); 1 does nothing; 0.01 to 100.
@@ -108,6 +108,8 @@ def _number(allowed: Callable[[float], bool], rule: str) -> Callable[[str, objec
 
 def _top_k(name: str, value: object) -> int:
     found = as_integer(name, value)
+    if found == -1:  # as vLLM and llama.cpp spell it
+        return 0
     if found < 0:
         raise RequestError(f"{name} must not be negative", found=found)
     return found
@@ -201,7 +203,7 @@ OPTIONS = (
         "Sampling temperature; 0 takes the likeliest token.", float,
     ),
     Option(
-        "top_k", _top_k, "Draw from the K likeliest tokens; 0 is all.", int,
+        "top_k", _top_k, "Draw from the K likeliest tokens; 0 or -1 is all.", int,
         drops=lambda xp, ranked, rank, top_k: (top_k > 0) & (rank >= top_k), keep=_keep_top_k,
     ),
     Option(

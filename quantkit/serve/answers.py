@@ -58,7 +58,7 @@ class Answer:
     def piece(self, delta: Delta, *, first: bool) -> Iterator[bytes]:
         """The pieces for what a step added; `first` where it is the beginning of its continuation."""
         text = delta.text
-        if first and self.prompt.messages and not self.texts.tokenizer.byte_level:
+        if first and self.prompt.begins_answer and not self.texts.tokenizer.byte_level:
             text = text.removeprefix(" ")
         logprobs = None
         if delta.logprobs is not None and delta.token_ids:

@@ -23,6 +23,8 @@ _LLAMA3_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 _TOOL_ROLES = ("tool", "ipython", "function")
 _SAYING_ROLES = ("user", "system", "developer", "tool")
 _MESSAGE = '{"role": "user", "content": "..."}'
+_HINTS = {"reasoning_effort"}
+"""Variables without which an answer is none the worse: formats that do not know them ignore them, as templates do."""
 _LLAMA2_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 
 
@@ -355,5 +357,5 @@ def _require_messages(messages: object) -> None:
 
 def _require_plain(name: str, messages: object, tools: object, variables: Mapping[str, Any]) -> None:
     _require_messages(messages)
-    if tools is not None or variables:
+    if tools is not None or variables.keys() - _HINTS:
         raise RequestError(f"the format {name} has neither tools nor variables")

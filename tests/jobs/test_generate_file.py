@@ -375,7 +375,7 @@ def test_a_template_that_refuses_a_conversation_is_reported_with_its_line(demo_m
         ("--prompts nowhere --output OUT", "nowhere: the prompts cannot be read: No such file or directory"),
         ("x --output OUT", "--output, --resume, --batch, --template, --echo and --logprobs go with --prompts"),
         ("x --num-beams 4", "beam search is not supported (found --num-beams); draw several samples with --n"),
-        ("x --top-k -1", "top_k must not be negative"),
+        ("x --top-k -2", "top_k must not be negative"),
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense(

@@ -115,10 +115,176 @@ def test_offsets_of_a_continuation_begin_after_the_prompt(stop: str | None, mode
     assert choice["logprobs"]["text_offset"][:2] == [0, min(len(choice["logprobs"]["tokens"][0]), len(choice["text"]))]
 
 
-def test_a_request_may_spell_out_defaults(model: Path, tmp_path: Path) -> None:
-    plain = request("a", url="/v1/completions", prompt="The", max_tokens=2)
-    same = request("a", url="/v1/completions", prompt="The", max_tokens=2, tools=[], best_of=1)
-    assert answers(model, tmp_path, "plain", plain) == answers(model, tmp_path, "same", same)
+CHANGE_NOTHING: dict[str, Any] = {
+    "echo": False,
+    "functions": [],
+    "function_call": "none",
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "stop_token_ids": [],
+    "bad_words": [],
+    "include_stop_str_in_output": False,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "best_of": 1,
+    "tools": [],
+    "stream": False,
+    "top_k": -1,
+    "n": 1,
+    "logit_bias": {},
+    "stop": [],
+    "suffix": None,
+    "prompt_cache_key": "a",
+    "prompt_cache_retention": "24h",
+    "verbosity": "low",
+    "service_tier": "auto",
+    "prediction": {"type": "content", "content": "x"},
+    "priority": 3,
+    "user": "me",
+    "metadata": {"a": "b"},
+}
+OF_CHATS: dict[str, Any] = {
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "reasoning_effort": "low",
+    "logprobs": False,
+    "top_logprobs": 0,
+    "parallel_tool_calls": True,
+    "tool_choice": "none",
+    "include_reasoning": True,
+    "add_special_tokens": False,
+    "documents": [],
+    "modalities": ["text"],
+    "response_format": {"type": "text"},
+}
+OF_TEXTS: dict[str, Any] = {"add_special_tokens": True, "suffix": ""}
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_request_may_spell_out_what_changes_nothing(chat: bool, model: Path, tmp_path: Path) -> None:
+    if chat:
+        plain = request("a", messages=CHAT, max_tokens=4)
+    else:
+        plain = request("a", url="/v1/completions", prompt="The", max_tokens=4)
+    options = {**CHANGE_NOTHING, **(OF_CHATS if chat else OF_TEXTS)}
+    lines = [plain]
+    for number, (key, value) in enumerate(options.items()):
+        lines.append({**plain, "custom_id": f"{number}", "body": {**plain["body"], key: value}})
+    lines.append({**plain, "custom_id": "all", "body": {**plain["body"], **options}})
+    first, *others = [answer["response"]["body"] for answer in answers(model, tmp_path, "all", *lines)]
+    assert len(others) == len(options) + 1
+    for other in others:
+        assert {**other, "id": first["id"]} == first
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("echo", True),
+        ("functions", [{"name": "look"}]),
+        ("function_call", {"name": "look"}),
+        ("ignore_eos", True),
+        ("ignore_eos", 0),
+        ("min_tokens", 2),
+        ("min_tokens", False),
+        ("skip_special_tokens", False),
+        ("stop_token_ids", [3]),
+        ("use_beam_search", True),
+        ("best_of", 2),
+        ("best_of", True),
+        ("include_reasoning", False),
+        ("add_special_tokens", True),
+        ("suffix", "x"),
+        ("prompt_logprobs", 0),
+        ("add_generation_prompt", 1),
+        ("continue_final_message", "content"),
+        ("reasoning_effort", 3),
+        ("chat_template", "{{ messages }}"),
+    ],
+)
+def test_values_that_would_change_the_answer_are_errors_that_name_the_field(
+    key: str, value: Any, model: Path, tmp_path: Path
+) -> None:
+    prompts = written(tmp_path / "a.jsonl", request("a", messages=CHAT, **{key: value}))
+    with pytest.raises(RequestError, match=f"'{key}'"):
+        quantkit.generate_file(model, prompts, tmp_path / "out")
+
+
+BEGUN = [*CHAT, {"role": "assistant", "content": "The people of"}]
+
+
+def test_an_answer_is_continued_with_its_first_space(model: Path, tmp_path: Path) -> None:
+    lines = [
+        request("a", messages=BEGUN, max_tokens=4, continue_final_message=True),
+        request("b", messages=BEGUN, max_tokens=4, continue_final_message=True, add_generation_prompt=False),
+        request("c", messages=BEGUN, max_tokens=4, chat_template_kwargs={"continue_final_message": True}),
+        {"prompt": "user: My fellow citizens\nassistant: The people of", "max_new_tokens": 4},
+        {"prompt": "user: My fellow citizens\nassistant: The people of\n", "max_new_tokens": 4},
+        request("d", messages=BEGUN, max_tokens=4, chat_template_kwargs={"add_generation_prompt": False}),
+        request("e", messages=BEGUN, max_tokens=4, add_generation_prompt=False),
+    ]
+    template = tmp_path / "plain.jinja"
+    template.write_text(TEMPLATE.replace("assistant:", "{% if add_generation_prompt %}assistant:{% endif %}"))
+    # The tokenizer puts a BOS before prompts, and this template has none.
+    bos = "{{ bos_token }}"
+    template.write_text(bos + template.read_text())
+    found = answers(model, tmp_path, "in", *lines, template=str(template))
+    texts = [one["response"]["body"]["choices"][0]["message"]["content"] for one in found[:3]]
+    assert texts == [found[3]["text"]] * 3
+    assert texts[0].startswith(" ")
+    (first, second) = (one["response"]["body"]["choices"][0]["message"]["content"] for one in found[5:])
+    assert first == second == found[4]["text"].removeprefix(" ")
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        (
+            {"continue_final_message": False, "chat_template_kwargs": {"continue_final_message": True}},
+            "continue_final_message",
+        ),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning_effort"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": 5}, "chat_template_kwargs"),
+    ],
+)
+def test_contradictions_are_errors(options: dict[str, Any], field: str, model: Path, tmp_path: Path) -> None:
+    prompts = written(tmp_path / "a.jsonl", request("a", messages=BEGUN, **options))
+    with pytest.raises(RequestError, match=f"'{field}'"):
+        quantkit.generate_file(model, prompts, tmp_path / "out")
+
+
+def test_the_effort_reaches_a_template_that_knows_it(model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "effort.jinja"
+    template.write_text("{{ reasoning_effort | default('medium') }} " + TEMPLATE)
+    lines = [
+        request("a", messages=CHAT, max_tokens=1, reasoning_effort="the people of these United States"),
+        request("b", messages=CHAT, max_tokens=1),
+        request("c", messages=CHAT, max_tokens=1, reasoning_effort="medium"),
+    ]
+    counts = [
+        answer["response"]["body"]["usage"]["prompt_tokens"]
+        for answer in answers(model, tmp_path, "in", *lines, template=str(template))
+    ]
+    assert counts[0] > counts[1] == counts[2]
+    lines = [request("a", messages=CHAT, max_tokens=1, reasoning_effort="low")]
+    assert answers(model, tmp_path, "plain", *lines, template="llama2")
+
+
+def test_a_message_that_the_template_drops_is_an_error_of_its_line(model: Path, tmp_path: Path, capfd: Capture) -> None:
+    template = tmp_path / "roles.jinja"
+    template.write_text(
+        TEMPLATE.replace("{{ one.role }}", "{% if one.role == 'user' %}user").replace("\n", "{% endif %}")
+    )
+    critic = [{"role": "critic", "content": "Be brief."}, *CHAT]
+    for line in (request("a", messages=critic), {"messages": critic}):
+        prompts = written(tmp_path / "a.jsonl", {"messages": CHAT}, line)
+        code, _, err = run(capfd, "generate", model, "--prompts", prompts, "--output", "-", "--template", template)
+        assert code == 2
+        assert f"{prompts}:2: " in err
+        assert "messages[0].content" in err
 
 
 def test_answers_have_the_requested_format(model: Path, tmp_path: Path) -> None:

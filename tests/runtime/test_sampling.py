@@ -147,8 +147,12 @@ def test_a_bias_forbids_and_forces_tokens() -> None:
         sample(logits, SamplingParams(logit_bias={3: 1.0}), torch.Generator())
 
 
+def test_top_k_is_off_as_in_vllm_too() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"top_k": -1}, {"min_p": -0.1}, {"min_p": 1.1}, {"min_p": float("nan")}, {"repetition_penalty": 0.0},
+    "wrong", [{"top_k": -2}, {"min_p": -0.1}, {"min_p": 1.1}, {"min_p": float("nan")}, {"repetition_penalty": 0.0},
               {"repetition_penalty": float("inf")}, {"logit_bias": {0: float("nan")}}, {"temperature": float("inf")},
               {"repetition_penalty": 1e-300}, {"repetition_penalty": 101}, {"logit_bias": {0: 1e300}},
               {"logit_bias": {0: 1.0, 1: -10001}},

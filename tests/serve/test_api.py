@@ -92,6 +92,35 @@ def test_messages_are_answered(client: OpenAI, loaded: tuple[Any, Any]) -> None:
     assert streamed == texts
 
 
+def test_the_last_message_is_continued_whole_or_in_pieces(client: OpenAI, loaded: tuple[Any, Any]) -> None:
+    begun: list[Any] = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The people of"}]
+    options: dict[str, Any] = {"model": "demo", "messages": begun, "max_tokens": 6, "temperature": 0}
+    continued = {"continue_final_message": True, "add_generation_prompt": False}
+    whole = client.chat.completions.create(**options, extra_body=continued).choices[0].message.content
+    decoder, tokenizer = loaded
+    prompt = tokenizer.encode("user: Who?\nassistant: The people of", specials=True, bos=False)
+    (alone,) = quantkit.generate_batch(decoder, [prompt], tokenizer=tokenizer, max_new_tokens=6)
+    assert whole == alone.text
+    assert whole.startswith(" ")
+    pieces = client.chat.completions.create(**options, extra_body=continued, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole
+
+
+def test_what_the_template_does_not_print_is_refused(address: str) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    question = {"role": "user", "content": "Who?"}
+    calls = [question, {"role": "assistant", "content": None, "tool_calls": [call]}, question]
+    status, answer = _post(address, "/v1/chat/completions", {"messages": calls, "max_tokens": 2})
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert "messages[1].tool_calls[0].function.name" in answer["error"]["message"]
+    counts = []
+    for role in ("system", "developer"):
+        messages = [{"role": role, "content": "Be brief."}, question]
+        _, answer = _post(address, "/v1/chat/completions", {"messages": messages, "max_tokens": 2})
+        counts.append((answer["usage"], answer["choices"]))
+    assert counts[0] == counts[1]
+
+
 def test_options_hold(client: OpenAI, expected: list[quantkit.Completion]) -> None:
     text = expected[0].text or ""
     stop = text[8:11]
