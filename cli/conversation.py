@@ -15,9 +15,9 @@ from typing import Protocol, TypeVar
 import click
 
 from quantkit.cli.entry import raise_if_interrupted
-from quantkit.cli.output import as_options, mention, note
+from quantkit.cli.output import as_options, mention, note, print_generated
 from quantkit.errors import RequestError
-from quantkit.json_values import printable, shown
+from quantkit.json_values import shown
 
 _COMMANDS = {
     "/system": "set the system prompt to the text after it, or to none",
@@ -98,14 +98,9 @@ def _answer_lines(session: Answerer, group: Group) -> None:
         for piece in session.ask(_question(line)):
             raise_if_interrupted()
             if group.is_rank0:
-                click.echo(_shown(piece) if sys.stdout.isatty() else piece, nl=False)
+                print_generated(piece)
         if group.is_rank0:
             click.echo()
-
-
-def _shown(piece: str) -> str:
-    """A piece of an answer as a terminal shows it: whatever the model writes, it does not drive the terminal."""
-    return printable(piece.replace("\r\n", "\n"), keep="\n\t")
 
 
 def _lines() -> Iterator[str]:
@@ -152,7 +147,7 @@ def _answer(session: Answerer, group: Group, question: str) -> None:
             for piece in pieces:
                 begun = True
                 if group.is_rank0:
-                    click.echo(_shown(piece), nl=False)
+                    print_generated(piece)
     except KeyboardInterrupt:
         raise_if_interrupted()  # SIGTERM was not typed
         if group.size > 1:

@@ -103,6 +103,12 @@ class GenerateArgs:
     stats: bool = option(
         RUN, "At the end, print the speed and the share of the memory bandwidth used.", bool, default=False
     )
+    raw: bool = option(
+        OTHER,
+        "On a terminal, print control characters as they are instead of spelled, such as \\x1b.",
+        bool,
+        default=False,
+    )
     weights: WeightKind | None = option(OTHER)
 
     @property
@@ -206,8 +212,9 @@ def generate(**given: Any) -> None:
     PROMPT is the text, or - to read it from stdin. It is used as the shell passes it: \\n stays a backslash and an n.
     The last newline of a file or of stdin is dropped. Special tokens may be spelled out, such as <|eot_id|>.
 
-    The text appears as it is generated; on a terminal, a line on stderr shows the speed at the end. With --prompts and
-    --output all prompts of a file are continued, several at a time. Under torchrun all processes share the model.
+    The text appears as it is generated. On a terminal, control characters in it are spelled, and a line on stderr shows
+    the speed at the end. With --prompts and --output all prompts of a file are continued, several at a time. Under
+    torchrun all processes share the model.
     """
     sampling, others = options.split_sampling(given)
     args = GenerateArgs(**others, sampling_options=sampling)

@@ -15,12 +15,15 @@ import click
 
 from quantkit.cli.entry import missing_streams
 from quantkit.errors import DestinationError
+from quantkit.json_values import printable
 
 DEFAULT_COLUMNS = 80
 """Width of a terminal that has none."""
 _MAX_COLUMNS = 100
 _STDOUT = 1
 _LABEL = re.compile(r"(?P<before>quantkit: | *)(?P<label>(internal )?error|Error|note|warning):")
+
+_CONTROL_IN_JSON = re.compile("[\x7f-\x9f]")  # JSON escapes those below 0x20 itself
 
 _RENAMED = {"runtime": "for", "texts": "text"}  # a keyword of Python; a repeatable option
 _POSITIONAL = ("path", "src", "dst")
@@ -66,6 +69,31 @@ def mention(line: str, *, err: bool = False) -> None:
         _print(line, err=err, wrap=True)
     except OSError:
         drop_output(err=err)
+
+
+def print_generated(text: str, *, raw: bool = False) -> None:
+    """Print text that a model wrote, without a line break after it.
+
+    On a terminal, control characters are spelled, such as ``\\x1b``: whatever the model writes, it does not set the
+    terminal's title, move its cursor or type on it. A pipe or a file gets the text as it is, since what reads it may
+    need every byte, and no terminal interprets it.
+
+    Args:
+        text: the next piece of it.
+        raw: print it as it is on a terminal too.
+    """
+    click.echo(text if raw or not sys.stdout.isatty() else _spell_controls(text), nl=False)
+
+
+def print_generated_json(line: bytes, *, raw: bool = False) -> None:
+    """Print a line of JSON with text that a model wrote, as `print_generated` does; it remains the same JSON."""
+    if not raw and sys.stdout.isatty():
+        line = _CONTROL_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", line.decode()).encode()
+    click.echo(line, nl=False)
+
+
+def _spell_controls(text: str) -> str:
+    return printable(text.replace("\r\n", "\n"), keep="\n\t")
 
 
 def columns() -> int:

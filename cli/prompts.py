@@ -8,11 +8,9 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from quantkit.arguments import as_path
 from quantkit.cli.entry import raise_if_interrupted
-from quantkit.cli.output import mention, note, require_stdout, say
+from quantkit.cli.output import mention, note, print_generated, print_generated_json, require_stdout, say
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
 from quantkit.formats.output.lines import encoded
@@ -164,7 +162,7 @@ def _print(
     for piece in pieces:
         raise_if_interrupted()
         if show:
-            click.echo(piece, nl=False)
+            print_generated(piece, raw=args.raw)
     if not show:
         return
     if not args.stats:
@@ -194,7 +192,8 @@ def file_job(args: GenerateArgs) -> FileJob:
     assert args.prompts is not None and args.output is not None
     return FileJob(
         args.path, as_path("prompts", args.prompts),
-        _print_line if args.output == STDIN else as_path("output", args.output), args.continuation(),
+        partial(_print_line, raw=args.raw) if args.output == STDIN else as_path("output", args.output),
+        args.continuation(),
         template=args.template, truncate=args.truncate, batch_size=args.batch_size, resume=args.resume,
         device=args.device, dtype=args.dtype, backend=args.backend, allow_slow=args.allow_slow, devices=args.tp,
         weights=args.weights, int8_cache=args.int8_cache, compiled=args.compiled, warm_up=args.warmup,
@@ -216,6 +215,6 @@ def run_file(job: FileJob, group: ProcessGroup) -> None:
         say(made.lines(), err=made.output is None)
 
 
-def _print_line(line: Mapping[str, Any]) -> None:
+def _print_line(line: Mapping[str, Any], *, raw: bool) -> None:
     raise_if_interrupted()
-    click.echo(encoded(line), nl=False)
+    print_generated_json(encoded(line), raw=raw)

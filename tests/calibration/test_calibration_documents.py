@@ -98,8 +98,8 @@ def saved(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def test_what_a_template_spells_becomes_special_tokens(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", {"messages": CHATS[0]})
-    template = "{{ messages[1].content }}<s>"
+    path = lines(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "Why?"}]})
+    template = "{{ messages[0].content }}<s>"
     found = load_calibration(path, Spelled(), samples=1, length=6, seed=0, chat=chat(template))  # type: ignore[arg-type]
     assert found.tokens.tolist() == [[0, *map(ord, "Why?"), 0]]
     assert found.documents == 1
@@ -118,6 +118,31 @@ def test_conversations_that_cannot_be_rendered_are_counted_or_the_error(tmp_path
     with pytest.raises(RequestError, match=r"no conversation can be rendered: line 1: .*not this") as caught:
         read_documents(path, 10**6, chat=chat(REFUSING))
     assert str(caught.value).startswith(f"{path}: ")
+
+
+CALL = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+CALLS = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+
+
+def test_conversations_of_which_a_part_would_be_lost_are_left_out(tmp_path: Path) -> None:
+    known = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}.{% endif %}{% endfor %}"
+    question = {"role": "user", "content": "Why?"}
+    observation = {"from": "observation", "value": "It rains."}  # ShareGPT's results of tools
+    path = lines(tmp_path / "a.jsonl", *({"messages": chat} for chat in ([question], [question, observation], CALLS)))
+    found = read_documents(path, 10**6, chat=chat(known))
+    assert found.text == "Why?."
+    (note,) = found.notes
+    assert re.search(r"2 of 3 documents .*line 2: .*messages\[1\]\.content", note)
+
+
+def test_calls_are_read_if_the_template_prints_them(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"messages": CALLS})
+    template = "{% for m in messages %}{{ m.role + ':' + m.content }}{{ m.tool_calls }}{% endfor %}"
+    found = read_documents(path, 10**6, chat=chat(template))
+    assert "weather" in found.text
+    assert "Oslo" in found.text
+    with pytest.raises(RequestError):  # as plain text
+        read_documents(path, 10**6)
 
 
 def test_a_template_that_takes_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

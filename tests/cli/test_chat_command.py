@@ -255,6 +255,20 @@ def test_ctrl_c_ends_a_question_that_is_not_ready(demo_model: Path, tmp_path: Pa
     assert terminal.end()[0] == 0
 
 
+def test_a_system_prompt_that_the_template_drops_is_refused(
+    demo_model: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    quantkit.convert(demo_model, folder, source_check=False)
+    template = "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    for options, expected in (((), 0), (("--system", "Be brief."), 2)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The people?\n")))
+        code, _, err = run(capfd, "chat", folder, "--max-new-tokens", "2", *options)
+        assert code == expected, err
+    assert "messages[0].content" in err
+
+
 def test_an_answer_does_not_drive_the_terminal(demo_model: Path, tmp_path: Path) -> None:
     terminal = Terminal(*forked.command("-c", _DRIVES, "chat", demo_model, "--template", "llama2"), cwd=tmp_path)
     terminal.wait_for(READY)

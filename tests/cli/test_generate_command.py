@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from typing import Any
 import forked
 import pytest
 from command import Capture, run, without_progress
+from terminal import Terminal
 
 import quantkit
 
@@ -112,3 +115,53 @@ def test_a_reader_that_has_seen_enough_is_no_error(requested: str, demo_model: P
     found = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=600, check=False)
     os.close(writing)
     assert (found.returncode, without_progress(found.stderr.decode())) == (0, "")
+
+
+# A continuation that would set the terminal's title, clear it, and write over the line.
+_DRIVES = """
+import sys
+from quantkit.runtime import generate
+
+generate.text_pieces = lambda *given: iter(["a\\x1b]0;title\\x07", "\\x9b2J\\rb\\r\\n\\tc"])
+from quantkit.cli.main import main
+main(sys.argv[1:])
+"""
+_WRITTEN = "a\x1b]0;title\x07\x9b2J\rb\r\n\tc"
+_SPELLED = "a\\x1b]0;title\\x07\\x9b2J\\rb\n\tc"
+
+
+def _drive(model: Path, folder: Path, *options: str) -> str:
+    """Return what a terminal gets, with its own line breaks as newlines."""
+    command = forked.command("-c", _DRIVES, "generate", model, "One\x1b]0;", "--max-new-tokens", "1", *options)
+    code, text = Terminal(*command, cwd=folder).end()
+    assert code == 0, text
+    return text.replace("\r\n", "\n")
+
+
+def test_a_continuation_does_not_drive_the_terminal(demo_model: Path, tmp_path: Path) -> None:
+    shown = _drive(demo_model, tmp_path)
+    assert f"One\\x1b]0;{_SPELLED}\n" in shown
+    assert "\x1b]0;" not in shown
+    assert "One\x1b]0;" + _WRITTEN in _drive(demo_model, tmp_path, "--raw")
+
+
+def test_a_pipe_gets_every_byte_of_a_continuation(demo_model: Path, tmp_path: Path) -> None:
+    command = forked.command("-c", _DRIVES, "generate", demo_model, "One", "--max-new-tokens", "1")
+    done = subprocess.run(command, capture_output=True, check=True)
+    assert done.stdout.decode() == f"One{_WRITTEN}\n"
+
+
+def test_lines_of_json_do_not_drive_the_terminal(demo_model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "One", "id": "\x9b2J\x7f\x1b"}) + "\n")
+    requested = ("generate", demo_model, "--prompts", prompts, "--output", "-", "--max-new-tokens", "1")
+    found = {}
+    for options in ((), ("--raw",)):
+        code, text = Terminal(*forked.quantkit(*requested, *options), cwd=tmp_path, columns=1000).end()
+        assert code == 0, text
+        line = re.search(r"\{.*\}", text)
+        assert line is not None, text
+        found[options] = line[0]
+    assert "\x9b" not in found[()]
+    assert "\x9b" in found["--raw",]
+    assert json.loads(found[()]) == json.loads(found["--raw",])
