@@ -20,6 +20,7 @@ _KEYS = {"custom_id", "method", "url", "body"}
 OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 OF_TEMPLATE = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
 """Variables of the chat template that have a place of their own in OpenAI's and vLLM's API."""
+_AS_IDS = "return_tokens_as_token_ids"  # as in vLLM
 _PASSED = {"n", "stop", "draft_tokens", "response_format", *SamplingOptions.__annotations__}
 _OF_URL = {
     _CHAT: {"messages", "logprobs", "top_logprobs", "chat_template_kwargs", *OF_TEMPLATE, *OF_TOOLS},
@@ -74,6 +75,7 @@ class BatchRequest:
         chat: whether messages are answered; otherwise a prompt is continued.
         answered_by: the name of the model that is used.
         names: how the line calls keys of a line of prompts, where its own differ.
+        tokens_as_ids: whether log-probabilities name each token by its id.
     """
 
     custom_id: str
@@ -81,6 +83,7 @@ class BatchRequest:
     model: str | None
     answered_by: str
     names: Mapping[str, str]
+    tokens_as_ids: bool = False
 
 
 def is_batch_line(values: Mapping[str, Any]) -> bool:
@@ -112,6 +115,8 @@ def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchR
         as_string("model", model)
     if (prompt_key := "messages" if url == _CHAT else "prompt") not in given:
         raise RequestError(f"'{prompt_key}' is missing in 'body'", found=", ".join(given) or "no keys")
+    tokens_as_ids = given.pop(_AS_IDS, False)
+    require_flags(**{_AS_IDS: tokens_as_ids})
     line = {key: given.pop(key) for key in (_PASSED | _OF_URL[url]) & given.keys()}
     lengths = {key: given.pop(key) for key in _MAX_TOKENS if key in given}
     for key, value in given.items():
@@ -140,7 +145,15 @@ def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchR
         _move_to_template_variables(line)
     elif isinstance(prompt := line.get("prompt"), list) and all(type(one) is int for one in prompt):
         line["token_ids"] = line.pop("prompt")
-    return BatchRequest(custom_id, url == _CHAT, model, answered_by, names), line
+    batch = BatchRequest(
+        custom_id=custom_id,
+        chat=url == _CHAT,
+        model=model,
+        answered_by=answered_by,
+        names=names,
+        tokens_as_ids=tokens_as_ids,
+    )
+    return batch, line
 
 
 def _defaults(key: str, url: str) -> tuple[object, ...]:
@@ -264,15 +277,36 @@ def chat_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def text_logprobs(entries: Sequence[Mapping[str, Any]], offsets: Sequence[int]) -> dict[str, Any]:
-    """Log-probabilities of a text's tokens, and where each begins."""
+    """Return log-probabilities of a text's tokens, and where each begins."""
     return {
-        "tokens": [one["token"] for one in entries], "token_logprobs": [one["logprob"] for one in entries],
-        "top_logprobs": [
-            None if one["logprob"] is None else {top["token"]: top["logprob"] for top in one["top_logprobs"]}
-            for one in entries
-        ],
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [_top_by_text(entry) for entry in entries],
         "text_offset": list(offsets),
-    }  # fmt: skip
+    }
+
+
+def spell_token_id(token: int) -> str:
+    """Return a name of a token that no other token has, as vLLM spells it."""
+    return f"token_id:{token}"
+
+
+def _top_by_text(entry: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the log-probabilities of a token and of the likeliest tokens in its place, by their texts.
+
+    Several tokens can have the same text: each part of a character is U+FFFD. The token itself keeps its text, so that
+    clients find its value under it; others are then named by their ids.
+    """
+    if entry["logprob"] is None:
+        return None
+    values = {entry["token"]: entry["logprob"]}
+    for alternative in entry["top_logprobs"]:
+        if alternative["token_id"] == entry["token_id"]:
+            continue
+        text = alternative["token"]
+        key = spell_token_id(alternative["token_id"]) if text in values else text
+        values[key] = alternative["logprob"]
+    return values
 
 
 def _chat_choice(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,5 +325,4 @@ def _text_choice(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entry(one: Mapping[str, Any]) -> dict[str, Any]:
-    token = one["token"]
-    return {"token": token, "logprob": one["logprob"], "bytes": list(token.encode(errors="surrogatepass"))}
+    return {key: one[key] for key in ("token", "logprob", "bytes")}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quantkit.answers.form import AnswerForm, Parts
-from quantkit.jobs.openai_batch import chat_message
+from quantkit.jobs.openai_batch import BatchRequest, chat_message, spell_token_id
 from quantkit.jobs.prompts_file import Prompt
 from quantkit.runtime.detokenizer import text_offsets
 from quantkit.runtime.request import Completion, Logprobs
@@ -41,10 +41,13 @@ def line_of(
     if prompt.token_ids:
         line["token_ids"] = found.token_ids
     if found.logprobs is not None:
-        line["logprobs"] = entries_of(found.token_ids, found.logprobs, texts)
+        line["logprobs"] = entries_of(found.token_ids, found.logprobs, texts, prompt.batch)
         if prompt.batch and not prompt.messages:
             before = [] if prompt.request.echo else prompt.request.prompt
             line["text_offset"] = text_offsets(texts.tokenizer, before, found.token_ids, text)
+            end = end_entries(found, texts, prompt.batch)
+            line["logprobs"] += end
+            line["text_offset"] += [len(text)] * len(end)
     return line
 
 
@@ -63,12 +66,28 @@ def finish_reason(found: Completion, *, called: bool) -> str:
     return "tool_calls" if called and found.finish_reason == "stop" else found.finish_reason
 
 
-def entries_of(tokens: Sequence[int], logprobs: Logprobs, texts: TokenTexts) -> list[dict[str, Any]]:
-    """Tokens with their log-probabilities, and those of the likeliest in their places."""
-    return [
-        {**texts.entry(token, value), "top_logprobs": [texts.entry(*one) for one in top.items()]}
-        for token, value, top in zip(tokens, logprobs.tokens, logprobs.top, strict=True)
-    ]
+def entries_of(
+    tokens: Sequence[int], logprobs: Logprobs, texts: TokenTexts, batch: BatchRequest | None
+) -> list[dict[str, Any]]:
+    """Return tokens with their log-probabilities, and those of the likeliest in their places; `batch` is of a request
+    in OpenAI's format."""
+    entries = []
+    for token, logprob, top in zip(tokens, logprobs.tokens, logprobs.top, strict=True):
+        entry = texts.entry(token, logprob, batch)
+        entry["top_logprobs"] = [texts.entry(other, value, batch) for other, value in top.items()]
+        entries.append(entry)
+    return entries
+
+
+def end_entries(completion: Completion, texts: TokenTexts, batch: BatchRequest) -> list[dict[str, Any]]:
+    """Return the entry of the token that ended a completion; none if something else did.
+
+    OpenAI's completions and vLLM's list this token with its log-probability. lm-eval drops the last entry of a prompt
+    that it scores with one new token: without this entry it would drop a token of the prompt.
+    """
+    if completion.end_token is None or completion.end_logprobs is None:
+        return []
+    return entries_of([completion.end_token], completion.end_logprobs, texts, batch)
 
 
 class TokenTexts(dict[int, str]):
@@ -77,12 +96,24 @@ class TokenTexts(dict[int, str]):
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__({token: text for text, token in (tokenizer.special_tokens or {}).items()})
         self.tokenizer = tokenizer
+        self._spelled = frozenset(self)
 
     def __missing__(self, token: int) -> str:
         alone = self.tokenizer.decode([token])
         text = self[token] = self.tokenizer.decode([token, token])[len(alone) :]  # it keeps the space before it
         return text
 
-    def entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """A token with its log-probability."""
-        return {"token": self[token], "token_id": token, "logprob": logprob}
+    def entry(self, token: int, logprob: float | None, batch: BatchRequest | None) -> dict[str, Any]:
+        """Return a token with its log-probability, and for a request in OpenAI's format with its bytes."""
+        if batch is None:
+            return {"token": self[token], "token_id": token, "logprob": logprob}
+        text = spell_token_id(token) if batch.tokens_as_ids else self[token]
+        return {"token": text, "token_id": token, "logprob": logprob, "bytes": self._bytes_of(token)}
+
+    def _bytes_of(self, token: int) -> list[int] | None:
+        """Return the bytes that a token adds to the text; None if they depend on the tokens before it."""
+        text, known = self[token], self.tokenizer.token_bytes
+        if known is not None and token not in self._spelled:
+            return list(known.of(token) or b"")
+        # Without the bytes, U+FFFD stands for a part of a character.
+        return None if "\ufffd" in text else list(text.encode(errors="surrogatepass"))

@@ -62,12 +62,23 @@ class Detokenizer:
 
 
 def text_offsets(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], text: str) -> list[int]:
-    """Where each token begins in the text of a continuation; one without text begins where the next one does."""
-    detokenizer, places, end = Detokenizer(tokenizer, prompt), [], 0
-    for token in tokens:
-        places.append(min(end, len(text)))  # a stop string may have cut it off
-        end += len(detokenizer.add(token))
-    return places
+    """Return where each token begins in the text of a continuation, as `TextOffsets` does."""
+    offsets = TextOffsets(tokenizer, prompt)
+    return [min(offsets.add(token), len(text)) for token in tokens]  # a stop string may have cut it off
+
+
+class TextOffsets:
+    """Where tokens begin in the text of a continuation; one without text begins where the next one does."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self.end = 0
+
+    def add(self, token: int) -> int:
+        """Append a token, and return where it begins."""
+        start = self.end
+        self.end += len(self._detokenizer.add(token))
+        return start
 
 
 class _Bytes:

@@ -24,6 +24,8 @@ class Continuation:
         sampling: the request's options; if these have a seed, it is increased by `sample`, modulo 2^64.
         tokens: the new ones so far, without an end token.
         logprobs: of `tokens`; if the prompt is echoed, of its tokens before them.
+        end_token: the token that ended it, once one has.
+        end_logprobs: of `end_token`.
         finish_reason: None while it runs.
         error: why it has ended without a result.
     """
@@ -35,13 +37,17 @@ class Continuation:
             self.sampling = replace(self.sampling, seed=(self.sampling.seed + sample) % 2**64)
         self.tokens: list[int] = []
         self.logprobs = None if request.logprobs is None else Logprobs()
+        self.end_token: int | None = None
+        self.end_logprobs: Logprobs | None = None
         self.finish_reason: FinishReason | None = None
         self.error: QuantkitError | None = None
 
     def append(self, token: int, logprobs: TokenLogprobs | None, ends: tuple[int, ...]) -> None:
         """Append a token that was drawn, with its log-probabilities, if requested; `ends` are those of the model."""
         if token in ends or token in self.request.end_ids:
-            self.finish_reason = "stop"
+            self.finish_reason, self.end_token = "stop", token
+            if logprobs is not None:
+                self.end_logprobs = Logprobs(*logprobs.listed())
             return
         self.tokens.append(token)
         if self.logprobs is not None and logprobs is not None:

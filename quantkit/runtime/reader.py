@@ -52,8 +52,11 @@ class Reader:
         if logprobs is not None:
             logprobs = logprobs.cut(len(echoed) + self.tokens)
         stopped = None if self._text is None else self._text.stopped
+        is_ended_by_token = stopped is None and self._of.end_token is not None
         return Completion(
             self._number, self._of.sample, [*echoed, *tokens],
             None if self._text is None else self._prompt + "".join(self.pieces),
             reason if stopped is None else "stop", stopped, len(request.prompt), logprobs,
+            end_token=self._of.end_token if is_ended_by_token else None,
+            end_logprobs=self._of.end_logprobs if is_ended_by_token else None,
         )  # fmt: skip

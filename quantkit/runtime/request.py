@@ -121,6 +121,8 @@ class Completion:
         stop: the stop string that was found.
         prompt_tokens: of the prompt.
         logprobs: of `token_ids`, if requested.
+        end_token: the token that ended it, which is not among `token_ids`; None if something else ended it.
+        end_logprobs: of `end_token`, if requested.
     """
 
     prompt: int
@@ -131,6 +133,8 @@ class Completion:
     stop: str | None
     prompt_tokens: int
     logprobs: Logprobs | None = None
+    end_token: int | None = None
+    end_logprobs: Logprobs | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values; log-probabilities only if requested."""

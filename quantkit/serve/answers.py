@@ -11,9 +11,10 @@ from typing import Any
 from quantkit.answers.pieces import Parser
 from quantkit.errors import QuantkitError
 from quantkit.jobs.openai_batch import chat_logprobs, choice_of, text_logprobs, tool_call, usage_of
-from quantkit.jobs.prompt_lines import TokenTexts, call_ids, entries_of, finish_reason, line_of
+from quantkit.jobs.prompt_lines import TokenTexts, call_ids, end_entries, entries_of, finish_reason, line_of
 from quantkit.jobs.prompts_file import Prompt
 from quantkit.json_values import printable
+from quantkit.runtime.detokenizer import TextOffsets
 from quantkit.runtime.request import Completion
 from quantkit.serve.worker import Delta
 
@@ -38,7 +39,7 @@ class Answer:
     model: str
     usage: bool = False
     created: int = 0
-    _ends: dict[int, int] = field(default_factory=dict)
+    _offsets: dict[int, TextOffsets] = field(default_factory=dict)
     _parsers: dict[int, Parser] = field(default_factory=dict)
     _calls: dict[int, int] = field(default_factory=dict)
 
@@ -60,10 +61,7 @@ class Answer:
         text = delta.text
         if first and self.prompt.begins_answer and not self.texts.tokenizer.byte_level:
             text = text.removeprefix(" ")
-        logprobs = None
-        if delta.logprobs is not None and delta.token_ids:
-            found = entries_of(delta.token_ids, delta.logprobs, self.texts)
-            logprobs = chat_logprobs(found) if self.prompt.messages else text_logprobs(found, self._offsets(delta))
+        logprobs = self._logprobs(delta)
         said = self._said(delta.sample, text, ended=delta.completion is not None)
         if logprobs is not None and not said:
             said = [{"delta": {"content": ""}} if self.prompt.messages else {"text": ""}]
@@ -103,14 +101,24 @@ class Answer:
             yield _data({**self._head(stream=True), "choices": [], "usage": usage_of(lines)})
         yield DONE
 
-    def _offsets(self, delta: Delta) -> list[int]:
-        """Where new tokens begin in the text of their continuation."""
-        offsets, end = [], self._ends.get(delta.sample, 0)
-        for token in delta.token_ids:
-            offsets.append(end)
-            end += len(self.texts[token])
-        self._ends[delta.sample] = end
-        return offsets
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        """Return the log-probabilities of new tokens, if requested."""
+        if delta.logprobs is None:
+            return None
+        batch = self.prompt.batch
+        assert batch is not None
+        entries = entries_of(delta.token_ids, delta.logprobs, self.texts, batch)
+        if self.prompt.messages:
+            return chat_logprobs(entries) if entries else None
+        if delta.sample not in self._offsets:
+            self._offsets[delta.sample] = TextOffsets(self.texts.tokenizer, self.prompt.request.prompt)
+        offsets = self._offsets[delta.sample]
+        places = [offsets.add(token) for token in delta.token_ids]
+        if delta.completion is not None:
+            end = end_entries(delta.completion, self.texts, batch)
+            entries += end
+            places += [offsets.end] * len(end)
+        return text_logprobs(entries, places) if entries else None
 
     def _event(self, sample: int, choice: dict[str, Any]) -> bytes:
         whole = {"index": sample, "logprobs": None, "finish_reason": None, **choice}

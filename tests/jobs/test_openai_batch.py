@@ -96,9 +96,10 @@ def test_log_probabilities_have_openais_form(model: Path, tmp_path: Path) -> Non
     assert logprobs["tokens"] == [one["token"] for one in same_text["logprobs"]]
     assert logprobs["token_logprobs"] == [one["logprob"] for one in same_text["logprobs"]]
     assert logprobs["token_logprobs"][0] is None
-    assert [one if one is None else len(one) for one in logprobs["top_logprobs"]] == [
-        None, *[1] * (len(logprobs["tokens"]) - 1)
-    ]  # fmt: skip
+    assert logprobs["top_logprobs"][0] is None
+    for top, line in zip(logprobs["top_logprobs"][1:], same_text["logprobs"][1:], strict=True):
+        likeliest = {one["token"]: one["logprob"] for one in line["top_logprobs"]}
+        assert top == likeliest | {line["token"]: line["logprob"]}
     places = zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
     assert next(places) == ("<s>", 0)
     for number, (token, place) in enumerate(places):
