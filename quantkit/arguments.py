@@ -21,7 +21,8 @@ from quantkit.json_values import shown
 
 def wrong_type(name: str, value: object, expected: str, *, hint: str | None = None) -> RequestError:
     """The error for an argument of the wrong type."""
-    return RequestError(f"`{name}` is of the wrong type", found=shown(value), expected=expected, hint=hint)
+    problem = f"`{name}` is of the wrong type"
+    return RequestError(problem, found=shown(value), expected=expected, hint=hint, argument=name)
 
 
 def require_flags(**flags: object) -> None:
@@ -34,7 +35,8 @@ def require_flags(**flags: object) -> None:
 def require_instance(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
     """Require an instance of a class; the error shows the type of what was found."""
     if not isinstance(value, kinds):
-        raise RequestError(f"`{name}` is of the wrong type", found=type(value).__name__, expected=expected)
+        problem = f"`{name}` is of the wrong type"
+        raise RequestError(problem, found=type(value).__name__, expected=expected, argument=name)
 
 
 def require_tokenizer(tokenizer: object) -> None:
@@ -52,7 +54,7 @@ def as_integer(name: str, value: object, minimum: int | None = None) -> int:
     if found is None:
         raise wrong_type(name, value, "an integer")
     if minimum is not None and found < minimum:
-        raise RequestError(f"`{name}` must be at least {minimum}", found=shown(found))
+        raise RequestError(f"`{name}` must be at least {minimum}", found=shown(found), argument=name)
     return found
 
 
@@ -63,14 +65,14 @@ def as_number(name: str, value: object) -> float:
     try:
         return float(value)
     except OverflowError as error:
-        raise RequestError(f"`{name}` is out of range", found=shown(value)) from error
+        raise RequestError(f"`{name}` is out of range", found=shown(value), argument=name) from error
 
 
 def as_seed(name: str, value: object) -> int:
     """An integer that torch's generators accept: one of 64 bits."""
     found = as_integer(name, value)
     if not -(2**63) <= found < 2**64:
-        raise RequestError(f"{name} does not fit 64 bits", found=found)
+        raise RequestError(f"{name} does not fit 64 bits", found=found, argument=name)
     return found
 
 

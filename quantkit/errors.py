@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 _sources: dict[Path, Path] = {}
 
@@ -26,20 +27,28 @@ class QuantkitError(Exception):
         path: the file or folder that it concerns.
         found, expected: the value that was found or requested, and the values that are possible.
         hint: what to do next.
+        argument: the name of the argument, or of the field of a request, that is wrong.
     """
 
     exit_code = 1
     retryable = False
 
     def __init__(
-        self, problem: str, *, path: str | Path | None = None, found: object = None, expected: object = None,
+        self,
+        problem: str,
+        *,
+        path: str | Path | None = None,
+        found: object = None,
+        expected: object = None,
         hint: str | None = None,
-    ) -> None:  # fmt: skip
+        argument: str | None = None,
+    ) -> None:
         self.problem = problem
         self.path = None if path is None else _named(Path(path))
         self.found = found
         self.expected = expected
         self.hint = hint
+        self.argument = argument
         line = problem if self.path is None else f"{self.path}: {problem}"
         facts = [f"{label} {value}" for label, value in (("found", found), ("expected", expected)) if value is not None]
         if facts:
@@ -47,6 +56,14 @@ class QuantkitError(Exception):
         if hint:
             line += f"; {hint}"
         super().__init__(" ".join(line.split()))
+
+    def restate(self, **changes: Any) -> Self:
+        """Return the same error with some of its parts changed, by the names of the attributes."""
+        names = ("problem", "path", "found", "expected", "hint", "argument")
+        parts = {name: getattr(self, name) for name in names}
+        restated = copy.copy(self)
+        QuantkitError.__init__(restated, **(parts | changes))
+        return restated
 
 
 def _named(path: Path) -> Path:

@@ -85,7 +85,7 @@ def checked_tools(tools: object, choice: object, parallel: object) -> Tools | No
     require_flags(parallel_tool_calls=True if parallel is None else parallel)
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise RequestError("'tool_choice' goes with 'tools'", found=shown(choice))
+            raise RequestError("'tool_choice' goes with 'tools'", found=shown(choice), argument="tool_choice")
         return None
     if len(tools) > MAX_TOOLS:
         raise RequestError("too many tools", found=len(tools), expected=f"at most {MAX_TOOLS}")
@@ -136,9 +136,11 @@ def _required(choice: object, names: Sequence[str]) -> tuple[str, ...]:
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        raise RequestError("'tool_choice' is not known", found=shown(choice), expected=_CHOICES)
+        problem = "'tool_choice' is not known"
+        raise RequestError(problem, found=shown(choice), expected=_CHOICES, argument="tool_choice")
     if name not in names:
-        raise RequestError("'tool_choice' names a function that is not among the tools", found=shown(name))
+        problem = "'tool_choice' names a function that is not among the tools"
+        raise RequestError(problem, found=shown(name), argument="tool_choice")
     return (name,)
 
 

@@ -80,7 +80,7 @@ class GeneratedFile:
 
     Attributes:
         output: the file; None if the lines went elsewhere.
-        prompts: number of prompts in the file.
+        prompts: number of prompts in the file; a request in OpenAI's format counts as one.
         resumed: how many of them an interrupted run had done.
         tokens: new tokens of this run.
         seconds: the time they took, without loading the model.
@@ -183,7 +183,7 @@ class FileJob:
     int8_cache: bool = False
     compiled: bool | None = None
     warm_up: bool = False
-    _read: list[Prompt] = field(default_factory=list, init=False)
+    _read: list[list[Prompt]] = field(default_factory=list, init=False)
     _fingerprint: dict[str, object] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -250,10 +250,11 @@ class FileJob:
         with self._opened(group) as out:
             resumed = done = group.broadcast_from_rank0(len(out.done))
             total = group.broadcast_from_rank0(len(self._read))
-            missing = [(number, one) for number, one in enumerate(self._read) if number not in out.done]
+            missing = [(number, prompts) for number, prompts in enumerate(self._read) if number not in out.done]
             todo = group.broadcast_from_rank0(missing)
             if todo:
-                engine, tokenizer = self._loaded([prompt.request for _, prompt in todo], group, progress)
+                requests = [prompt.request for _, prompts in todo for prompt in prompts]
+                engine, tokenizer = self._loaded(requests, group, progress)
                 progress("generate", done, total, "prompts")
                 begun = time.perf_counter()
                 for number, lines in _answers(engine, tokenizer, todo, count):
@@ -273,8 +274,9 @@ class FileJob:
             return nullcontext(_Callback(self.output))
         numeric = {"dtype": self.dtype, "backend": self.backend, "int8_cache": self.int8_cache}
         computed_by = {f"option {name}": None if value is None else str(value) for name, value in numeric.items()}
-        sizes = [1 if one.batch else one.request.samples for one in self._read]
-        fingerprint, likely = {**self._fingerprint, **computed_by}, sum(map(_likely_bytes, self._read))
+        sizes = [1 if prompts[0].batch else prompts[0].request.samples for prompts in self._read]
+        fingerprint = {**self._fingerprint, **computed_by}
+        likely = sum(_likely_bytes(prompt) for prompts in self._read for prompt in prompts)
         return ResumableLines(self.output, fingerprint, sizes, line_number, likely_bytes=likely, resume=self.resume)
 
     def _loaded(
@@ -342,28 +344,35 @@ def _counted(count: int, what: str) -> str:
 
 
 def _answers(
-    engine: Engine | Runner[Any], tokenizer: Tokenizer, prompts: Sequence[tuple[int, Prompt]],
+    engine: Engine | Runner[Any],
+    tokenizer: Tokenizer,
+    todo: Sequence[tuple[int, list[Prompt]]],
     counted: Callable[[int], None],
-) -> Iterator[tuple[int, list[Line]]]:  # fmt: skip
-    """The lines of each prompt, with its number, as soon as all its continuations have ended."""
+) -> Iterator[tuple[int, list[Line]]]:
+    """Continue the prompts of lines, and return what answers each line, with its number, once all of it has ended."""
     from quantkit.grammar.grammars import Grammars
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.generate_batch import completions
 
     texts = TokenTexts(tokenizer)
-    requests, stops = [prompt.request for _, prompt in prompts], [prompt.stop for _, prompt in prompts]
-    if any(prompt.grammar is not None for _, prompt in prompts):
+    prompts = [prompt for _, of_line in todo for prompt in of_line]
+    line_places = [place for place, (_, of_line) in enumerate(todo) for _ in of_line]
+    requests, stops = [prompt.request for prompt in prompts], [prompt.stop for prompt in prompts]
+    if any(prompt.grammar is not None for prompt in prompts):
         assert isinstance(engine, Engine)
         config = engine.model.config
         grammars = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
-        requests = [prompt.bound(grammars) for _, prompt in prompts]
+        requests = [prompt.bound(grammars) for prompt in prompts]
     ended: dict[int, list[Completion]] = {}
-    for one in completions(engine, requests, tokenizer, stops, counted):
-        number, prompt = prompts[one.prompt]
-        group = ended.setdefault(number, [])
-        group.append(one)
-        if len(group) == prompt.request.samples:
-            del ended[number]
-            group.sort(key=lambda one: one.sample)
-            lines: list[Line] = [line_of(number, prompt, one, texts) for one in group]
-            yield number, [batch_answer(number, prompt.batch, lines)] if prompt.batch else lines
+    for completion in completions(engine, requests, tokenizer, stops, counted):
+        place = line_places[completion.prompt]
+        number, of_line = todo[place]
+        group = ended.setdefault(place, [])
+        group.append(completion)
+        if len(group) < sum(prompt.request.samples for prompt in of_line):
+            continue
+        del ended[place]
+        group.sort(key=lambda completion: (completion.prompt, completion.sample))
+        lines: list[Line] = [line_of(number, prompts[one.prompt], one, texts) for one in group]
+        batch = of_line[0].batch
+        yield number, [batch_answer(number, batch, lines)] if batch else lines

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from quantkit.errors import CheckpointError, QuantkitError, RequestError
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import LINES_OF_ARRAY, MAX_DEPTH, depth, shown, within
 
 EXPECTED = '{"prompt": "..."} or {"messages": [...]}'
@@ -108,7 +108,6 @@ def at_place(place: str | None, names: Mapping[str, str] = _NO_NAMES) -> Iterato
     try:
         yield
     except (RequestError, CheckpointError) as error:
-        kind: type[QuantkitError] = RequestError if isinstance(error, RequestError) else CheckpointError
         path = error.path if place is None else place
         problem = error.problem if error.path in (None, path) else f"{error.path}: {error.problem}"
         texts: dict[str, Any] = {"problem": problem, "expected": error.expected, "hint": error.hint}
@@ -117,4 +116,23 @@ def at_place(place: str | None, names: Mapping[str, str] = _NO_NAMES) -> Iterato
             if isinstance(one, str) else one
             for key, one in texts.items()
         }  # fmt: skip
-        raise kind(**spelled, path=path, found=error.found) from error
+        argument = None if error.argument is None else names.get(error.argument, error.argument)
+        raise error.restate(**spelled, path=path, argument=argument) from error
+
+
+@contextmanager
+def concerning(argument: str, number: int | None = None) -> Iterator[None]:
+    """Let errors name the argument that they concern, unless they name one already.
+
+    Args:
+        number: the place of the value among several ones of the argument, which the message then names.
+    """
+    try:
+        yield
+    except (RequestError, CheckpointError) as error:
+        if error.argument not in (None, argument):
+            raise
+        problem = error.problem
+        if number is not None:
+            problem = f"{argument} {number}: {problem.removeprefix('the prompt ')}"
+        raise error.restate(problem=problem, argument=argument) from error

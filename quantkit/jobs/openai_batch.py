@@ -65,6 +65,8 @@ _DEFAULTS: dict[str, tuple[object, ...]] = {
 _DEFAULTS_OF_TEMPLATE = {"add_generation_prompt": True, "continue_final_message": False}
 _CALL = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}'
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens")
+MAX_PROMPTS = 1024
+"""The maximum number of prompts in one request; OpenAI's API and vLLM state none."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchR
     if (model := given.pop("model", None)) is not None:
         as_string("model", model)
     if (prompt_key := "messages" if url == _CHAT else "prompt") not in given:
-        raise RequestError(f"'{prompt_key}' is missing in 'body'", found=", ".join(given) or "no keys")
+        found = ", ".join(given) or "no keys"
+        raise RequestError(f"'{prompt_key}' is missing in 'body'", found=found, argument=prompt_key)
     tokens_as_ids = given.pop(_AS_IDS, False)
     require_flags(**{_AS_IDS: tokens_as_ids})
     line = {key: given.pop(key) for key in (_PASSED | _OF_URL[url]) & given.keys()}
@@ -128,9 +131,11 @@ def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchR
         hint = "leave it out"
         if defaults:
             hint += f", or give its default {shown(defaults[0])}"
-        raise RequestError(f"'{key}' in 'body' is not supported for {url}", found=shown(value), hint=hint)
+        problem = f"'{key}' in 'body' is not supported for {url}"
+        raise RequestError(problem, found=shown(value), hint=hint, argument=key)
     if len(set(map(shown, lengths.values()))) > 1:
-        raise RequestError(f"{' and '.join(lengths)} differ", found=" and ".join(map(shown, lengths.values())))
+        problem, values = f"{' and '.join(lengths)} differ", " and ".join(map(shown, lengths.values()))
+        raise RequestError(problem, found=values, argument=_MAX_TOKENS[0])
     names = {"max_new_tokens": next(iter(lengths), _MAX_TOKENS[0])}
     if lengths:
         line["max_new_tokens"] = next(iter(lengths.values()))
@@ -138,13 +143,14 @@ def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchR
         wanted, top = line.pop("logprobs", False), line.pop("top_logprobs", 0)
         require_flags(logprobs=wanted)
         if top and not wanted:
-            raise RequestError("'top_logprobs' goes with 'logprobs'", expected='"logprobs": true')
+            expected = '"logprobs": true'
+            raise RequestError("'top_logprobs' goes with 'logprobs'", expected=expected, argument="top_logprobs")
         line |= {"logprobs": top} if wanted else {}
         names["logprobs"] = "top_logprobs"
         line["messages"] = with_arguments(line["messages"])
         _move_to_template_variables(line)
-    elif isinstance(prompt := line.get("prompt"), list) and all(type(one) is int for one in prompt):
-        line["token_ids"] = line.pop("prompt")
+    else:
+        names["token_ids"] = "prompt"
     batch = BatchRequest(
         custom_id=custom_id,
         chat=url == _CHAT,
@@ -185,13 +191,35 @@ def _move_to_template_variables(line: dict[str, Any]) -> None:
             require_flags(**{key: value})
         if key in variables and not _is_same_json(variables[key], value):
             values = f"{shown(value)} and {shown(variables[key])}"
-            raise RequestError(f"'{key}' differs from the one in 'chat_template_kwargs'", found=values)
+            raise RequestError(f"'{key}' differs from the one in 'chat_template_kwargs'", found=values, argument=key)
     if parameters.get("continue_final_message") and parameters.get("add_generation_prompt"):
         problem = "'continue_final_message' and 'add_generation_prompt' exclude each other"
-        raise RequestError(problem, hint="leave one of them out")
+        raise RequestError(problem, hint="leave one of them out", argument="continue_final_message")
     changed = {key: value for key, value in parameters.items() if value != _DEFAULTS_OF_TEMPLATE.get(key)}
     if changed:
         line["chat_template_kwargs"] = {**variables, **changed}
+
+
+def split_prompts(line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a line of prompts for each prompt of a request; a completion can have several, as texts or token ids."""
+    prompt = line.get("prompt")
+    if not isinstance(prompt, list):
+        return [dict(line)]
+    rest = {key: value for key, value in line.items() if key != "prompt"}
+    if all(type(part) is int for part in prompt):
+        return [{**rest, "token_ids": prompt}]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(
+            "'prompt' has too many prompts",
+            found=len(prompt),
+            expected=f"at most {MAX_PROMPTS}",
+            argument="prompt",
+        )
+    lines = []
+    for part in prompt:
+        kind = "token_ids" if isinstance(part, list) else "prompt"
+        lines.append({**rest, kind: part})
+    return lines
 
 
 def batch_answer(number: int, request: BatchRequest, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -199,13 +227,13 @@ def batch_answer(number: int, request: BatchRequest, lines: Sequence[Mapping[str
 
     Args:
         number: of the request in its file, from 0.
-        lines: its continuations, as a file of prompts gets them, with the `text_offset` of tokens that have
-            log-probabilities.
+        lines: its continuations, prompt by prompt, as a file of prompts gets them, with the `text_offset` of tokens
+            that have log-probabilities.
     """
     body = {
         "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{number}",
         "object": "chat.completion" if request.chat else "text_completion", "created": 0, "model": request.answered_by,
-        "choices": [choice_of(line, chat=request.chat) for line in lines], "usage": usage_of(lines),
+        "choices": choices_of(lines, chat=request.chat), "usage": usage_of(lines),
     }  # fmt: skip
     response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
     return {"id": f"batch_req_{number}", "custom_id": request.custom_id, "response": response, "error": None}
@@ -216,14 +244,16 @@ def line_number(line: Mapping[str, Any]) -> Any:
     return int(line["id"].rpartition("_")[2]) if "response" in line else line["index"]
 
 
-def choice_of(line: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
-    """A continuation in the form of the API's responses."""
-    return _chat_choice(line) if chat else _text_choice(line)
+def choices_of(lines: Sequence[Mapping[str, Any]], *, chat: bool) -> list[dict[str, Any]]:
+    """Return all continuations in the form of the API's responses."""
+    choose = _chat_choice if chat else _text_choice
+    return [choose(index, line) for index, line in enumerate(lines)]
 
 
 def usage_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The tokens of a prompt and of its continuations."""
-    prompt_tokens, new_tokens = lines[0]["prompt_tokens"], sum(line["completion_tokens"] for line in lines)
+    """Count the tokens of prompts, each once, and of their continuations."""
+    prompt_tokens = sum(line["prompt_tokens"] for line in lines if line["sample"] == 0)
+    new_tokens = sum(line["completion_tokens"] for line in lines)
     found: dict[str, Any] = {
         "prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": prompt_tokens + new_tokens
     }  # fmt: skip
@@ -262,7 +292,9 @@ def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
     for call in message["tool_calls"] if isinstance(message["tool_calls"], list) else [None]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-            raise RequestError("a message has a tool call of the wrong type", found=shown(call), expected=_CALL)
+            raise RequestError(
+                "a message has a tool call of the wrong type", found=shown(call), expected=_CALL, argument="messages"
+            )
         if isinstance(text := function.get("arguments"), str):
             place = f"arguments of a call of {shown(function.get('name'))}"
             call = {**call, "function": {**function, "arguments": strict_object(text, place) if text.strip() else {}}}
@@ -309,18 +341,18 @@ def _top_by_text(entry: Mapping[str, Any]) -> dict[str, float] | None:
     return values
 
 
-def _chat_choice(line: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_choice(index: int, line: Mapping[str, Any]) -> dict[str, Any]:
     logprobs = chat_logprobs(line["logprobs"]) if "logprobs" in line else None
     message = line.get("message") or {"role": "assistant", "content": line["text"], "refusal": None}
     return {
-        "index": line["sample"], "message": message, "logprobs": logprobs, "finish_reason": line["finish_reason"]
+        "index": index, "message": message, "logprobs": logprobs, "finish_reason": line["finish_reason"]
     }  # fmt: skip
 
 
-def _text_choice(line: Mapping[str, Any]) -> dict[str, Any]:
+def _text_choice(index: int, line: Mapping[str, Any]) -> dict[str, Any]:
     logprobs = text_logprobs(line["logprobs"], line["text_offset"]) if "logprobs" in line else None
     return {
-        "index": line["sample"], "text": line["text"], "logprobs": logprobs, "finish_reason": line["finish_reason"]
+        "index": index, "text": line["text"], "logprobs": logprobs, "finish_reason": line["finish_reason"]
     }  # fmt: skip
 
 

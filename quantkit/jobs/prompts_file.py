@@ -46,8 +46,8 @@ from quantkit.architectures.config import ModelConfig
 from quantkit.arguments import require_flags, wrong_type
 from quantkit.errors import RequestError
 from quantkit.grammar.response_format import response_grammar
-from quantkit.jobs.json_lines import EXPECTED, at_place, objects, repeated
-from quantkit.jobs.openai_batch import OF_TOOLS, BatchRequest, from_batch_line, is_batch_line
+from quantkit.jobs.json_lines import EXPECTED, at_place, concerning, objects, repeated
+from quantkit.jobs.openai_batch import OF_TOOLS, BatchRequest, from_batch_line, is_batch_line, split_prompts
 from quantkit.json_values import shown
 from quantkit.runtime.generation_config import sampling_defaults
 from quantkit.runtime.request import (
@@ -150,8 +150,8 @@ class PromptReader:
         self._options, self._max_tokens, self._template, self._truncate = options, max_tokens, template, truncate
         self._prompt_logprobs, self._grammars = prompt_logprobs, grammars
 
-    def read(self, content: bytes, name: str) -> list[Prompt]:
-        """The prompts of a file.
+    def read(self, content: bytes, name: str) -> list[list[Prompt]]:
+        """Return the prompts of each line of a file: one, or those of a request in OpenAI's format.
 
         Args:
             name: of the file, for messages.
@@ -160,7 +160,7 @@ class PromptReader:
             RequestError: for a file of another kind, or a line that makes no sense, with its number.
             CheckpointError: if the model's chat template or generation_config.json is damaged.
         """
-        found, seen = [], dict[str, int]()
+        lines, seen = list[list[Prompt]](), dict[str, int]()
         for number, values in objects(content, name):
             batch = None
             with at_place(f"{name}:{number}"):
@@ -175,28 +175,52 @@ class PromptReader:
                 _ = self._chat, self._chat_defaults  # an error in the model's folder is not the line's
             with at_place(f"{name}:{number}", batch.names if batch else {}):
                 known_by = {"id": values["id"]} if "id" in values else {}
-                found.append(replace(self._prompt(kind, given, known_by, api=batch is not None), batch=batch))
-        others = {one.batch.model for one in found if one.batch and one.batch.model not in (None, self._folder.name)}
+                lines.append(self._prompts(given, known_by, batch))
+        batches = [prompt.batch for prompts in lines for prompt in prompts if prompt.batch]
+        others = {batch.model for batch in batches if batch.model not in (None, self._folder.name)}
         if others:
             _log.warning(
                 "%s: the requests name %s; %s answers them", name, ", ".join(sorted(others)), self._folder.name
             )
-        return found
+        return lines
 
-    def answered(self, url: str, number: str, body: Mapping[str, Any]) -> Prompt:
-        """The prompt of a request to OpenAI's API, by its path; `number` is the request's. Raises as `read` does."""
+    def answered(self, url: str, number: str, body: Mapping[str, Any]) -> list[Prompt]:
+        """Return the prompts of a request to OpenAI's API.
+
+        Args:
+            url: the path of the API.
+            number: the request's identifier.
+
+        Raises:
+            RequestError, CheckpointError: as `read`.
+        """
         batch, values = from_batch_line({"custom_id": number, "url": url, "body": body}, self._folder.name)
         given = {key: value for key, value in values.items() if value is not None}
         kind = _kind(given)
         if kind == "messages":
             _ = self._chat, self._chat_defaults
         with at_place(None, batch.names):
-            return replace(self._prompt(kind, given, {}, api=True), batch=batch)
+            return self._prompts(given, {}, batch)
 
-    def _prompt(self, kind: str, given: Mapping[str, Any], known_by: dict[str, Any], *, api: bool) -> Prompt:
+    def _prompts(self, given: Mapping[str, Any], known_by: dict[str, Any], batch: BatchRequest | None) -> list[Prompt]:
+        """Return the prompts of one line, of which only a request in OpenAI's format has several."""
+        lines = [given] if batch is None else split_prompts(given)
+        prompts = []
+        for number, line in enumerate(lines):
+            place = number if len(lines) > 1 else None
+            prompt = self._prompt(_kind(line), line, known_by, api=batch is not None, place=place)
+            prompts.append(replace(prompt, batch=batch))
+            self._require_few_constrained(prompt, len(lines))
+        return prompts
+
+    def _prompt(
+        self, kind: str, given: Mapping[str, Any], known_by: dict[str, Any], *, api: bool, place: int | None
+    ) -> Prompt:
+        """Return a prompt of a line; `place` is its number among several."""
         tools = None
         if api and kind == "messages":
-            tools = checked_tools(*(given.get(key) for key in OF_TOOLS))
+            with concerning("tools"):
+                tools = checked_tools(*(given.get(key) for key in OF_TOOLS))
             given = {**given, "tools": None if tools is None else tools.given}
         defaults = self._chat_defaults if kind == "messages" else {}
         chosen = {**defaults, **self._options, **{key: given[key] for key in OPTIONS & given.keys()}}
@@ -204,7 +228,8 @@ class PromptReader:
         request, stop = checked({**chosen, "max_new_tokens": 1} if fills else chosen)
         if request.scores_prompt and not self._prompt_logprobs:
             raise no_prompt_logprobs("echo" if "echo" in given else "logprobs")
-        ids = self._ids(kind, given)
+        with concerning(kind, place):
+            ids = self._ids(kind, given)
         if kind == "messages":
             request = replace(request, end_ids=self._chat.end_ids)
         cut = ids
@@ -212,13 +237,22 @@ class PromptReader:
             cut = shortened(ids, self._max_tokens, request.max_new_tokens, self._config.bos_token_id)
         if fills:
             request = replace(request, max_new_tokens=max(1, self._max_tokens - len(cut)))
-        request = with_prompt(self._config, request, cut, self._max_tokens)
+        with concerning(kind, place):
+            request = with_prompt(self._config, request, cut, self._max_tokens)
         wanted = given.get("response_format")
-        grammar, form = None if wanted is None else response_grammar(wanted), None
+        grammar, form = None, None
+        if wanted is not None:
+            with concerning("response_format"):
+                grammar = response_grammar(wanted)
         if api and kind == "messages":
-            form, calls = self._form(tools, ids)
+            with concerning("tools"):
+                form, calls = self._form(tools, ids)
             if grammar is not None and tools is not None:
-                raise RequestError("'response_format' and 'tools' do not go together", hint='or "tool_choice": "none"')
+                raise RequestError(
+                    "'response_format' and 'tools' do not go together",
+                    hint='or "tool_choice": "none"',
+                    argument="response_format",
+                )
             grammar = grammar or calls
             request = replace(request, spelled={} if form is None else form.spelled(self._tokenizer))
         found = Prompt(
@@ -227,7 +261,9 @@ class PromptReader:
         if kind == "messages" and given.get("chat_template_kwargs", {}).get("continue_final_message"):
             found = replace(found, continued=True)
         if grammar is not None:
-            self._require_compiled(found, "response_format" if wanted is not None else "tool_choice")
+            name = "response_format" if wanted is not None else "tool_choice"
+            with concerning(name):
+                self._require_compiled(found, name)
         return found
 
     def _form(self, tools: Tools | None, ids: list[int]) -> tuple[AnswerForm | None, str | None]:
@@ -250,8 +286,19 @@ class PromptReader:
             raise RequestError("answers are not restricted through XLA", hint=f"leave out '{name}'")
         if (samples := prompt.request.samples) > _MAX_CONSTRAINED:
             expected = f"at most {_MAX_CONSTRAINED} with a {name}"
-            raise RequestError("n is out of range", found=samples, expected=expected)
+            raise RequestError("n is out of range", found=samples, expected=expected, argument="n")
         prompt.bound(self._grammars)
+
+    def _require_few_constrained(self, prompt: Prompt, count: int) -> None:
+        """Raise a `RequestError` if there are too many answers with a grammar to `count` prompts such as this one."""
+        answers = prompt.request.samples * count
+        if prompt.grammar is not None and answers > _MAX_CONSTRAINED:
+            raise RequestError(
+                "too many answers with a response_format in one request",
+                found=answers,
+                expected=f"at most {_MAX_CONSTRAINED}",
+                argument="prompt",
+            )
 
     def _ids(self, kind: str, given: Mapping[str, Any]) -> list[int]:
         value = given[kind]
@@ -272,7 +319,8 @@ class PromptReader:
         if not isinstance(variables, dict):
             raise wrong_type("chat_template_kwargs", variables, "an object")
         if taken := variables.keys() & {"messages", "tools", "self", "budget"}:
-            raise RequestError(f"'{min(taken)}' is no variable of the template's own")
+            problem = f"'{min(taken)}' is no variable of the template's own"
+            raise RequestError(problem, argument="chat_template_kwargs")
         return self._chat.encode(value, tools=tools, **variables)
 
     @cached_property
@@ -309,7 +357,7 @@ def checked(chosen: Mapping[str, Any]) -> tuple[Request, list[str]]:
     if isinstance(bias := sampling.get("logit_bias"), dict):
         tokens = [_as_token(key) for key in bias]
         if (twice := repeated(tokens)) is not None:
-            raise RequestError("`logit_bias` names a token twice", found=twice)
+            raise RequestError("`logit_bias` names a token twice", found=twice, argument="logit_bias")
         sampling["logit_bias"] = dict(zip(tokens, bias.values(), strict=True))
     echo = chosen.get("echo", False)
     require_flags(echo=echo)
@@ -336,7 +384,7 @@ def _kind(given: Mapping[str, Any]) -> str:
     for key in ("specials", *_OF_MESSAGES):
         goes_with = "prompt" if key == "specials" else "messages"
         if key in given and kinds != [goes_with]:
-            raise RequestError(f"'{key}' goes with '{goes_with}'", found=f"'{kinds[0]}'")
+            raise RequestError(f"'{key}' goes with '{goes_with}'", found=f"'{kinds[0]}'", argument=key)
     return kinds[0]
 
 
@@ -348,4 +396,5 @@ def _require_known(values: Mapping[str, Any], known: Collection[str]) -> None:
         if key not in known:
             close = difflib.get_close_matches(key, known, 1)
             meant = _ELSEWHERE.get(key) or (close[0] if close else None)
-            raise RequestError(f"unknown key {shown(key)}", hint=f"did you mean '{meant}'?" if meant else None)
+            hint = f"did you mean '{meant}'?" if meant else None
+            raise RequestError(f"unknown key {shown(key)}", hint=hint, argument=key)

@@ -114,7 +114,7 @@ def generate_batch(
                 engine.require_length(requests[-1].length)
         except RequestError as error:
             problem = f"prompt {number}: {error.problem.removeprefix('the prompt ')}"
-            raise RequestError(problem, found=error.found, expected=error.expected, hint=error.hint) from error
+            raise error.restate(problem=problem) from error
     if not requests:
         return []
     runner = model if isinstance(model, Engine) else engine_for(model, requests, slots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -141,21 +141,33 @@ class Generation(Continuation):
 
 
 @dataclass
+class Share:
+    """What the scheduler gives to one client at a time, who may have several prompts.
+
+    Attributes:
+        running: continuations that have a slot.
+    """
+
+    running: int = 0
+
+
+@dataclass
 class Siblings:
     """Continuations of one prompt, which is read once.
 
     Attributes:
-        waiting, running: how many have no slot yet, and how many have one.
+        waiting: how many have no slot yet.
+        share: counts those that have one.
         reader: the one that reads the prompt.
         logits: for the first new token, [1, V], kept from when the prompt is read until none waits.
         echoed: the prompt's log-probabilities, if requested, once it is read.
     """
 
     waiting: int
+    share: Share = field(default_factory=Share)
     reader: Generation | None = None
     logits: Tensor | None = None
     echoed: Logprobs | None = None
-    running: int = 0
 
     @property
     def prompt_free(self) -> bool:

@@ -15,12 +15,13 @@ class Reader:
     """Turns the tokens of a continuation into text, as they come.
 
     Attributes:
+        number: of the prompt.
         pieces: the text so far, without an echoed prompt.
         tokens: the new ones that were read.
     """
 
     def __init__(self, number: int, generation: Continuation, tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
-        self._number, self._of = number, generation
+        self.number, self._of = number, generation
         request = generation.request
         self._text = None if tokenizer is None else Detokenizer(tokenizer, request.prompt, stop, request.spelled)
         self._prompt = ""
@@ -54,7 +55,7 @@ class Reader:
         stopped = None if self._text is None else self._text.stopped
         is_ended_by_token = stopped is None and self._of.end_token is not None
         return Completion(
-            self._number, self._of.sample, [*echoed, *tokens],
+            self.number, self._of.sample, [*echoed, *tokens],
             None if self._text is None else self._prompt + "".join(self.pieces),
             reason if stopped is None else "stop", stopped, len(request.prompt), logprobs,
             end_token=self._of.end_token if is_ended_by_token else None,

@@ -48,6 +48,10 @@ FinishReason = Literal["stop", "length"]
 _SHOW_HOW = "tokenizer.encode(text) gives them, and quantkit.stream(model, tokenizer, text) takes the text itself"
 
 
+class PromptLengthError(RequestError):
+    """A prompt and its new tokens exceed the model's context."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt, and how it is to be continued.
@@ -103,9 +107,9 @@ class Logprobs:
         self.tokens += tokens
         self.top += top
 
-    def cut(self, count: int) -> Logprobs:
-        """The log-probabilities of the first `count` tokens."""
-        return Logprobs(self.tokens[:count], self.top[:count])
+    def cut(self, stop: int, *, start: int = 0) -> Logprobs:
+        """Return the log-probabilities of the tokens from `start` to `stop`."""
+        return Logprobs(self.tokens[start:stop], self.top[start:stop])
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,12 @@ def checked_count(max_new_tokens: object) -> int:
     """The maximum number of new tokens, at least 1."""
     count = as_integer("max_new_tokens", max_new_tokens)
     if count < 1:
-        raise RequestError("nothing to generate", found=f"{count} new tokens", expected="at least 1")
+        raise RequestError(
+            "nothing to generate",
+            found=f"{count} new tokens",
+            expected="at least 1",
+            argument="max_new_tokens",
+        )
     return count
 
 
@@ -192,12 +201,13 @@ def stop_strings(stop: object) -> list[str]:
     """One stop string or several; raises `RequestError` if they are not strings, or one is empty or invalid Unicode."""
     found = as_strings("stop", stop)
     if "" in found:
-        raise RequestError("a stop string is empty")
+        raise RequestError("a stop string is empty", argument="stop")
     for one in found:
         try:
             one.encode()
         except UnicodeEncodeError as error:
-            raise RequestError("a stop string is not valid Unicode", found=f"{one[error.start]!r}") from error
+            found_character = f"{one[error.start]!r}"
+            raise RequestError("a stop string is not valid Unicode", found=found_character, argument="stop") from error
     return found
 
 
@@ -240,17 +250,18 @@ def checked_options(
     params = SamplingParams(**sampling)
     count, top = as_integer("n", samples, 1), None if logprobs is None else as_integer("logprobs", logprobs)
     if count > MAX_SAMPLES:
-        raise RequestError("n is out of range", found=shown(count), expected=f"1 to {MAX_SAMPLES}")
+        raise RequestError("n is out of range", found=shown(count), expected=f"1 to {MAX_SAMPLES}", argument="n")
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
-        raise RequestError("logprobs is out of range", found=top, expected=f"0 to {MAX_LOGPROBS}")
+        expected = f"0 to {MAX_LOGPROBS}"
+        raise RequestError("logprobs is out of range", found=top, expected=expected, argument="logprobs")
     new = as_integer("max_new_tokens", max_new_tokens)
     if new == 0 and echo != (top is not None):
         hint = "prompts are scored with both `echo` and `logprobs`"
-        raise RequestError("nothing to generate", found="0 new tokens", hint=hint)
+        raise RequestError("nothing to generate", found="0 new tokens", hint=hint, argument="max_new_tokens")
     if new != 0 or not echo:
         new = checked_count(new)
     elif count > 1:
-        raise RequestError("a prompt that is only scored has one result", found=f"n = {count}")
+        raise RequestError("a prompt that is only scored has one result", found=f"n = {count}", argument="n")
     drafts = None if draft_tokens is None else checked_draft_tokens(draft_tokens)
     return Request([], new, params, count, top, echo, draft_tokens=drafts)
 
@@ -259,7 +270,12 @@ def checked_draft_tokens(value: object) -> int:
     """How many tokens may be proposed at a time."""
     count = as_integer("draft_tokens", value)
     if not 0 <= count <= MAX_DRAFT_TOKENS:
-        raise RequestError("`draft_tokens` is out of range", found=count, expected=f"0 to {MAX_DRAFT_TOKENS}")
+        raise RequestError(
+            "`draft_tokens` is out of range",
+            found=count,
+            expected=f"0 to {MAX_DRAFT_TOKENS}",
+            argument="draft_tokens",
+        )
     return count
 
 
@@ -272,12 +288,14 @@ def with_prompt(config: ModelConfig, request: Request, ids: list[int], max_token
 
 def no_beam_search(name: str) -> RequestError:
     """The error for an option of it."""
-    return RequestError("beam search is not supported", found=name, hint="draw several samples with `n`")
+    hint = "draw several samples with `n`"
+    return RequestError("beam search is not supported", found=name, hint=hint, argument=name)
 
 
 def no_prompt_logprobs(name: str) -> RequestError:
     """The error for log-probabilities of prompts where XLA runs the model; `name` is the argument to leave out."""
-    return RequestError("log-probabilities of prompts are not given through XLA", hint=f"leave out `{name}`")
+    problem = "log-probabilities of prompts are not given through XLA"
+    return RequestError(problem, hint=f"leave out `{name}`", argument=name)
 
 
 def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int, max_tokens: int | None = None) -> int:
@@ -299,7 +317,7 @@ def checked_length(config: ModelConfig, ids: Sequence[int], max_new_tokens: int,
         room, wanted = max_tokens - len(ids), min(max_new_tokens, MIN_ROOM)
         switch = max_tokens < config.max_positions and max_tokens == config.rope_switch
         exceeded = "the length at which rotary positions switch" if switch else "the model's context"
-        raise RequestError(
+        raise PromptLengthError(
             f"prompt and new tokens exceed {exceeded}", found=length, expected=f"at most {max_tokens}",
             hint="give a shorter prompt" if room < wanted else "lower `max_new_tokens`",
         )  # fmt: skip

@@ -93,14 +93,14 @@ class SamplingParams:
         """Raise `RequestError` if an option names a token that a vocabulary of this size does not have."""
         if unknown := sorted(token for token in self.logit_bias if not 0 <= token < size):
             problem = "logit_bias names tokens outside the vocabulary"
-            raise RequestError(problem, found=unknown[:8], expected=f"0 to {size - 1}")
+            raise RequestError(problem, found=unknown[:8], expected=f"0 to {size - 1}", argument="logit_bias")
 
 
 def _number(allowed: Callable[[float], bool], rule: str) -> Callable[[str, object], float]:
     def validate(name: str, value: object) -> float:
         found = as_number(name, value)
         if not allowed(found):
-            raise RequestError(f"{name} must {rule}", found=found)
+            raise RequestError(f"{name} must {rule}", found=found, argument=name)
         return found
 
     return validate
@@ -111,7 +111,7 @@ def _top_k(name: str, value: object) -> int:
     if found == -1:  # as vLLM and llama.cpp spell it
         return 0
     if found < 0:
-        raise RequestError(f"{name} must not be negative", found=found)
+        raise RequestError(f"{name} must not be negative", found=found, argument=name)
     return found
 
 
@@ -120,7 +120,7 @@ def _logit_bias(name: str, value: object) -> dict[int, float]:
         raise wrong_type(name, value, "numbers by token ids")
     found = {as_integer(name, token): as_number(name, bias) for token, bias in value.items()}
     if wrong := [bias for bias in found.values() if not abs(bias) <= 10_000]:
-        raise RequestError(f"{name} must lie in [-10000, 10000]", found=wrong[0])
+        raise RequestError(f"{name} must lie in [-10000, 10000]", found=wrong[0], argument=name)
     return found
 
 

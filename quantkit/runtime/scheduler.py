@@ -15,7 +15,7 @@ from quantkit.errors import RequestError
 from quantkit.model.device import numbers
 from quantkit.runtime.captured import PendingTokens
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.generation import Generation, Siblings
+from quantkit.runtime.generation import Generation, Share, Siblings
 from quantkit.runtime.request import FinishReason, Request
 from quantkit.runtime.sampling import TokenLogprobs
 from quantkit.runtime.slots import SlotTable
@@ -72,7 +72,7 @@ class Scheduler:
 
     Each step has one row of each sequence that decodes, and chunks of prompts in turn, so a short prompt never waits
     for all of a long one. Chunks begin at fixed places of a prompt, so its numbers do not depend on other requests.
-    Where several requests wait, the one with the fewest running continuations is next.
+    Where several requests wait, the one whose share has the fewest running continuations is next.
     """
 
     def __init__(self, engine: Engine, *, any_prefix: bool = False, max_running: int | None = None) -> None:
@@ -108,14 +108,21 @@ class Scheduler:
         """Whether a request has not ended."""
         return bool(self._waiting or self._reading or self._running)
 
-    def add(self, request: Request) -> list[Generation]:
-        """Add a request; its continuations. Raises `RequestError` as `require`, or if another user has taken over the
-        engine while continuations of this one run."""
+    def add(self, request: Request, share: Share | None = None) -> list[Generation]:
+        """Add a request, and return its continuations.
+
+        Args:
+            share: of the client whose request it is, if that has others; by default each request has its own.
+
+        Raises:
+            RequestError: as `require`, or if another user has taken over the engine while continuations of this one
+                run.
+        """
         self.require(request)
         self._require_engine()
         if self._slots is None or self._slots is not self.engine.slot_table:
             self._slots = self.engine.take_over(any_prefix=self._any_prefix)
-        siblings = Siblings(waiting=request.samples)
+        siblings = Siblings(waiting=request.samples, share=share or Share())
         found = [Generation(request, number, siblings, self.engine.model) for number in range(request.samples)]
         self._waiting.extend(found)
         return found
@@ -129,11 +136,11 @@ class Scheduler:
         elif generation in self._reading:
             self._reading.remove(generation)
             self._table.release(generation.slot)
-            generation.siblings.running -= 1
+            generation.siblings.share.running -= 1
         elif generation in self._running:
             self._running.remove(generation)
             self._table.release(generation.slot, generation.added)
-            generation.siblings.running -= 1
+            generation.siblings.share.running -= 1
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
@@ -180,11 +187,11 @@ class Scheduler:
         """Assign free slots to waiting continuations."""
         while self._waiting and self._table.free and len(self._reading) + len(self._running) < self._max_running:
             ready = (one for one in self._waiting if one.siblings.prompt_free)
-            if (one := min(ready, key=lambda one: one.siblings.running, default=None)) is None:
+            if (one := min(ready, key=lambda one: one.siblings.share.running, default=None)) is None:
                 return
             siblings, logits, prompt = one.siblings, one.siblings.logits, one.request.prompt
             self._remove_waiting(one)
-            siblings.running += 1
+            siblings.share.running += 1
             if logits is not None and (source := self._table.with_all_of(prompt)) is not None:
                 one.slot = self._table.take_for(source)
                 self._reuse(one, source, len(prompt))

@@ -10,11 +10,12 @@ from typing import Any
 
 from quantkit.answers.pieces import Parser
 from quantkit.errors import QuantkitError
-from quantkit.jobs.openai_batch import chat_logprobs, choice_of, text_logprobs, tool_call, usage_of
+from quantkit.jobs.openai_batch import BatchRequest, chat_logprobs, choices_of, text_logprobs, tool_call, usage_of
 from quantkit.jobs.prompt_lines import TokenTexts, call_ids, end_entries, entries_of, finish_reason, line_of
 from quantkit.jobs.prompts_file import Prompt
 from quantkit.json_values import printable
 from quantkit.runtime.detokenizer import TextOffsets
+from quantkit.runtime.generate import text_pieces
 from quantkit.runtime.request import Completion
 from quantkit.serve.worker import Delta
 
@@ -27,13 +28,14 @@ class Answer:
     """How the answer to one request looks.
 
     Attributes:
+        prompts: one, or several that are continued in the same way.
         number: the request's identifier.
         model: the name that the server gives its model.
         created: in seconds since 1970.
         usage: whether pieces end with one that counts tokens.
     """
 
-    prompt: Prompt
+    prompts: Sequence[Prompt]
     texts: TokenTexts
     number: str
     model: str
@@ -42,54 +44,81 @@ class Answer:
     _offsets: dict[int, TextOffsets] = field(default_factory=dict)
     _parsers: dict[int, Parser] = field(default_factory=dict)
     _calls: dict[int, int] = field(default_factory=dict)
+    _with_text: set[int] = field(default_factory=set)
+
+    @property
+    def num_choices(self) -> int:
+        """The number of continuations of all prompts."""
+        return sum(prompt.request.samples for prompt in self.prompts)
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """All continuations."""
-        ordered = sorted(completions, key=lambda one: one.sample)
-        lines = [line_of(0, self.prompt, one, self.texts, key=self.number) for one in ordered]
-        choices = [choice_of(line, chat=self.prompt.messages) for line in lines]
+        """Return all continuations."""
+        lines = self._lines(completions)
+        choices = choices_of(lines, chat=self._is_chat)
         return {**self._head(), "choices": choices, "usage": usage_of(lines)}
 
     def begin(self) -> Iterator[bytes]:
-        """The pieces before the first token."""
-        if self.prompt.messages:
-            for sample in range(self.prompt.request.samples):
-                yield self._event(sample, {"delta": {"role": "assistant", "content": ""}})
+        """Yield the pieces before the first token."""
+        if self._is_chat:
+            for choice in range(self.num_choices):
+                yield self._event(choice, {"delta": {"role": "assistant", "content": ""}})
 
-    def piece(self, delta: Delta, *, first: bool) -> Iterator[bytes]:
-        """The pieces for what a step added; `first` where it is the beginning of its continuation."""
+    def piece(self, delta: Delta) -> Iterator[bytes]:
+        """Yield the pieces for what a step added to a continuation."""
+        choice = delta.prompt * self._prompt.request.samples + delta.sample
+        if self._prompt.request.echo and choice not in self._offsets:
+            yield self._echo(choice, delta)
         text = delta.text
-        if first and self.prompt.begins_answer and not self.texts.tokenizer.byte_level:
+        if self._prompt.begins_answer and choice not in self._with_text and not self.texts.tokenizer.byte_level:
             text = text.removeprefix(" ")
-        logprobs = self._logprobs(delta)
-        said = self._said(delta.sample, text, ended=delta.completion is not None)
+        if delta.text:
+            self._with_text.add(choice)
+        logprobs = self._logprobs(choice, delta)
+        said = self._said(choice, text, ended=delta.completion is not None)
         if logprobs is not None and not said:
-            said = [{"delta": {"content": ""}} if self.prompt.messages else {"text": ""}]
+            said = [{"delta": {"content": ""}} if self._is_chat else {"text": ""}]
         for one in said:
-            yield self._event(delta.sample, {**one, "logprobs": logprobs})
+            yield self._event(choice, {**one, "logprobs": logprobs})
             logprobs = None
         if delta.completion is not None:
-            nothing: dict[str, Any] = {"delta": {}} if self.prompt.messages else {"text": ""}
-            reason = finish_reason(delta.completion, called=bool(self._calls.get(delta.sample)))
-            yield self._event(delta.sample, {**nothing, "finish_reason": reason})
+            nothing: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
+            reason = finish_reason(delta.completion, called=bool(self._calls.get(choice)))
+            yield self._event(choice, {**nothing, "finish_reason": reason})
 
-    def _said(self, sample: int, text: str, *, ended: bool) -> list[dict[str, Any]]:
-        """What new text adds to a continuation."""
-        if not self.prompt.messages:
+    def _lines(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
+        """Return continuations as a file of prompts gets them, prompt by prompt."""
+        ordered = sorted(completions, key=lambda completion: (completion.prompt, completion.sample))
+        return [line_of(0, self.prompts[one.prompt], one, self.texts, key=self.number) for one in ordered]
+
+    def _echo(self, choice: int, delta: Delta) -> bytes:
+        """Return the piece with the prompt, which comes before all else of a continuation."""
+        ids, tokenizer = self.prompts[delta.prompt].request.prompt, self.texts.tokenizer
+        self._offsets[choice] = offsets = TextOffsets(tokenizer, ())
+        places = [offsets.add(token) for token in ids]
+        logprobs = None
+        if delta.prompt_logprobs is not None:
+            entries = entries_of(ids, delta.prompt_logprobs, self.texts, self._batch)
+            logprobs = text_logprobs(entries, places)
+        text = "".join(text_pieces(tokenizer, (), ids))
+        return self._event(choice, {"text": text, "logprobs": logprobs})
+
+    def _said(self, choice: int, text: str, *, ended: bool) -> list[dict[str, Any]]:
+        """Return what new text adds to a continuation."""
+        if not self._is_chat:
             return [{"text": text}] if text else []
-        form = self.prompt.form
+        form = self._prompt.form
         if form is None:
             return [{"delta": {"content": text}}] if text else []
-        parser = self._parsers.setdefault(sample, form.parser())
+        parser = self._parsers.setdefault(choice, form.parser())
         found = []
         for piece in [*parser.feed(text), *(parser.close() if ended else [])]:
             delta: dict[str, Any] = {"content": piece.content} if piece.content else {}
             if piece.reasoning:
                 delta["reasoning_content"] = piece.reasoning
             if piece.call is not None:
-                place = self._calls.get(sample, 0)
-                self._calls[sample] = place + 1
-                identifier = call_ids(form, self.number, sample)(place)
+                place = self._calls.get(choice, 0)
+                self._calls[choice] = place + 1
+                identifier = call_ids(form, self.number, choice)(place)
                 delta["tool_calls"] = [{"index": place, **tool_call(piece.call, identifier)}]
             found.append({"delta": delta})
         return found
@@ -97,50 +126,65 @@ class Answer:
     def end(self, completions: Sequence[Completion]) -> Iterator[bytes]:
         """The pieces after all continuations."""
         if self.usage:
-            lines = [line_of(0, self.prompt, one, self.texts) for one in completions]
-            yield _data({**self._head(stream=True), "choices": [], "usage": usage_of(lines)})
+            usage = usage_of(self._lines(completions))
+            yield _data({**self._head(stream=True), "choices": [], "usage": usage})
         yield DONE
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    @property
+    def _prompt(self) -> Prompt:
+        """The first prompt, with the options of all of them."""
+        return self.prompts[0]
+
+    @property
+    def _is_chat(self) -> bool:
+        return self._prompt.messages
+
+    @property
+    def _batch(self) -> BatchRequest:
+        assert self._prompt.batch is not None
+        return self._prompt.batch
+
+    def _logprobs(self, choice: int, delta: Delta) -> dict[str, Any] | None:
         """Return the log-probabilities of new tokens, if requested."""
         if delta.logprobs is None:
             return None
-        batch = self.prompt.batch
-        assert batch is not None
-        entries = entries_of(delta.token_ids, delta.logprobs, self.texts, batch)
-        if self.prompt.messages:
+        entries = entries_of(delta.token_ids, delta.logprobs, self.texts, self._batch)
+        if self._is_chat:
             return chat_logprobs(entries) if entries else None
-        if delta.sample not in self._offsets:
-            self._offsets[delta.sample] = TextOffsets(self.texts.tokenizer, self.prompt.request.prompt)
-        offsets = self._offsets[delta.sample]
+        if choice not in self._offsets:
+            ids = self.prompts[delta.prompt].request.prompt
+            self._offsets[choice] = TextOffsets(self.texts.tokenizer, ids)
+        offsets = self._offsets[choice]
         places = [offsets.add(token) for token in delta.token_ids]
         if delta.completion is not None:
-            end = end_entries(delta.completion, self.texts, batch)
+            end = end_entries(delta.completion, self.texts, self._batch)
             entries += end
             places += [offsets.end] * len(end)
         return text_logprobs(entries, places) if entries else None
 
-    def _event(self, sample: int, choice: dict[str, Any]) -> bytes:
-        whole = {"index": sample, "logprobs": None, "finish_reason": None, **choice}
+    def _event(self, index: int, choice: dict[str, Any]) -> bytes:
+        whole = {"index": index, "logprobs": None, "finish_reason": None, **choice}
         usage = {"usage": None} if self.usage else {}
         return _data({**self._head(stream=True), "choices": [whole], **usage})
 
     def _head(self, *, stream: bool = False) -> dict[str, Any]:
-        kind = f"chat.completion{'.chunk' if stream else ''}" if self.prompt.messages else "text_completion"
-        name = "chatcmpl" if self.prompt.messages else "cmpl"
+        kind = f"chat.completion{'.chunk' if stream else ''}" if self._is_chat else "text_completion"
+        name = "chatcmpl" if self._is_chat else "cmpl"
         return {"id": f"{name}-{self.number}", "object": kind, "created": self.created, "model": self.model}
 
 
 def error_of(
     error: QuantkitError | str, *, kind: str = "invalid_request_error", code: str | None = None
 ) -> dict[str, Any]:
-    """An error as JSON: on one short line, whatever the request holds."""
-    if isinstance(error, QuantkitError):  # clients need not know where the model is
-        error = QuantkitError(error.problem, found=error.found, expected=error.expected, hint=error.hint)
+    """Return an error as JSON: on one short line, whatever the request holds, with the field that is wrong."""
+    field_name = None
+    if isinstance(error, QuantkitError):
+        field_name = error.argument
+        error = error.restate(path=None)  # clients need not know where the model is
     message = printable(str(error))
     if len(message) > _MAX_MESSAGE:
         message = f"{message[:_MAX_MESSAGE]} ..."
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": field_name, "code": code}}
 
 
 def failed(error: QuantkitError) -> bytes:

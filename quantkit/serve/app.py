@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ from quantkit.jobs.json_lines import strict_object
 from quantkit.jobs.prompt_lines import TokenTexts
 from quantkit.jobs.prompts_file import Prompt, PromptReader
 from quantkit.json_values import shown
-from quantkit.runtime.request import Completion
+from quantkit.runtime.request import Completion, PromptLengthError
+from quantkit.runtime.request import Request as GenerationRequest
 from quantkit.serve.answers import Answer, error_of, failed, now
 from quantkit.serve.guard import RETRY, Guard
 from quantkit.serve.log import CLIENT_GONE, RequestLog, recorded
@@ -36,9 +37,9 @@ from quantkit.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_TOO_LONG = "prompt and new tokens exceed"
 _SHORT = 1 << 16  # characters of a body that is read at once
-_MAX_SAMPLES = 128  # of a request, as in OpenAI's API
+_MAX_SAMPLES = 128  # of a prompt, as in OpenAI's API
+_MAX_CHOICES = 1024  # of a request: each has a sampler and a text
 _MAX_STOPS = 256  # each is looked for with every token
 _CLOSE = {"Connection": "close"}  # the rest of the body is not waited for
 
@@ -129,9 +130,10 @@ class _Paths:
                 return _error(404, error_of(error, code="model_not_found"))
             except TimeLimitError as error:
                 return _error(504, error_of(error, kind="server_error", code="timeout"))
+            except PromptLengthError as error:
+                return _error(400, error_of(error, code="context_length_exceeded"))
             except RequestError as error:
-                code = "context_length_exceeded" if error.problem.startswith(_TOO_LONG) else None
-                return _error(400, error_of(error, code=code))
+                return _error(400, error_of(error))
             except QuantkitError as error:
                 status = 500 if self._served.worker.alive else 503  # it ends
                 return _error(status, error_of(error, kind="server_error"))
@@ -152,38 +154,32 @@ class _Paths:
         stream, options = False if stream is None else stream, {} if options is None else options
         require_flags(stream=stream)
         usage = _usage_requested(options, stream)
-        if stream and body.get("echo"):
-            raise RequestError("'echo' does not go with 'stream'", hint="leave one of them out")
         self._require_model(body)
         number = secrets.token_hex(12)
         reader = self._served.chats if request.url.path == CHAT else self._served.texts
         loop = asyncio.get_running_loop()
         compiled = any(body.get(key) is not None for key in ("response_format", "tools"))
         threads = self._compiling if compiled else None
-        prompt = await loop.run_in_executor(threads, reader.answered, request.url.path, number, body)
-        wanted = await loop.run_in_executor(threads, prompt.bound, self._served.grammars)
-        if prompt.request.samples > _MAX_SAMPLES:
-            raise RequestError("n is out of range", found=prompt.request.samples, expected=f"1 to {_MAX_SAMPLES}")
-        if len(prompt.stop) > _MAX_STOPS:
-            expected = f"at most {_MAX_STOPS}"
-            raise RequestError("'stop' has too many strings", found=len(prompt.stop), expected=expected)
+        prompts = await loop.run_in_executor(threads, reader.answered, request.url.path, number, body)
+        _require_few(prompts)
+        requests = await loop.run_in_executor(threads, _bind, prompts, self._served.grammars)
         events: asyncio.Queue[Delta | QuantkitError] = asyncio.Queue()
 
         def deliver(event: Delta | QuantkitError) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        job = self._served.worker.submit(wanted, prompt.stop, deliver)
+        job = self._served.worker.submit(requests, prompts[0].stop, deliver)
         if job is None:
             self._metrics.refused.inc()
             busy = error_of("too many requests at once; try again", kind="rate_limit_error", code="rate_limit_exceeded")
             return _error(429, busy, RETRY)
-        answer = Answer(prompt, self._texts, number, self._served.name, usage, now())
-        counted = recorded(request.scope, prompt.request, body, self._metrics.of(prompt.request))
+        answer = Answer(prompts, texts=self._texts, number=number, model=self._served.name, usage=usage, created=now())
+        counted = recorded(request.scope, requests, body, self._metrics.of(requests))
         if stream:
-            pieces = self._pieces(answer, prompt, job, events, counted)
+            pieces = self._pieces(answer, job, events, counted)
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
-        return await self._whole(request, answer, prompt, job, events, counted)
+        return await self._whole(request, answer, job, events, counted)
 
     async def models(self, request: Request) -> Response:
         """The one model."""
@@ -212,10 +208,17 @@ class _Paths:
         self._require_model(body)
         tokens = body.get("tokens")
         if not isinstance(tokens, list) or not all(type(one) is int and one >= 0 for one in tokens):
-            raise RequestError("'tokens' is of the wrong type", found=shown(tokens), expected="a list of token ids")
+            raise RequestError(
+                "'tokens' is of the wrong type",
+                found=shown(tokens),
+                expected="a list of token ids",
+                argument="tokens",
+            )
         if max(tokens, default=0) >= self._served.vocabulary:
             expected = f"less than {self._served.vocabulary}"
-            raise RequestError("'tokens' has ids outside the vocabulary", found=max(tokens), expected=expected)
+            raise RequestError(
+                "'tokens' has ids outside the vocabulary", found=max(tokens), expected=expected, argument="tokens"
+            )
         return JSONResponse({"prompt": await asyncio.to_thread(self._served.tokenizer.decode, tokens)})
 
     async def metrics(self, request: Request) -> Response:
@@ -224,23 +227,21 @@ class _Paths:
         return Response(content, headers={"Content-Type": kind})
 
     async def _pieces(
-        self, answer: Answer, prompt: Prompt, job: Job, events: asyncio.Queue[Delta | QuantkitError], counted: Any
+        self, answer: Answer, job: Job, events: asyncio.Queue[Delta | QuantkitError], counted: Any
     ) -> AsyncIterator[bytes]:
         """An answer in pieces; the request is given up where its reader goes away."""
-        completions, begun = list[Completion](), set[int]()
+        completions = list[Completion]()
         try:
             for piece in answer.begin():
                 yield piece
-            while len(completions) < prompt.request.samples:
+            while len(completions) < answer.num_choices:
                 event = await events.get()
                 if isinstance(event, QuantkitError):
                     yield failed(event)
                     return
                 counted(event)
-                for piece in answer.piece(event, first=event.sample not in begun):
+                for piece in answer.piece(event):
                     yield piece
-                if event.text:
-                    begun.add(event.sample)
                 if event.completion is not None:
                     completions.append(event.completion)
             for piece in answer.end(completions):
@@ -249,14 +250,14 @@ class _Paths:
             self._served.worker.cancel(job)
 
     async def _whole(
-        self, request: Request, answer: Answer, prompt: Prompt, job: Job,
+        self, request: Request, answer: Answer, job: Job,
         events: asyncio.Queue[Delta | QuantkitError], counted: Any,
     ) -> Response:  # fmt: skip
         """A whole answer; the request is given up where its reader goes away."""
         completions = list[Completion]()
         gone = asyncio.ensure_future(_disconnected(request))
         try:
-            while len(completions) < prompt.request.samples:
+            while len(completions) < answer.num_choices:
                 arrived = asyncio.ensure_future(events.get())
                 await asyncio.wait((arrived, gone), return_when=asyncio.FIRST_COMPLETED)
                 if not arrived.done():
@@ -309,15 +310,43 @@ class _Paths:
     def _require_model(self, body: Mapping[str, Any]) -> None:
         """Raise an error if a request names another model, or something that is no name."""
         if (name := body.get("model")) is not None and as_string("model", name) != self._served.name:
-            raise _UnknownModelError(f"the model {shown(name)} is not served here; {shown(self._served.name)} is")
+            problem = f"the model {shown(name)} is not served here; {shown(self._served.name)} is"
+            raise _UnknownModelError(problem, argument="model")
+
+
+def _require_few(prompts: Sequence[Prompt]) -> None:
+    """Raise a `RequestError` if a request has too many answers or stop strings."""
+    samples, stops = prompts[0].request.samples, prompts[0].stop
+    if samples > _MAX_SAMPLES:
+        raise RequestError("n is out of range", found=samples, expected=f"1 to {_MAX_SAMPLES}", argument="n")
+    if samples * len(prompts) > _MAX_CHOICES:
+        raise RequestError(
+            "too many answers in one request",
+            found=f"{len(prompts)} prompts with {samples} each",
+            expected=f"at most {_MAX_CHOICES}",
+            argument="n",
+        )
+    if len(stops) > _MAX_STOPS:
+        expected = f"at most {_MAX_STOPS}"
+        raise RequestError("'stop' has too many strings", found=len(stops), expected=expected, argument="stop")
+
+
+def _bind(prompts: Sequence[Prompt], grammars: Grammars) -> list[GenerationRequest]:
+    """Return the requests of prompts with what restricts their tokens."""
+    return [prompt.bound(grammars) for prompt in prompts]
 
 
 def _usage_requested(options: object, stream: bool) -> bool:
     """Whether the stream's last piece counts tokens."""
     if not isinstance(options, Mapping):
-        raise RequestError("'stream_options' is of the wrong type", found=shown(options), expected="an object")
+        raise RequestError(
+            "'stream_options' is of the wrong type",
+            found=shown(options),
+            expected="an object",
+            argument="stream_options",
+        )
     if options and not stream:
-        raise RequestError("'stream_options' goes with 'stream'")
+        raise RequestError("'stream_options' goes with 'stream'", argument="stream_options")
     _require_keys(options, {"include_usage", "include_obfuscation"})
     usage = options.get("include_usage")
     require_flags(include_usage=False if usage is None else usage)
@@ -326,7 +355,8 @@ def _usage_requested(options: object, stream: bool) -> bool:
 
 def _require_keys(found: Mapping[str, Any], known: set[str]) -> None:
     if unknown := found.keys() - known:
-        raise RequestError(f"unknown key {shown(min(unknown))}", expected=", ".join(sorted(known)))
+        name = min(unknown)
+        raise RequestError(f"unknown key {shown(name)}", expected=", ".join(sorted(known)), argument=name)
 
 
 async def _disconnected(request: Request) -> None:

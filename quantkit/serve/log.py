@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -35,10 +35,10 @@ class _Record:
     begun: float = field(default_factory=time.perf_counter)
     status: int | None = None
     is_complete: bool = False
-    request: Request | None = None
+    requests: Sequence[Request] = ()
     prompt: object = None
     num_tokens: int = 0
-    finish_reasons: dict[int, str] = field(default_factory=dict)
+    finish_reasons: dict[tuple[int, int], str] = field(default_factory=dict)  # by prompt and sample
     first_token_seconds: float | None = None
 
     def line(self, scope: Scope, *, prompts: bool) -> dict[str, Any]:
@@ -49,13 +49,14 @@ class _Record:
             "client": (scope.get("client") or (None,))[0], "method": scope["method"],
             "path": scope["path"][:_MAX_PATH], "status": self._status(), "seconds": round(seconds, 4),
         }  # fmt: skip
-        if self.request is not None:
+        if self.requests:
             first = self.first_token_seconds
             found |= {
                 "first_token_seconds": None if first is None else round(first, 4),
-                "prompt_tokens": len(self.request.prompt), "completion_tokens": self.num_tokens,
-                "finish_reasons": [self.finish_reasons.get(sample) for sample in range(self.request.samples)],
-            }  # fmt: skip
+                "prompt_tokens": sum(len(request.prompt) for request in self.requests),
+                "completion_tokens": self.num_tokens,
+                "finish_reasons": [self.finish_reasons.get(one) for one in self._continuations()],
+            }
             if prompts:
                 found["prompt"] = self.prompt
         return found
@@ -63,8 +64,12 @@ class _Record:
     def _status(self) -> int:
         if self.status is None or not self.is_complete:
             return CLIENT_GONE
-        unfinished = self.request is not None and len(self.finish_reasons) < self.request.samples
-        return 500 if self.status == 200 and unfinished else self.status
+        is_unfinished = len(self.finish_reasons) < len(self._continuations())
+        return 500 if self.status == 200 and is_unfinished else self.status
+
+    def _continuations(self) -> list[tuple[int, int]]:
+        """Return the numbers of the prompt and of the sample of each continuation."""
+        return [(number, sample) for number, request in enumerate(self.requests) for sample in range(request.samples)]
 
 
 class RequestLog:
@@ -114,7 +119,7 @@ class RequestLog:
 
 
 def recorded(
-    scope: Scope, request: Request, body: Mapping[str, Any], counted: Callable[[Delta], None]
+    scope: Scope, requests: Sequence[Request], body: Mapping[str, Any], counted: Callable[[Delta], None]
 ) -> Callable[[Delta], None]:
     """Note for the log what comes of a request.
 
@@ -127,7 +132,7 @@ def recorded(
         To be called with each step's part of the answer.
     """
     record: _Record = scope[_KEY]
-    record.request, record.prompt = request, body.get("messages", body.get("prompt"))
+    record.requests, record.prompt = requests, body.get("messages", body.get("prompt"))
 
     def added(delta: Delta) -> None:
         counted(delta)
@@ -135,6 +140,6 @@ def recorded(
         if delta.token_ids and record.first_token_seconds is None:
             record.first_token_seconds = time.perf_counter() - record.begun
         if delta.completion is not None:
-            record.finish_reasons[delta.sample] = delta.completion.finish_reason
+            record.finish_reasons[delta.prompt, delta.sample] = delta.completion.finish_reason
 
     return added

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -41,20 +41,19 @@ class Metrics:
         accepted = Gauge("quantkit_accepted_tokens", "Proposed tokens that were right.", registry=own)
         accepted.set_function(lambda: worker.accepted)
 
-    def of(self, request: Request) -> Callable[[Delta], None]:
-        """Counts a request now, and then what comes of it."""
-        self._prompts.inc(len(request.prompt))
-        last = dict.fromkeys(range(request.samples), time.perf_counter())
-        begun = set[int]()
+    def of(self, requests: Sequence[Request]) -> Callable[[Delta], None]:
+        """Count the requests of a client now, and then what comes of them."""
+        self._prompts.inc(sum(len(request.prompt) for request in requests))
+        began = time.perf_counter()
+        last = dict[tuple[int, int], float]()  # when each continuation had its last token
 
         def counted(delta: Delta) -> None:
-            moment = time.perf_counter()
+            continuation, moment = (delta.prompt, delta.sample), time.perf_counter()
             self._new.inc(len(delta.token_ids))
             for token in range(len(delta.token_ids)):  # several come with one step
-                found = self._next if delta.sample in begun else self._first
-                found.observe(0 if token else moment - last[delta.sample])
-                begun.add(delta.sample)
-                last[delta.sample] = moment
+                times = self._next if continuation in last else self._first
+                times.observe(0 if token else moment - last.get(continuation, began))
+                last[continuation] = moment
             if delta.completion is not None:
                 self._ended.labels(delta.completion.finish_reason).inc()
 

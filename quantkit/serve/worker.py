@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.generation import Generation
+from quantkit.runtime.generation import Generation, Share
 from quantkit.runtime.reader import Reader
 from quantkit.runtime.request import Completion, Logprobs, Request
 from quantkit.runtime.scheduler import Scheduler
@@ -26,11 +26,13 @@ class Delta:
     """What a step added to a continuation.
 
     Attributes:
-        sample: the number of the continuation.
+        sample: the number of the continuation, among those of its prompt.
         text: new text; may be empty, as some is held back until it is known to be no stop string.
         token_ids: new tokens.
         logprobs: of `token_ids`, if requested.
         completion: all of it, once it has ended.
+        prompt: the number of the prompt.
+        prompt_logprobs: of the prompt's tokens, if requested, with what is delivered first.
     """
 
     sample: int
@@ -38,6 +40,8 @@ class Delta:
     token_ids: list[int]
     logprobs: Logprobs | None = None
     completion: Completion | None = None
+    prompt: int = 0
+    prompt_logprobs: Logprobs | None = None
 
 
 Deliver = Callable[["Delta | QuantkitError"], None]
@@ -50,9 +54,14 @@ class TimeLimitError(RequestError):
 
 @dataclass(eq=False)
 class Job:
-    """A request that was handed to the worker; `ends_by` is on the clock of `time.monotonic`."""
+    """What one client requested: continuations of one or several prompts.
 
-    request: Request
+    Attributes:
+        ends_by: on the clock of `time.monotonic`.
+        left: continuations that have not ended.
+    """
+
+    requests: Sequence[Request]
     stop: Sequence[str]
     deliver: Deliver
     ends_by: float
@@ -111,10 +120,14 @@ class Worker:
         """Whether it can run jobs."""
         return self._thread.is_alive() and not self._stopping
 
-    def submit(self, request: Request, stop: Sequence[str], deliver: Deliver) -> Job | None:
-        """Start a request; None if there are too many, or the worker is stopping. What comes of it is handed to
-        `deliver`."""
-        job = Job(request, stop, deliver, time.monotonic() + self._seconds, left=request.samples)
+    def submit(self, requests: Sequence[Request], stop: Sequence[str], deliver: Deliver) -> Job | None:
+        """Start the requests of one client, and hand what comes of them to `deliver`.
+
+        Returns:
+            None if there are too many jobs, or the worker is stopping.
+        """
+        samples = sum(request.samples for request in requests)
+        job = Job(requests, stop, deliver, ends_by=time.monotonic() + self._seconds, left=samples)
         with self._changed:
             if not self.alive or len(self._new) + len(self._jobs) >= self.most_jobs:
                 return None
@@ -155,11 +168,9 @@ class Worker:
     def _step(self, begun: Sequence[Job]) -> None:
         for job in begun:
             try:
-                for one in self._scheduler.add(job.request) if not job.cancelled else ():
-                    job.readers[one] = Reader(0, one, self._tokenizer, job.stop)
-                    self._of[one] = job
+                self._begin(job)
             except RequestError as error:
-                self._end(job)
+                self._give_up(job)
                 self._deliver(job, error)
         for job in [one for one in self._jobs if one.cancelled]:
             self._give_up(job)
@@ -177,19 +188,38 @@ class Worker:
                     self._give_up(owner)
                     self._deliver(owner, error)
 
+    def _begin(self, job: Job) -> None:
+        """Hand the requests of a job to the scheduler, which counts them as those of one client."""
+        if job.cancelled:
+            return
+        share = Share()
+        for number, request in enumerate(job.requests):
+            for generation in self._scheduler.add(request, share):
+                job.readers[generation] = Reader(number, generation, self._tokenizer, job.stop)
+                self._of[generation] = job
+
     def _read(self, job: Job, one: Generation) -> None:
         reader = job.readers[one]
         before, pieces = reader.tokens, len(reader.pieces)
         if reader.read() and one.finish_reason is None:
             self._scheduler.end(one)
-        logprobs = None
+        logprobs, prompt_logprobs = None, None
         if one.logprobs is not None:
-            start = (len(one.request.prompt) if one.request.echo else 0) + before
-            stop = start + reader.tokens - before
-            logprobs = Logprobs(one.logprobs.tokens[start:stop], one.logprobs.top[start:stop])
+            echoed = len(one.request.prompt) if one.request.echo else 0
+            logprobs = one.logprobs.cut(echoed + reader.tokens, start=echoed + before)
+            if echoed and not before:
+                prompt_logprobs = one.logprobs.cut(echoed)
         completion = reader.completion() if one.finish_reason is not None else None
-        text, tokens = "".join(reader.pieces[pieces:]), one.tokens[before : reader.tokens]
-        self._deliver(job, Delta(one.sample, text, tokens, logprobs, completion))
+        delta = Delta(
+            one.sample,
+            text="".join(reader.pieces[pieces:]),
+            token_ids=one.tokens[before : reader.tokens],
+            logprobs=logprobs,
+            completion=completion,
+            prompt=reader.number,
+            prompt_logprobs=prompt_logprobs,
+        )
+        self._deliver(job, delta)
         if completion is not None:
             del self._of[one], job.readers[one]  # and so what restricts it
             job.left -= 1

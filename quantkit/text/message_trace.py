@@ -113,13 +113,14 @@ def _require_printed(
     original = render(conversation, checks)  # `text` may have the time in it
     without_tools = {**conversation, "tools": None}
     if are_tools_missing and _try_to_render(without_tools, render, checks) == original:
-        raise RequestError("the model's chat template does not print tools", hint=_TOOL_HINT)
+        raise RequestError("the model's chat template does not print tools", hint=_TOOL_HINT, argument="tools")
     for statement in missing:
         changed = _with_marks(conversation, [statement], [])
         if _try_to_render(changed, render, checks) == original:
             message = conversation["messages"][statement.path[1]]
             problem = f"the model's chat template does not print {statement.name}"
-            raise RequestError(problem, found=f"role {shown(message['role'])}", hint=statement.hint)
+            role = f"role {shown(message['role'])}"
+            raise RequestError(problem, found=role, hint=statement.hint, argument="messages")
 
 
 def _try_to_render(conversation: Conversation, render: Render, budget: Budget) -> str | None:

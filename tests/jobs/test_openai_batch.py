@@ -332,7 +332,7 @@ def test_an_interrupted_run_of_requests_goes_on(model: Path, tmp_path: Path) -> 
         (request("a", messages=CHAT, top_logprobs=2), "'top_logprobs' goes with 'logprobs'"),
         (request("a", messages=CHAT, logprobs=2), "'logprobs' is of the wrong type"),
         (request("a", messages=CHAT, max_tokens=1, max_completion_tokens=2), "max_tokens and max_completion_tokens"),
-        (request("a", url="/v1/completions", prompt=["a", "b"]), "'prompt' is of the wrong type"),
+        (request("a", url="/v1/completions", prompt=["a", 1]), "prompt 1: 'prompt' is of the wrong type"),
         (request("a", url="/v1/embeddings", input="a"), "'url' is not known (found '/v1/embeddings'"),
         (request("a", messages=CHAT, temperature=-1), "temperature must"),
         ({**request("a", messages=CHAT), "method": "GET"}, "'method' is not known"),
@@ -367,3 +367,26 @@ def test_requests_are_answered_on_stdout_next_to_other_lines(model: Path, tmp_pa
     assert code == 0, err
     first, second = sorted(map(json.loads, out.splitlines()), key=lambda one: "index" in one)
     assert (first["custom_id"], second["id"]) == ("x", 5)
+
+
+def test_a_list_of_prompts_has_one_answer_with_the_choices_of_each(model: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_tokens": 3, "n": 2, "temperature": 1, "seed": 3, "logprobs": 1}
+    prompts: list[Any] = ["We hold these", [1, 20, 30], "The"]
+    lines = [request(str(number), url="/v1/completions", prompt=one, **options) for number, one in enumerate(prompts)]
+    together = request("all", url="/v1/completions", prompt=prompts, **options)
+    (first, *alone, last) = answers(model, tmp_path, "in", together, *lines, together | {"custom_id": "again"})
+    assert first["response"]["body"]["choices"] == last["response"]["body"]["choices"]
+    body = first["response"]["body"]
+    expected = [choice for one in alone for choice in one["response"]["body"]["choices"]]
+    assert body["choices"] == [{**choice, "index": index} for index, choice in enumerate(expected)]
+    for key, value in body["usage"].items():
+        assert value == sum(one["response"]["body"]["usage"][key] for one in alone)
+
+
+def test_a_bad_prompt_of_a_list_is_named_with_its_line(model: Path, tmp_path: Path) -> None:
+    prompts = written(tmp_path / "in.jsonl", REQUESTS[0], request("x", url="/v1/completions", prompt=["a", ""]))
+    with pytest.raises(RequestError) as refused:
+        quantkit.generate_file(model, prompts, tmp_path / "out", device="cpu")
+    assert (refused.value.argument, refused.value.problem) == ("prompt", "prompt 1: is empty")
+    assert str(refused.value.path) == f"{prompts}:2"
+    assert not (tmp_path / "out").exists()

@@ -22,6 +22,7 @@ from served import KEY, started
 
 import quantkit
 
+CHAT = [{"role": "user", "content": "Who?"}]
 PROMPTS = ["My fellow citizens", "The people", "In the end", "War", "I", "We the", "Peace and", "On this day"]
 
 
@@ -159,7 +160,6 @@ def test_the_rest_of_the_api(client: OpenAI, address: str, loaded: tuple[Any, An
         ("/v1/completions", {"prompt": "x", "stream_options": {}, "temperature": "hot"}, 400, "temperature"),
         ("/v1/completions", {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "goes with 'stream'"),
         ("/v1/completions", {"prompt": "x", "stream": 1}, 400, "stream"),
-        ("/v1/completions", {"prompt": "x", "stream": True, "echo": True}, 400, "'echo' does not go with 'stream'"),
         ("/v1/completions", {}, 400, "'prompt' is missing"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "content"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
@@ -242,6 +242,45 @@ def test_what_cannot_be_served_is_refused(options: list[str], message: str, mode
     done = subprocess.run(forked.quantkit("serve", model, *options), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": "x", "model": "gpt"}, "model"),
+        ("/v1/completions", {"prompt": "x", "model": 5}, "model"),
+        ("/v1/completions", {"prompt": "x", "temperature": "hot"}, "temperature"),
+        ("/v1/completions", {"prompt": "x", "top_p": 2}, "top_p"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": "1"}, "max_tokens"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 600}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "n": 129}, "n"),
+        ("/v1/completions", {"prompt": "x", "stop": [""]}, "stop"),
+        ("/v1/completions", {"prompt": "x", "stop": ["x"] * 257}, "stop"),
+        ("/v1/completions", {"prompt": "x", "logprobs": 101}, "logprobs"),
+        ("/v1/completions", {"prompt": "x", "stream": 1}, "stream"),
+        ("/v1/completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ("/v1/completions", {"prompt": "x", "response_format": {"type": "xml"}}, "response_format"),
+        ("/v1/completions", {"prompt": "x", "temprature": 1}, "temprature"),
+        ("/v1/completions", {"prompt": ""}, "prompt"),
+        ("/v1/completions", {}, "prompt"),
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages"),
+        ("/v1/chat/completions", {"messages": "x"}, "messages"),
+        ("/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 101}, "top_logprobs"),
+        ("/v1/chat/completions", {"messages": CHAT, "max_completion_tokens": -1}, "max_completion_tokens"),
+        ("/v1/chat/completions", {"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
+        ("/v1/chat/completions", {"messages": CHAT, "tools": [{}]}, "tools"),
+        ("/v1/chat/completions", {"messages": CHAT, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/v1/completions", b"[1]", None),
+    ],
+)
+def test_errors_name_the_field_that_is_wrong(path: str, body: Any, field: str | None, address: str) -> None:
+    status, answer = _post(address, path, body)
+    assert (400 <= status < 500, answer["error"]["param"]) == (True, field)
 
 
 def _post(address: str, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:

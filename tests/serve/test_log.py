@@ -175,7 +175,7 @@ def test_too_many_requests_at_once_are_refused_in_json(logged: tuple[str, Path])
 @pytest.mark.parametrize("error", [None, ValueError("broken")])
 def test_an_answer_that_the_server_cannot_finish_is_logged_as_its_error(error: Exception | None) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        added = recorded(scope, Request([1, 2], 4), {"prompt": "x"}, lambda delta: None)
+        added = recorded(scope, [Request([1, 2], 4)], {"prompt": "x"}, lambda delta: None)
         await send({"type": "http.response.start", "status": 200})
         added(Delta(0, "a", [5]))
         await send({"type": "http.response.body", "body": b"a", "more_body": True})

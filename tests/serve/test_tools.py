@@ -167,7 +167,7 @@ def test_calls_and_results_are_printed_by_the_template(folder: Path, templates: 
     ]  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for family in FAMILIES:
-        prompt = _reader(folder, templates[family]).answered(_CHAT, "1", {"messages": talk, "tools": TOOLS})
+        prompt = _reader(folder, templates[family]).answered(_CHAT, "1", {"messages": talk, "tools": TOOLS})[0]
         as_objects = [{**one} for one in talk]
         as_objects[1]["tool_calls"] = [{**call, "function": {"name": "get_weather", "arguments": {"day": "today"}}}]
         expected = tokenizer.apply_chat_template(
