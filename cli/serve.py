@@ -16,7 +16,7 @@ from quantkit.cli.output import mention, require_stdout
 from quantkit.cli.processes import require_models
 from quantkit.cli.progress import ProgressDisplay
 from quantkit.errors import RequestError
-from quantkit.serve import KEPT, PORT, SLOTS, TIME_LIMIT, WAITING
+from quantkit.serve import CONNECTIONS, KEPT, PORT, SLOTS, TIME_LIMIT, WAITING
 
 
 @click.command(cls=Command)
@@ -26,9 +26,17 @@ from quantkit.serve import KEPT, PORT, SLOTS, TIME_LIMIT, WAITING
     click.option("--host", default="127.0.0.1", show_default=True, help="Address; any but this machine's needs a key."),
     click.option("--port", type=int, default=PORT, show_default=True, help="Port; 0 takes a free one."),
     options.api_key("Key that requests must have as Bearer token."),
+    click.option(
+        "--allowed-host", multiple=True, metavar="NAME",
+        help="Name by which requests may call this server, such as a proxy's; repeatable. Default: this machine's.",
+    ),
     click.option("--name", metavar="NAME", help="Name of the model in requests. Default: the folder's."),
     click.option(
         "--waiting", type=int, default=WAITING, show_default=True, help="Requests that may wait; others get 429."
+    ),
+    click.option(
+        "--connections", type=int, default=CONNECTIONS, show_default=True,
+        help="Connections that one address may have open; silent ones give way.",
     ),
     click.option(
         "--time-limit", type=float, default=TIME_LIMIT, show_default=True, metavar="SECONDS",

@@ -134,8 +134,8 @@ def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchR
         problem = f"'{key}' in 'body' is not supported for {url}"
         raise RequestError(problem, found=shown(value), hint=hint, argument=key)
     if len(set(map(shown, lengths.values()))) > 1:
-        problem, values = f"{' and '.join(lengths)} differ", " and ".join(map(shown, lengths.values()))
-        raise RequestError(problem, found=values, argument=_MAX_TOKENS[0])
+        both = " and ".join(map(shown, lengths.values()))
+        raise RequestError(f"{' and '.join(lengths)} differ", found=both, argument=_MAX_TOKENS[0])
     names = {"max_new_tokens": next(iter(lengths), _MAX_TOKENS[0])}
     if lengths:
         line["max_new_tokens"] = next(iter(lengths.values()))

@@ -280,6 +280,9 @@ class _Paths:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "the body must be application/json")
+        coding = request.headers.get("content-encoding", "").strip().lower()
+        if coding not in ("", "identity"):
+            raise HTTPException(415, "the body must not be compressed", headers={"Accept-Encoding": "identity"})
         content = bytearray()
         try:
             async with asyncio.timeout(self._served.body_seconds):

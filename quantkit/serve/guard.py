@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import hmac
-import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
+from quantkit.serve import without_port
 from quantkit.serve.answers import error_of
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]*)(?::\d*)?", re.ASCII)
 
 RETRY = {"Retry-After": "1"}
 """The header of an answer to one request of too many; in seconds."""
@@ -39,20 +37,23 @@ class Guard:
         """
         self._app, self._hosts, self._open = app, hosts, open_paths
         self._max_requests, self._running = max_requests, 0
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._expected = None if api_key is None else api_key.strip().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers, refusal = Headers(scope=scope), None
-        if self._hosts is not None and _name(headers.get("host", "")) not in self._hosts:
-            refusal = JSONResponse(error_of("this server is not known by that name"), 421)
-        elif self._expected is not None and scope["path"] not in self._open:
-            given = headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
-            if not hmac.compare_digest(given, self._expected):
-                wrong = error_of("the API key is missing or wrong", code="invalid_api_key")
-                refusal = JSONResponse(wrong, 401, {"WWW-Authenticate": "Bearer"})
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy that believes the other header than this server sees another request after this one.
+            wrong = error_of("the request has both Content-Length and Transfer-Encoding")
+            refusal = JSONResponse(wrong, 400, {"Connection": "close"})
+        elif self._hosts is not None and without_port(headers.get("host", "")) not in self._hosts:
+            unknown = error_of("this server is not known by that name; --allowed-host adds one")
+            refusal = JSONResponse(unknown, 421)
+        elif scope["path"] not in self._open and not self._has_key(headers):
+            wrong = error_of("the API key is missing or wrong", code="invalid_api_key")
+            refusal = JSONResponse(wrong, 401, {"WWW-Authenticate": "Bearer"})
         if refusal is None and self._running >= self._max_requests and scope["path"] not in self._open:
             busy = error_of("too many requests at once; try again", kind="rate_limit_error", code="rate_limit_exceeded")
             refusal = JSONResponse(busy, 503, {**RETRY, "Connection": "close"})  # the body is not waited for
@@ -65,8 +66,12 @@ class Guard:
         finally:
             self._running -= 1
 
+    def _has_key(self, headers: Headers) -> bool:
+        return self._expected is None or hmac.compare_digest(_bearer_token(headers), self._expected)
 
-def _name(host: str) -> str | None:
-    """A host without its port, in small letters; None if it is none."""
-    found = _HOST.fullmatch(host.lower())
-    return None if found is None else found[1]
+
+def _bearer_token(headers: Headers) -> bytes:
+    """Return the key that a request has; empty if there is none. The name of the scheme may have any case."""
+    authorization = headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
+    scheme, _, token = authorization.partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else b""

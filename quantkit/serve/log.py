@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
 from quantkit.runtime.request import Request
+from quantkit.serve.connection import DELIVERED, Delivered
 from quantkit.serve.guard import Receive, Scope, Send
 from quantkit.serve.worker import Delta
 
@@ -115,7 +116,14 @@ class RequestLog:
             raise
         finally:
             if self._log is not None:
+                await self._check_delivery(scope, record)
                 self._log(record.line(scope, prompts=self._prompts))
+
+    async def _check_delivery(self, scope: Scope, record: _Record) -> None:
+        """Wait until the client has read a complete response, and note if it has not."""
+        delivered: Delivered | None = scope.get("state", {}).get(DELIVERED)
+        if record.is_complete and delivered is not None:
+            record.is_complete = await delivered()
 
 
 def recorded(

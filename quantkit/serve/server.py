@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,7 +25,7 @@ from quantkit.model.device import free_bytes
 from quantkit.progress import Progress, silent
 from quantkit.runtime.chat_session import conversation_length
 from quantkit.runtime.engine import Engine
-from quantkit.serve import KEPT, PORT, SLOTS, TIME_LIMIT, WAITING, is_loopback, require_packages
+from quantkit.serve import CONNECTIONS, KEPT, PORT, SLOTS, TIME_LIMIT, WAITING, host_name, is_loopback, require_packages
 from quantkit.serve.about import about
 from quantkit.serve.worker import Worker
 from quantkit.tensors.dtypes import FloatName
@@ -38,6 +39,8 @@ _TEXT_TOKENS = 16  # of a completion by default, as in OpenAI's API
 _BODY_BYTES = 8 << 20
 _BODY_SECONDS = 30.0
 _GRACE_SECONDS = 30
+_HEADER_SECONDS = 10.0
+_WRITE_SECONDS = 30.0
 _ERROR_SECONDS = 3  # in which those who got no whole answer read why
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
@@ -49,6 +52,8 @@ class ServeOptions:
     Attributes:
         host, port: where; port 0 is a free one.
         api_key: that requests must have; without one, only this machine may be served.
+        allowed_host: more names by which requests may call this server, such as a proxy's.
+        connections: that one address may have open.
         name: by which requests name the model; None is the folder's.
         slots: sequences that run at the same time.
         waiting: requests that may wait for these.
@@ -66,6 +71,8 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = PORT
     api_key: str | None = None
+    allowed_host: tuple[str, ...] = ()
+    connections: int = CONNECTIONS
     name: str | None = None
     slots: int = SLOTS
     waiting: int = WAITING
@@ -88,6 +95,9 @@ class ServeOptions:
         as_integer("slots", self.slots, 1)
         as_integer("waiting", self.waiting, 0)
         as_integer("kept", self.kept, 0)
+        as_integer("connections", self.connections, 1)
+        for host in self.allowed_host:
+            host_name(host)
         if not as_number("time_limit", self.time_limit) > 0:
             raise RequestError("`time_limit` must be positive", found=self.time_limit)
         if not 0 <= as_integer("port", self.port) <= 65535:
@@ -103,6 +113,13 @@ class ServeOptions:
     def local(self) -> bool:
         """Whether only this machine is served."""
         return is_loopback(self.host)
+
+    @property
+    def host_names(self) -> frozenset[str] | None:
+        """The names by which requests may call this server; None for any."""
+        if not self.local and not self.allowed_host:
+            return None
+        return _LOCAL | {host_name(host) for host in self.allowed_host}
 
 
 def served(path: Path, options: ServeOptions, *, progress: Progress = silent) -> Served:
@@ -165,15 +182,25 @@ def serve(
     import uvicorn
 
     from quantkit.serve.app import application
+    from quantkit.serve.connection import Connection, ConnectionLimits, Connections
 
     app = application(
-        found, api_key=options.api_key, hosts=_LOCAL if options.local else None,
+        found, api_key=options.api_key, hosts=options.host_names,
         max_requests=2 * (options.slots + options.waiting) + 16, log=log, log_prompts=options.log_prompts,
     )  # fmt: skip
+    limits = ConnectionLimits(options.connections, header_seconds=_HEADER_SECONDS, write_seconds=_WRITE_SECONDS)
+    protocol: Any = functools.partial(Connection, connections=Connections(limits))
     config = uvicorn.Config(
-        app, options.host, options.port, log_level="critical", access_log=False, server_header=False,
+        app,
+        options.host,
+        options.port,
+        http=protocol,
+        ws="none",
+        log_level="critical",
+        access_log=False,
+        server_header=False,
         timeout_graceful_shutdown=_GRACE_SECONDS + _ERROR_SECONDS,
-    )  # fmt: skip
+    )
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # clients that go away are no news
     try:
         try:

@@ -1,0 +1,182 @@
+"""Connections of a server: no client keeps one open by sending or reading nothing, and none has too many of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from quantkit.serve.answers import error_of
+
+DELIVERED = "quantkit.delivered"
+"""In the state of a request's scope: a function that waits until the client has taken the whole response, and returns
+whether it has."""
+
+Delivered = Callable[[], Awaitable[bool]]
+
+_CHECK_SECONDS = 1.0  # between two looks at all connections
+_SLOWEST_READER = 1 << 16  # bytes per second, which a large response may take besides `write_seconds`
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What a client may take.
+
+    Attributes:
+        per_address: open connections of one address.
+        header_seconds: for a whole header, after the connection was opened or the last response was sent.
+        write_seconds: for reading what was written, and more for a large response.
+    """
+
+    per_address: int
+    header_seconds: float
+    write_seconds: float
+
+
+class Connections:
+    """The open connections of a server, by the addresses of their clients."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._of_address: dict[str, set[Connection]] = {}
+        self._check_seconds = min(_CHECK_SECONDS, limits.header_seconds / 4, limits.write_seconds / 4)
+        self._next_check: asyncio.TimerHandle | None = None
+
+    def admit(self, connection: Connection) -> bool:
+        """Add a new connection, unless its address has too many already.
+
+        A connection whose client has been silent the longest gives way. So silent clients keep no other one out, even
+        if all of them come through one proxy.
+        """
+        siblings = self._of_address.setdefault(connection.address, set())
+        if len(siblings) >= self.limits.per_address:
+            silent = [sibling for sibling in siblings if sibling.waits_for_client]
+            if not silent:
+                return False
+            longest_silent = min(silent, key=lambda sibling: sibling.last_active)
+            self.remove(longest_silent)
+            longest_silent.drop()
+            siblings = self._of_address.setdefault(connection.address, set())
+        siblings.add(connection)
+        if self._next_check is None:
+            self._next_check = connection.loop.call_later(self._check_seconds, self._check)
+        return True
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection."""
+        siblings = self._of_address.get(connection.address, set())
+        siblings.discard(connection)
+        if not siblings:
+            self._of_address.pop(connection.address, None)
+
+    def _check(self) -> None:
+        """Close the connections whose time is up."""
+        self._next_check = None
+        connections = [connection for siblings in self._of_address.values() for connection in siblings]
+        for connection in connections:
+            if connection.is_overdue:
+                connection.drop()
+        if connections:
+            self._next_check = connections[0].loop.call_later(self._check_seconds, self._check)
+
+
+class Connection(H11Protocol):
+    """An HTTP connection that is closed if its client takes too long.
+
+    uvicorn closes idle connections after a response only: it waits for ever for the first header, and for clients that
+    stop reading.
+
+    Attributes:
+        address: of the client.
+        last_active: when the client last sent something, or had read all that was written.
+    """
+
+    address: str
+    last_active: float
+
+    def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._open_connections = connections
+        self._read_by: float | None = None  # None while the client has read all that was written
+        self._is_cut_off = False
+        self.app_state = {**self.app_state, DELIVERED: self._deliver}
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # Writing pauses as soon as the client does not read, so that `flow.drain` waits for all that was written.
+        transport.set_write_buffer_limits(high=0)
+        self.address = self.client[0] if self.client else ""
+        self.last_active = self._idle_since = self.loop.time()
+        if not self._open_connections.admit(self):
+            transport.write(_TOO_MANY_CONNECTIONS)
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_cut_off |= exc is not None
+        self._open_connections.remove(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self.last_active = self.loop.time()
+        if not self.transport.is_closing():  # a connection that was refused still receives
+            super().data_received(data)
+
+    def on_response_complete(self) -> None:
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        seconds = self._open_connections.limits.write_seconds
+        self._read_by = self.loop.time() + seconds + self.transport.get_write_buffer_size() / _SLOWEST_READER
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._read_by = None
+        self.last_active = self.loop.time()
+        super().resume_writing()
+
+    @property
+    def waits_for_client(self) -> bool:
+        """Whether the client has to send or to read something before anything else can happen."""
+        return self._is_between_requests or self.cycle.more_body or self._read_by is not None
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the client has taken longer than it may."""
+        now = self.loop.time()
+        if self._read_by is not None:
+            return now > self._read_by
+        return self._is_between_requests and now > self._idle_since + self._open_connections.limits.header_seconds
+
+    def drop(self) -> None:
+        """Close the connection now, also if the client has not read all of a response."""
+        self._is_cut_off |= self._read_by is not None
+        self.transport.abort()
+
+    @property
+    def _is_between_requests(self) -> bool:
+        """Whether no header was read yet, or the last request was answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    async def _deliver(self) -> bool:
+        """Wait until the client has taken all that was written, and return whether it has."""
+        await self.flow.drain()
+        return not (self._is_cut_off or self.cycle.disconnected)
+
+
+def _refuse_connection() -> bytes:
+    """Return the response to a connection of an address that has too many."""
+    error = error_of("too many connections from this address", kind="rate_limit_error", code="rate_limit_exceeded")
+    body = json.dumps(error).encode()
+    head = (
+        "HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+_TOO_MANY_CONNECTIONS = _refuse_connection()
