@@ -49,7 +49,7 @@ class Guard:
             wrong = error_of("the request has both Content-Length and Transfer-Encoding")
             refusal = JSONResponse(wrong, 400, {"Connection": "close"})
         elif self._hosts is not None and without_port(headers.get("host", "")) not in self._hosts:
-            unknown = error_of("this server is not known by that name; --allowed-host adds one")
+            unknown = error_of("this server is not known by that name; whoever runs it can allow it")
             refusal = JSONResponse(unknown, 421)
         elif scope["path"] not in self._open and not self._has_key(headers):
             wrong = error_of("the API key is missing or wrong", code="invalid_api_key")
