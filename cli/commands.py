@@ -103,17 +103,17 @@ def doctor(data: str | None, **given: Any) -> None:
 @click.command(cls=Command, epilog=exit_codes(0, 3, 8, 10, 11))
 @click.argument("a", type=options.PATH)
 @click.argument("b", type=options.PATH, required=False)
-@click.option("--allow-bound", is_flag=True, help="Exit with 0, not 10, if the two are within the bound.")
+@click.option("--strict", is_flag=True, help="Exit with 10, not 0, if the two are within the bound but not equal.")
 @options.trust_remote_code
 @options.data
-def verify(a: Path, b: Path | None, allow_bound: bool, trust_remote_code: bool, data: str | None) -> None:
+def verify(a: Path, b: Path | None, strict: bool, trust_remote_code: bool, data: str | None) -> None:
     """Check if two models are the same, or how far apart.
 
     With A alone, its files are compared with the sha256 in its manifest, and the perplexities of a quantized model,
     measured again, with those in the manifest.
     """
-    if allow_bound and b is None:
-        raise RequestError("--allow-bound goes with two models")
+    if strict and b is None:
+        raise RequestError("--strict goes with two models")
     require_models(a, b)
     outputs = Outputs(data)
 
@@ -124,7 +124,7 @@ def verify(a: Path, b: Path | None, allow_bound: bool, trust_remote_code: bool, 
         given: Any = {"trust_remote_code": trust_remote_code, "progress": progress}
         report = job(a, **given) if b is None else job(a, b, **given)
     report_result(outputs, report)
-    if isinstance(report, VerifyReport) and not (allow_bound and report.ok):
+    if isinstance(report, VerifyReport) and (strict or not report.ok):
         sys.exit(report.verdict.value)
 
 

@@ -52,7 +52,7 @@ EXIT_CODES: dict[int, str] = {
     errors.NonFiniteError.exit_code: "weights or logits are NaN or Inf",
     errors.QualityError.exit_code: "the result is too far from its source",
     errors.GroupError.exit_code: "processes of one job differ, or one is lost",
-    10: "verify: within the bound of the scheme",
+    10: "verify --strict: within the bound of the scheme, not equal",
     11: "verify: different",
     BROKEN: "doctor: the model would break",
     130: "Ctrl-C",

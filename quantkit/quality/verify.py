@@ -27,6 +27,7 @@ from quantkit.model.layerwise import Batch
 from quantkit.progress import Progress, deduplicated, in_phase
 from quantkit.quality.bounds import BOUNDS, Bound, coarser, coarsest, exceeds, measured_windows, with_inputs
 from quantkit.quality.changed_tensors import Change, recorded_changes, tensor_hash
+from quantkit.quality.compared_settings import find_setting_differences
 from quantkit.quality.figures import Estimate, manifest_or_empty, module_records
 from quantkit.quality.manifest_check import (
     FolderReport,
@@ -60,7 +61,8 @@ class _NotGiven(Enum):
 
 
 class Verdict(Enum):
-    """The result of `verify`; the value is the command's exit code."""
+    """The result of `verify`; the value is the exit code of `quantkit verify --strict`. Without `--strict`, `SAME` and
+    `WITHIN_BOUND` are both success."""
 
     SAME = 0
     WITHIN_BOUND = 10
@@ -111,6 +113,7 @@ class VerifyReport:
     Attributes:
         verdict: same, within the scheme's bound, different; or beyond the bound of a certificate for long contexts.
         problems: differences no bound allows: of configs, end tokens, names, shapes, tokenizers.
+        settings: differences of sampling settings and of the tokenizer's flags, which no bound allows either.
         formats: of the two, with the schemes of their quantized tensors.
         tensors: how many were compared; none, and no logits, where the configs differ.
         on_codes: how many of them are quantized in both, and were compared as exact numbers.
@@ -138,6 +141,7 @@ class VerifyReport:
     kv_cache: tuple[Path, Path] | None = None
     run_by: str | None = None
     not_run: str | None = None
+    settings: list[str] = field(default_factory=list)
 
     __bool__ = neither_true_nor_false
 
@@ -145,6 +149,13 @@ class VerifyReport:
     def same(self) -> bool:
         """Whether the two are the same model: all tensors and all logits are equal, and no certificate was failed."""
         return self.verdict is Verdict.SAME
+
+    @property
+    def only_settings_differ(self) -> bool:
+        """Whether the two are different by their settings alone: `settings` lists them."""
+        within = all(difference.within for difference in self.differing)
+        within = within and all(probe.within for probe in self.probes.values())
+        return bool(self.settings) and not self.problems and within
 
     @property
     def ok(self) -> bool:
@@ -155,6 +166,7 @@ class VerifyReport:
         """Everything found; the verdict in lower case."""
         return {
             "verdict": self.verdict.name.lower(), "same": self.same, "ok": self.ok, "problems": self.problems,
+            "settings": self.settings, "only_settings_differ": self.only_settings_differ,
             "not_certified": self.not_certified, "formats": list(self.formats), "tensors": self.tensors,
             "on_codes": self.on_codes, "differing": [{**asdict(one), "within": one.within} for one in self.differing],
             "probes": {name: asdict(probe) for name, probe in self.probes.items()}, "bound": asdict(self.bound),
@@ -164,7 +176,7 @@ class VerifyReport:
 
     def lines(self) -> list[str]:
         """The report as text."""
-        out = [f"problem: {problem}" for problem in [*self.problems, *self.not_certified]]
+        out = [f"problem: {problem}" for problem in [*self.problems, *self.settings, *self.not_certified]]
         equal = f"{self.tensors - len(self.differing)} of {self.tensors} bit-equal"
         if self.on_codes:
             equal = f"{equal.removesuffix('bit-equal')}equal, {self.on_codes} of them compared on their codes"
@@ -188,7 +200,10 @@ class VerifyReport:
             differ = any(probe.divergence.largest_logit_difference for probe in self.probes.values())
             logits = "logits" if self.run_by is None else f"logits, run by {self.run_by}"
             out += [f"{logits}: KL in nats a token, {bounds}", *of_probes] if differ else [f"{logits}: equal"]
-        return [*out, f"verdict: {_VERDICTS[self.verdict]}"]
+        verdict = _VERDICTS[self.verdict]
+        if self.only_settings_differ:
+            verdict += " in settings only: tokens, tensors and logits are the same model's"
+        return [*out, f"verdict: {verdict}"]
 
 
 @overload
@@ -207,7 +222,8 @@ def verify(
 ) -> VerifyReport | FolderReport:  # fmt: skip
     """Report whether two models are the same, or how much they differ; or whether one model is as quantkit made it.
 
-    Two models: configs, end tokens, tokenizers, names, shapes, dequantized tensors and logits are compared.
+    Two models: configs, end tokens, tokenizers, sampling settings, names, shapes, dequantized tensors and logits are
+    compared.
     Tensors that are quantized in both are compared on their codes, scales and zero points, as exact numbers, whatever
     the formats. Logits are computed in float32, one block in memory at a time: on the texts of the gate, on random
     tokens, and on positions spread up to the end of the context, where a lost rope scaling would show. If one model is
@@ -308,7 +324,9 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
             not_run = why_not_run(error)
     elif comparable:
         probes = _probed(reference, other, bound, progress)
-    if problems or not (all(one.within for one in differing) and all(one.within for one in probes.values())):
+    settings = find_setting_differences(reference, other)
+    beyond = [result for result in (*differing, *probes.values()) if not result.within]
+    if problems or settings or beyond:
         verdict = Verdict.DIFFERENT
     elif not_certified:
         verdict = Verdict.BEYOND_CERTIFICATE
@@ -318,7 +336,7 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
         verdict = Verdict.SAME
     return VerifyReport(
         verdict, problems, formats, len(names), on_codes, differing, probes, bound, not runnable and not probes,
-        not_certified, kv_cache, reference.config.run_by if probes else None, not_run,
+        not_certified, kv_cache, reference.config.run_by if probes else None, not_run, settings,
     )  # fmt: skip
 
 

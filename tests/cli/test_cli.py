@@ -387,7 +387,7 @@ def test_there_is_a_progress_bar_where_stderr_is_a_terminal(demo_model: Path, tm
 # Verify
 
 
-def test_verify_exits_0_10_or_11(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_verify_exits_0_or_11_and_with_strict_10(demo_model: Path, tmp_path: Path, capfd: Capture) -> None:
     run(capfd, "convert", demo_model, tmp_path / "hf")
     run(capfd, "quantize", demo_model, tmp_path / "int8", "--scheme", "int8")
     broken = oracle.copy(demo_model, tmp_path / "broken")
@@ -396,7 +396,9 @@ def test_verify_exits_0_10_or_11(demo_model: Path, tmp_path: Path, capfd: Captur
         shard["layers.2.attention.wo.weight"].neg_()
         torch.save(shard, path)
     codes = [run(capfd, "verify", demo_model, tmp_path / name) for name in ("hf", "int8", "broken")]
-    assert [code for code, _, _ in codes] == [0, 10, 11]
+    assert [code for code, _, _ in codes] == [0, 0, 11]
+    strict = [run(capfd, "verify", "--strict", demo_model, tmp_path / name)[0] for name in ("hf", "int8", "broken")]
+    assert strict == [0, 10, 11]
     assert [out.splitlines()[-1] for _, out, _ in codes] == [
         "verdict: the same model",
         "verdict: within the bound of the scheme",

@@ -172,7 +172,7 @@ def test_what_has_no_place_for_them_says_that_they_are_dropped(
     assert report.to_json()["kv_cache"] == {"has": str(folders["int4"]), "lacks": str(made.path)}
     assert f"KV cache: {folders['int4']} has scales" in "\n".join(report.lines())
     assert report.ok
-    code, out, _ = run(capfd, "verify", made.path, folders["int4"])
+    code, out, _ = run(capfd, "verify", "--strict", made.path, folders["int4"])
     assert f"{made.path} has none" in out
     assert code == report.verdict.value
 

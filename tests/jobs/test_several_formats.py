@@ -243,7 +243,7 @@ def test_another_set_of_formats_is_another_result(source: Path, tmp_path: Path, 
         code, out, err = run(capfd, *command)
         assert code in (3, 12)
         assert re.search("gptq, .*mlx", out + err)
-    assert run(capfd, "verify", dst / "gptq", source, "--allow-bound")[0] == 0
+    assert run(capfd, "verify", dst / "gptq", source)[0] == 0
 
 
 def test_a_result_that_is_too_far_from_its_source_is_named(

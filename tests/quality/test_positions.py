@@ -229,7 +229,7 @@ def test_a_certificate_stops_what_is_broken_far_on(
     beyond = "BEYOND ITS BOUND, and accepted: the result is too far from its source at positions 256-599"
     assert beyond in out
     assert beyond in run(capfd, "inspect", dst)[1]
-    code, out, _ = run(capfd, "verify", demo_model, dst, "--allow-bound")
+    code, out, _ = run(capfd, "verify", demo_model, dst)
     assert code == 8
     assert "did not pass its certificate for long contexts" in out
     assert out.splitlines()[-1] == "verdict: BEYOND THE BOUND of a certificate for long contexts"

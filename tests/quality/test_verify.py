@@ -183,16 +183,62 @@ def test_models_of_two_configs_are_not_compared_tensor_by_tensor(source: Path, t
     assert "bit-equal" not in out
 
 
-def test_a_script_may_allow_the_bound(source: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_script_may_require_equality(source: Path, tmp_path: Path, capfd: Capture) -> None:
     quantkit.convert(source, tmp_path / "rounded", dtype="bf16")
     broken = _changed(source, tmp_path / "broken", "model.norm.weight", 1.0)
     pairs = {10: tmp_path / "rounded", 0: source, 11: broken}
     for code, other in pairs.items():
-        assert run(capfd, "verify", source, other)[0] == code
-        assert run(capfd, "verify", source, other, "--allow-bound")[0] == {10: 0}.get(code, code)
-    code, _, err = run(capfd, "verify", source, "--allow-bound")
+        assert run(capfd, "verify", source, other, "--strict")[0] == code
+        assert run(capfd, "verify", source, other)[0] == {10: 0}.get(code, code)
+    code, _, err = run(capfd, "verify", source, "--strict")
     assert code == 2
-    assert "--allow-bound goes with two models" in err
+    assert "--strict" in err
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("generation_config.json", {"do_sample": True, "temperature": 0.7}),
+        ("generation_config.json", {"repetition_penalty": 1.2}),
+        ("generation_config.json", {"max_new_tokens": 5}),
+        ("tokenizer_config.json", {"add_bos_token": False}),
+        ("tokenizer_config.json", {"add_eos_token": True}),
+        ("tokenizer_config.json", {"clean_up_tokenization_spaces": True}),
+    ],
+)
+def test_settings_alone_make_two_models_differ(
+    file: str, changes: dict[str, object], demo_model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    quantkit.convert(demo_model, tmp_path / "a")
+    other = oracle.copy(tmp_path / "a", tmp_path / "b")
+    oracle.edit_json(other / file, **changes)
+    report = verify(tmp_path / "a", other)
+    assert report.verdict is Verdict.DIFFERENT
+    assert (report.problems, report.only_settings_differ, len(report.settings)) == ([], True, 1)
+    assert list(changes)[-1] in report.settings[0]
+    assert run(capfd, "verify", tmp_path / "a", other)[0] == 11
+
+
+def test_settings_that_change_nothing_are_no_difference(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "a")
+    other = oracle.copy(tmp_path / "a", tmp_path / "b")
+    oracle.edit_json(other / "generation_config.json", do_sample=False, temperature=0.7, top_k=50, max_length=None)
+    oracle.edit_json(other / "tokenizer_config.json", add_bos_token=True, add_eos_token=False)
+    report = verify(tmp_path / "a", other)
+    assert (report.verdict, report.settings) == (Verdict.SAME, [])
+
+
+def test_sampling_of_a_gguf_file_is_compared_with_its_source(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "a")
+    oracle.edit_json(
+        tmp_path / "a" / "generation_config.json", do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=0.0
+    )
+    oracle.edit_json(tmp_path / "a" / "tokenizer_config.json", clean_up_tokenization_spaces=True)
+    quantkit.convert(tmp_path / "a", tmp_path / "a.gguf")
+    assert verify(tmp_path / "a", tmp_path / "a.gguf").verdict is Verdict.SAME
+    oracle.edit_json(tmp_path / "a" / "generation_config.json", top_k=21)
+    report = verify(tmp_path / "a", tmp_path / "a.gguf")
+    assert (report.verdict, report.only_settings_differ) == (Verdict.DIFFERENT, True)
 
 
 def test_a_folder_taken_for_the_path_of_json_is_reported(source: Path, capfd: Capture) -> None:
