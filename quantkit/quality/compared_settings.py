@@ -16,16 +16,40 @@ from quantkit.text.tokenizer import ids_around_text
 
 # Values with which an option changes no probability, so that a file may state them or not.
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-# `do_sample` decides whether the options above apply. Tokens are compared as parts of the model. The last two say who
-# wrote the file.
-_COMPARED_ELSEWHERE = {
-    "do_sample",
-    *_NEUTRAL,
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "transformers_version",
-    "_from_model_config",
+# The other keys of generation_config.json that change what transformers generates, with its own defaults. Keys that
+# only change how it computes, such as `use_cache`, are not compared, and neither are those of helper models.
+_OTHER_DEFAULTS: dict[str, object] = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "diversity_penalty": 0.0,
+    "early_stopping": False,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": None,
+    "length_penalty": 1.0,
+    "max_length": 20,
+    "max_new_tokens": None,
+    "max_time": None,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "penalty_alpha": None,
+    "remove_invalid_values": False,
+    "renormalize_logits": None,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "token_healing": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "watermarking_config": None,
 }
 _CLEAN_UP = "clean_up_tokenization_spaces"
 
@@ -34,7 +58,7 @@ def find_setting_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     """Describe where the sampling settings and the tokenizer's flags of two models differ.
 
     Compared are the sampling options that generation_config.json or GGUF's metadata request and, if both models are
-    folders with files of their own, the other keys of generation_config.json, and ``add_bos_token``, ``add_eos_token``
+    folders with such files, the other keys of generation_config.json that change what is generated, and ``add_bos_token``, ``add_eos_token``
     and ``clean_up_tokenization_spaces`` of tokenizer_config.json. GGUF states the first two by its vocabulary, which is
     compared with the tokenizers, and cannot state the third. A Meta folder states none of them.
 
@@ -74,7 +98,8 @@ def _read_sampling(folder: Path) -> dict[str, object]:
 def _read_other_keys(folder: Path) -> dict[str, object]:
     path = folder / GENERATION
     values = read_settings(path) if path.is_file() else {}
-    return {key: value for key, value in values.items() if value is not None and key not in _COMPARED_ELSEWHERE}
+    stated = {key: value for key, value in values.items() if key in _OTHER_DEFAULTS and value is not None}
+    return {key: value for key, value in stated.items() if value != _OTHER_DEFAULTS[key]}
 
 
 def _read_flags(checkpoint: Checkpoint) -> dict[str, object]:

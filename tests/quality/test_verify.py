@@ -10,6 +10,7 @@ import pytest
 import torch
 from command import Capture, run
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 import quantkit
 from quantkit.errors import CheckpointError, RequestError
@@ -226,6 +227,15 @@ def test_settings_that_change_nothing_are_no_difference(demo_model: Path, tmp_pa
     oracle.edit_json(other / "tokenizer_config.json", add_bos_token=True, add_eos_token=False)
     report = verify(tmp_path / "a", other)
     assert (report.verdict, report.settings) == (Verdict.SAME, [])
+
+
+def test_defaults_of_transformers_are_no_difference(demo_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(demo_model, tmp_path / "a")
+    other = oracle.copy(tmp_path / "a", tmp_path / "b")
+    defaults = GenerationConfig._get_default_generation_params()
+    changed = {name: value for name, value in defaults.items() if name != "do_sample"}
+    oracle.edit_json(other / "generation_config.json", **changed)
+    assert verify(tmp_path / "a", other).settings == []
 
 
 def test_sampling_of_a_gguf_file_is_compared_with_its_source(demo_model: Path, tmp_path: Path) -> None:
