@@ -90,6 +90,10 @@ def serve(path: Path, log: Path | None, **given: Any) -> None:
 
         def began(address: str) -> None:
             mention(f"serving {found.name} at {address}/v1; Ctrl-C ends it", err=on_stdout)
-            mention(f"chat with it in a browser: {address}/", err=on_stdout)
+            if found.no_chat is None:
+                mention(f"chat with it in a browser: {address}/", err=on_stdout)
+            else:
+                template = "--template NAME adds one"
+                mention(f"it has no chat template: only {address}/v1/completions answers; {template}", err=on_stdout)
 
         job(found, requested, began, log=None if lines is None else lines.write)

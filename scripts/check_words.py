@@ -59,7 +59,15 @@ EXCEPTIONS = {
     "model_card": "the field's word for the README of a model",
     "ModelCard": "a class of huggingface_hub",
     "cards?": dict.fromkeys(
-        ("quantkit/jobs/", "tests/jobs/test_card", "tests/jobs/test_push", "docs/formats.md", "docs/push.md"),
+        (
+            "quantkit/jobs/",
+            "quantkit/formats/authorship",
+            "tests/jobs/test_authorship",
+            "tests/jobs/test_card",
+            "tests/jobs/test_push",
+            "docs/formats.md",
+            "docs/push.md",
+        ),
         "model cards",
     ),
     "alike": {"scripts/gpu_gptq.py": "a quotation"},

@@ -19,7 +19,7 @@ ROOMS = (
     ("data", "architectures", "tensors"),
     ("files", "solver"),
     ("text",),
-    ("formats.checkpoint", "formats.codecs", "formats.kv_cache"),
+    ("formats.authorship", "formats.checkpoint", "formats.codecs", "formats.kv_cache"),
     ("formats.container", "formats.folder", "formats.kv_scales"),
     ("formats.containers", "formats.output"),
     ("formats",),

@@ -156,6 +156,7 @@ class Output:
         method: of its quantized modules; None is the container's own.
         templates: chat templates, by name.
         name: of the model, for people.
+        authorship: who made the model and under which licence, by keys of a model card; see `read_authorship`.
         dst: the folder, or the file, to create.
         kv_cache: the scheme and scales of a quantized KV cache to write; None for none.
         mix: of llama.cpp's types, if one was requested by its name.
@@ -171,6 +172,7 @@ class Output:
     method: QuantMethod | None = None
     templates: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
+    authorship: Mapping[str, Any] = field(default_factory=dict)
     dst: Path = Path()
     kv_cache: KvCache | None = None
     mix: Mix | None = None

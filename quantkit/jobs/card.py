@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from quantkit.architectures.disk import unread_experts
 from quantkit.architectures.names import CANONICAL, EMBEDDING
 from quantkit.bit_allocation.allocation import PICTURE, picture
 from quantkit.calibration.data import Calibration
 from quantkit.calibration.documents import TextSource
 from quantkit.calibration.effort import EFFORTS, SAMPLES, SEED
-from quantkit.formats.checkpoint import active_parameter_count, parameter_count
+from quantkit.files.hub import PREFIX, origin
+from quantkit.formats.authorship import CARD, read_authorship, read_front_matter
+from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, parameter_count
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, read_here_alone
 from quantkit.formats.lora.adapter import adapter_words, requested_adapters
@@ -45,12 +45,12 @@ from quantkit.via_transformers.linears import auto_class
 if TYPE_CHECKING:
     from jinja2 import Template
 
-NAME = "README.md"
 _TEMPLATE = "model_card.md.jinja"
 _RECIPE = "recipe.json"
 _CAUSAL = "AutoModelForCausalLM"
 _TASKS = {_CAUSAL: "text-generation", "AutoModelForImageTextToText": "image-text-to-text"}  # as hubs call them
-_CARRIED = ("license", "license_name", "license_link", "language", "datasets")
+# What is said of the result itself is said anew.
+_NOT_CARRIED = ("base_model", "base_model_relation", "tags")
 
 
 def model_card_files(
@@ -63,24 +63,46 @@ def model_card_files(
         return {}
     source, chosen, allocation = prepared.source, prepared.scheme_map, prepared.allocation
     base = prepared.options.base_model or base_model(source)
-    name = model_name(source, base)
+    name, source_name = model_name(source, prepared.options.base_model), _source_name(source)
     title, short = " and ".join(chosen.counts()), next(iter(chosen.counts()))
     if allocation is not None:
         title, short = f"{allocation.bits:.4g} bits per weight", f"{allocation.bits:.4g}bit"
-    folder = f"{name}-{short}"
-    command, recipe = _quantize_command(name, folder, prepared, drawn)
+    folder = f"{name}-{short}".replace(" ", "-")
+    command, recipe = _quantize_command(source_name or name, folder, prepared, drawn)
     readers = _readers(prepared, method)
     text = _template().render(
-        metadata=_metadata(prepared, method, base, readers), name=name, title=title, base=base, folder=folder,
-        known=known_name(source, base) is not None, version=__version__, config=source.config,
-        settings=prepared.settings, drawn=drawn, allocation=allocation, embedding=chosen.embedding,
-        size=size_text(weight_bytes), picture=PICTURE, bits_per_weight=bits_per_weight, significant=significant,
-        small_floats=_SMALL_FLOATS, activations=prepared.activations, kv_cache=prepared.options.kv_cache,
-        adapters=_adapters(prepared.options), command=command, recipe=recipe, gate=gate, certificate=certificate,
-        **readers, **_layers(prepared), **_calibration(prepared, drawn), **_quality(prepared, gate),
+        metadata=_metadata(prepared, method, base, readers),
+        name=name,
+        title=title,
+        base=base,
+        folder=folder,
+        known=known_name(source, prepared.options.base_model) is not None,
+        source_name=source_name,
+        version=__version__,
+        config=source.config,
+        settings=prepared.settings,
+        drawn=drawn,
+        allocation=allocation,
+        embedding=chosen.embedding,
+        size=size_text(weight_bytes),
+        picture=PICTURE,
+        bits_per_weight=bits_per_weight,
+        significant=significant,
+        small_floats=_SMALL_FLOATS,
+        activations=prepared.activations,
+        kv_cache=prepared.options.kv_cache,
+        adapters=_adapters(prepared.options),
+        command=command,
+        recipe=recipe,
+        gate=gate,
+        certificate=certificate,
+        **readers,
+        **_layers(prepared),
+        **_calibration(prepared, drawn),
+        **_quality(prepared, gate),
         **_positions(certificate),
-    )  # fmt: skip
-    files = {NAME: text.encode()}
+    )
+    files = {CARD: text.encode()}
     if allocation is not None:
         files[PICTURE] = picture(allocation).encode()
     return files
@@ -109,28 +131,27 @@ def _metadata(prepared: Prepared, method: QuantMethod, base: str | None, readers
     """What hubs read, in YAML."""
     from huggingface_hub import ModelCardData
 
-    source, license = prepared.source, prepared.options.license
-    before = _front_matter(source.path / NAME)
-    carried = {key: before[key] for key in _CARRIED if key in before}
-    if license is not None and license != carried.get("license"):
-        carried = {"license": license} | {key: carried[key] for key in carried if not key.startswith("license")}
+    source, stated = prepared.source, prepared.authorship
+    carried = {key: value for key, value in stated.items() if key not in _NOT_CARRIED}
+    relation = "quantized"
+    if base is None:  # the model has no name on a hub, but perhaps the one that it was trained from
+        base, relation = stated.get("base_model"), stated.get("base_model_relation")
+    measured_task = _TASKS[str(readers["auto_class"])] if source.config.measurable else None
     facts: dict[str, Any] = {
-        **carried, "base_model": base, "base_model_relation": "quantized" if base else None,
+        **carried,
+        "base_model": base,
+        "base_model_relation": relation if base else None,
         "library_name": "transformers" if readers["in_transformers"] else None,
-        "pipeline_tag": _TASKS[str(readers["auto_class"])] if source.config.measurable else before.get("pipeline_tag"),
+        "pipeline_tag": measured_task or read_front_matter(source.path / CARD).get("pipeline_tag"),
         "tags": ["quantkit", method.name, *prepared.scheme_map.counts()],
-    }  # fmt: skip
+    }
     return ModelCardData(**facts).to_yaml(original_order=list(facts))
 
 
-def _front_matter(path: Path) -> dict[str, Any]:
-    """The YAML head of a card; empty if there is none."""
-    from huggingface_hub.repocard import metadata_load
-
-    try:
-        return metadata_load(path) or {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # ValueError: no dictionary, or an invalid date
-        return {}
+def _source_name(source: Checkpoint) -> str | None:
+    """Return how the source was named, without the folders that it is in; None if that is no plain name."""
+    hub = origin(source.path)
+    return file_name(source.path) if hub is None else f"{PREFIX}{hub['name']}"
 
 
 def _layers(prepared: Prepared) -> dict[str, object]:
@@ -248,7 +269,7 @@ def _quantize_command(src: str, dst: str, prepared: Prepared, drawn: Calibration
     values["template"] = options.template and Path(options.template).name
     values["lora"] = _adapters(options)
     values["certify_text"] = options.certify_text and (file_name(options.certify_text) or "TEXT")
-    license = _front_matter(prepared.source.path / NAME).get("license")
+    license = read_authorship(prepared.source.path).get("license")
     for name, default in ("base_model", base_model(prepared.source)), ("license", license):
         values[name] = None if values[name] == default else values[name]
     words = ["quantkit", "quantize", src, dst, *command_words(values)]

@@ -15,6 +15,7 @@ from quantkit.architectures.names import EMBEDDING
 from quantkit.architectures.topology import linear_columns
 from quantkit.arguments import as_path
 from quantkit.errors import NotRepresentableError, RequestError, UnsupportedError
+from quantkit.formats.authorship import CARD, read_authorship
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, schemes, stored_name
 from quantkit.formats.codecs.mlx import Mlx
 from quantkit.formats.container import Output, StoredCheckpoint
@@ -27,6 +28,7 @@ from quantkit.formats.registry import CONTAINERS, GGUF, Target
 from quantkit.jobs import carried_codes
 from quantkit.jobs.adapters import recorded_adapters, with_adapters
 from quantkit.jobs.carried_codes import Changes, widened
+from quantkit.jobs.conversion_card import conversion_card
 from quantkit.jobs.convert_options import ConvertOptions
 from quantkit.jobs.labels import model_name
 from quantkit.jobs.output import Work
@@ -83,9 +85,11 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
         able = " or ".join(name for name, one in CONTAINERS.items() if one.model_parallel)
         raise RequestError(f'`mp` goes with `to="{able}"`', found=f"`mp={options.mp}`")
     require_new_names(source.path, dst)
-    tokenizer, notes = check_side_files(source, template=options.template)
-    notes += note_left_behind(source, container, dst, has_card=False)
     _require_convertible(source, target, options)
+    tokenizer, notes = check_side_files(source, template=options.template)
+    authorship = read_authorship(source.path)
+    has_card = bool(authorship) and container is not GGUF
+    notes += note_left_behind(source, container, dst, has_card=has_card)
     config = source.config if cast is None else source.config.with_dtype(cast)
     changes, scale_dtype = Changes(), None
     if target.codes is not None and not dequantize:
@@ -106,11 +110,23 @@ def plan_conversion(options: ConvertOptions, *, headers_only: bool = False) -> C
     )  # fmt: skip
     source.kv_cache = kv_cache  # what is dropped has no part in checks either
     output = Output(
-        source, config, specs, shard_bytes(options.split_max_size, container), tokenizer, options.mp,
-        target.method, carried_templates(source, tokenizer, options.template), model_name(source), dst, kv_cache,
-    )  # fmt: skip
+        source=source,
+        config=config,
+        planned=specs,
+        shard_bytes=shard_bytes(options.split_max_size, container),
+        tokenizer=tokenizer,
+        model_parallel=options.mp,
+        method=target.method,
+        templates=carried_templates(source, tokenizer, options.template),
+        name=model_name(source),
+        authorship=authorship,
+        dst=dst,
+        kv_cache=kv_cache,
+    )
     with suggest_requantize(options):
         side_files, encoder = container.side_files(output), container.encoder(output)
+    if has_card:
+        side_files[CARD] = conversion_card(output)
     notes += [*kv_notes, *container.notes(output)]
     recorded = options.recorded(target.name, cast=cast, tensors_only=not source.config.runnable)
     recorded |= recorded_adapters(source)
@@ -180,12 +196,17 @@ def _require_convertible(source: StoredCheckpoint, target: Target, options: Conv
         name, stored_as = next(iter(integers.items()))
         linear = name.removesuffix(".weight") in linear_columns(source.config)
         why = "its codes are not carried over" if linear else "only linears have codes in this format"
+        ways = ["`dequantize=True` writes floats"]
+        ways.append(f"`requantize=True` {'rounds it anew' if linear else 'writes this one as floats'}")
+        if source.format == GGUF.name:
+            ways.insert(0, f'`to="{GGUF.name}"` keeps every code')
         raise UnsupportedError(
-            f"tensor '{name}' cannot be held exactly as {target.name}: {why}", path=source.path, found=stored_as,
+            f"tensor '{name}' cannot be held exactly as {target.name}: {why}",
+            path=source.path,
+            found=stored_as,
             expected=f"codes that {target.name} has" if linear else "floats",
-            hint="`dequantize=True` writes floats, `requantize=True` "
-            + ("rounds it anew" if linear else "writes this one as floats"),
-        )  # fmt: skip
+            hint=", ".join(ways),
+        )
 
 
 def _code_notes(

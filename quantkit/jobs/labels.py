@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quantkit.files.gguf_types import GGUF
 from quantkit.files.hub import origin
+from quantkit.formats.authorship import read_model_name
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.jobs.quantize_options import HUB_NAME
 from quantkit.json_values import read_json
@@ -32,12 +33,12 @@ def model_name(source: Checkpoint, base: str | None = None) -> str:
 
 
 def known_name(source: Checkpoint, base: str | None = None) -> str | None:
-    """The name of a model on a hub, without the owner, or in its config.
+    """The name of a model in its model card or GGUF's metadata, on a hub, without the owner, or in its config.
 
     Args:
-        base: its name on a hub; None is the result of `base_model`.
+        base: its name on a hub, if it was requested.
     """
-    found = base or base_model(source) or config_name(source.path)
+    found = base or read_model_name(source.path) or base_model(source) or config_name(source.path)
     return None if found is None else found.rpartition("/")[2]
 
 

@@ -22,6 +22,7 @@ from quantkit.calibration.effort import every_group
 from quantkit.calibration.quantizers import TensorBlock
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import RequestError, UnsupportedError
+from quantkit.formats.authorship import read_authorship
 from quantkit.formats.checkpoint import Checkpoint, read_as_floats, require_calibratable, schemes
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.container import Encoder, Output, StoredCheckpoint, stored_format
@@ -164,10 +165,21 @@ class Prepared:
             self.source, self.source.config, [spec for block in self.blocks for spec in block.tensors],
             shard_bytes(options.split_max_size, target.container), self.tokenizer, method=target.method,
             templates=carried_templates(self.source, self.tokenizer, options.template),
-            name=model_name(self.source, options.base_model), dst=self.dst,
+            name=model_name(self.source, options.base_model), authorship=self.authorship, dst=self.dst,
             kv_cache=None if options.kv_cache is None else calibrated(self.source.config, self.dst),
             mix=mix_named(options.scheme),
         )  # fmt: skip
+
+    @cached_property
+    def authorship(self) -> dict[str, Any]:
+        """Who made the model and under which licence: what the source states, and options where they say otherwise."""
+        stated = read_authorship(self.source.path)
+        license, base = self.options.license, self.options.base_model
+        if license is not None and license != stated.get("license"):
+            stated = {"license": license} | {key: stated[key] for key in stated if not key.startswith("license")}
+        if base is not None and base != stated.get("base_model"):
+            stated = {**stated, "base_model": base, "base_model_relation": "quantized"}
+        return stated
 
     @cached_property
     def encoder(self) -> Encoder:

@@ -25,8 +25,8 @@ from quantkit.files.hub_upload import (
 )
 from quantkit.files.local_files import LocalFile, hashed, in_memory
 from quantkit.files.source import SourceFile
+from quantkit.formats.authorship import CARD as README
 from quantkit.formats.output.destination import manifest_path
-from quantkit.jobs.push_card import NAME as README
 from quantkit.jobs.push_card import Card, model_card
 from quantkit.jobs.push_files import manifests, model_files, require_sound
 from quantkit.jobs.push_result import PushedFile, PushResult, State, some_names

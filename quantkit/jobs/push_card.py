@@ -17,14 +17,13 @@ from quantkit.errors import RequestError
 from quantkit.files.gguf_types import GGUF
 from quantkit.files.hub import quietly
 from quantkit.files.hub_failures import short
+from quantkit.formats.authorship import CARD, LICENSE_DETAILS, read_authorship
 from quantkit.jobs.labels import recorded_base
 from quantkit.json_values import read_json
 from quantkit.quality.figures import manifest_or_empty
 
-NAME = "README.md"
 _FLOATS = (".safetensors", ".bin")
 _BEGUN, _ENDED = re.compile(r"\s*---[ \t]*[\r\n]"), re.compile(r"[\r\n]---[ \t]*([\r\n]|$)")
-_OF_LICENSE = ("license_name", "license_link")
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,20 @@ def model_card(
     Raises:
         RequestError: if README.md is not UTF-8, or its metadata is not what a hub reads.
     """
-    readme, made = files.get(NAME), manifest_or_empty(model)
-    if readme is None and any(name.startswith(f"{NAME}/") for name in files):
-        raise RequestError("is a folder, and the place of the model card", path=model / NAME, hint="rename it")
+    readme, made = files.get(CARD), manifest_or_empty(model)
+    if readme is None and any(name.startswith(f"{CARD}/") for name in files):
+        raise RequestError("is a folder, and the place of the model card", path=model / CARD, hint="rename it")
     original = b"" if readme is None else readme.read_bytes()
-    card = _read(original, readme or model / NAME)
+    card = _read(original, readme or model / CARD)
     before = card.data.to_dict()
     recorded, relation = (recorded_base(model), _relation(made, files)) if made else (None, None)
-    new: dict[str, Any] = {} if readme is not None else _described(model, files, made)
+    new: dict[str, Any] = {}
+    if readme is None:
+        stated = _gguf_authorship(model, files)
+        if recorded is not None:
+            stated.pop("base_model", None)  # of the source, of which this is a conversion
+        new = stated | _described(model, files, made, stated.get("tags", []))
+        before = stated
     base = base_model or before.get("base_model") or recorded
     if base and base != before.get("base_model"):
         new |= {"base_model": base} | ({"base_model_relation": relation} if relation else {})
@@ -74,15 +79,22 @@ def model_card(
         new["base_model_relation"] = relation
     if license is not None and license != before.get("license"):
         new["license"] = license
-        for key in _OF_LICENSE:  # of the other licence
+        for key in LICENSE_DETAILS:  # of the other licence
             card.data.pop(key, None)
+            new.pop(key, None)
     for key, value in new.items():
         card.data[key] = value
     if readme is None:
         card.text = _body(name, made, base)
-    stated = card.data.to_dict()
+    sent = card.data.to_dict()
     content = original if readme is not None and not new else _text(card, original).encode()
-    return Card(content, list(new), readme is None, stated.get("license"), bool(made) and not base)
+    return Card(content, list(new), readme is None, sent.get("license"), bool(made) and not base)
+
+
+def _gguf_authorship(model: Path, files: Mapping[str, Path]) -> dict[str, Any]:
+    """What the metadata of GGUF files states; several files of a folder are one model in several types."""
+    paths = [path for name, path in sorted(files.items()) if name.endswith(GGUF)]
+    return read_authorship(paths[0] if paths else model)
 
 
 def _read(content: bytes, path: Path) -> Any:
@@ -111,8 +123,9 @@ def _text(card: Any, original: bytes) -> str:
     return f"---{end}{card.data.to_yaml(line_break=end, original_order=order)}{end}---{end}{card.text}"
 
 
-def _described(model: Path, files: Mapping[str, Path], made: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of a new model card but for base model and licence, without what is not known."""
+def _described(model: Path, files: Mapping[str, Path], made: Mapping[str, Any], tags: list[str]) -> dict[str, Any]:
+    """The metadata of a new model card but for base model and licence, without what is not known; `tags` are the
+    model's own."""
     floats = any(name.endswith(_FLOATS) and "/" not in name for name in files)
     config = read_json(model / "config.json") if "config.json" in files else {}
     classes = config.get("architectures")
@@ -120,7 +133,7 @@ def _described(model: Path, files: Mapping[str, Path], made: Mapping[str, Any]) 
     facts = {
         "library_name": "transformers" if floats and classes and made.get("job") != "quantize" else None,
         "pipeline_tag": "text-generation" if causal or (made and _has_gguf(files)) else None,
-        "tags": [*(["quantkit"] if made else []), *(["gguf"] if _has_gguf(files) else [])],
+        "tags": list(dict.fromkeys([*tags, *(["quantkit"] if made else []), *(["gguf"] if _has_gguf(files) else [])])),
     }
     return {key: value for key, value in facts.items() if value}
 

@@ -58,9 +58,10 @@ def find_setting_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     """Describe where the sampling settings and the tokenizer's flags of two models differ.
 
     Compared are the sampling options that generation_config.json or GGUF's metadata request and, if both models are
-    folders with such files, the other keys of generation_config.json that change what is generated, and ``add_bos_token``, ``add_eos_token``
-    and ``clean_up_tokenization_spaces`` of tokenizer_config.json. GGUF states the first two by its vocabulary, which is
-    compared with the tokenizers, and cannot state the third. A Meta folder states none of them.
+    folders with such files, the other keys of generation_config.json that change what is generated, and
+    ``add_bos_token``, ``add_eos_token`` and ``clean_up_tokenization_spaces`` of tokenizer_config.json. GGUF states the
+    first two by its vocabulary, which is compared with the tokenizers, and cannot state the third. A Meta folder states
+    none of them.
 
     Raises:
         CheckpointError: if a file is damaged.

@@ -54,6 +54,7 @@ class Served:
         grammars: what the model's answers may have to follow.
         context, vocabulary: tokens of a sequence, and those that the model knows.
         about: what its folder states about it; see `quantkit.serve.about`.
+        no_chat: the error for messages if the model has no chat template; None if it has one.
         body_bytes, body_seconds: what a request's body may have, and take.
     """
 
@@ -66,6 +67,7 @@ class Served:
     context: int
     vocabulary: int
     about: Mapping[str, Any]
+    no_chat: RequestError | None
     body_bytes: int
     body_seconds: float
 
@@ -155,6 +157,8 @@ class _Paths:
         require_flags(stream=stream)
         usage = _usage_requested(options, stream)
         self._require_model(body)
+        if request.url.path == CHAT and self._served.no_chat is not None:
+            raise self._served.no_chat
         number = secrets.token_hex(12)
         reader = self._served.chats if request.url.path == CHAT else self._served.texts
         loop = asyncio.get_running_loop()

@@ -29,6 +29,9 @@ from quantkit.serve import CONNECTIONS, KEPT, PORT, SLOTS, TIME_LIMIT, WAITING, 
 from quantkit.serve.about import about
 from quantkit.serve.worker import Worker
 from quantkit.tensors.dtypes import FloatName
+from quantkit.text.chat import chat_format
+from quantkit.text.chat_template import META_FORMATS, ChatTemplates
+from quantkit.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import uvicorn
@@ -159,11 +162,41 @@ def served(path: Path, options: ServeOptions, *, progress: Progress = silent) ->
         seconds=options.time_limit,
     )  # fmt: skip
     vocabulary = model.config.vocab_size
+    no_chat = _find_chat_problem(path, tokenizer, options)
+    facts = {**about(path, options.weights), "chat": no_chat is None}
     name = path.resolve().name if options.name is None else options.name
     return Served(
-        name, worker, tokenizer, chats, texts, grammars, engine.length, vocabulary, about(path, options.weights),
-        _BODY_BYTES, _BODY_SECONDS,
-    )  # fmt: skip
+        name=name,
+        worker=worker,
+        tokenizer=tokenizer,
+        chats=chats,
+        texts=texts,
+        grammars=grammars,
+        context=engine.length,
+        vocabulary=vocabulary,
+        about=facts,
+        no_chat=no_chat,
+        body_bytes=_BODY_BYTES,
+        body_seconds=_BODY_SECONDS,
+    )
+
+
+def _find_chat_problem(path: Path, tokenizer: Tokenizer, options: ServeOptions) -> RequestError | None:
+    """Return the error for messages to a model without a chat template; None if it has one.
+
+    Raises:
+        RequestError, CheckpointError: if the requested template cannot be used: no request could be answered with it.
+    """
+    if options.template is not None:
+        chat_format(path, tokenizer, options.template)
+        return None
+    if ChatTemplates(path):
+        return None
+    return RequestError(
+        "the model has no chat template",
+        expected="a prompt, at /v1/completions",
+        hint=f"for messages, start the server with --template {', '.join(META_FORMATS)} or a file *.jinja",
+    )
 
 
 def serve(

@@ -46,7 +46,7 @@ def tokenizer_metadata(
         CheckpointError: if there is no tokenizer, it is damaged, or has more tokens than there are rows.
         UnsupportedError: for a tokenizer that llama.cpp does not have, or would use differently.
     """
-    folder = text_folder(folder)
+    model, folder = folder, text_folder(folder)
     tokenizer = load_tokenizer(folder)
     found = folder_vocabulary(folder)
     vocabulary = _filled(found.vocabulary, rows, folder)
@@ -94,7 +94,7 @@ def tokenizer_metadata(
         if default < len(vocabulary.tokens) and default not in ends:
             spelled = vocabulary.tokens[default]
             notes.append(f"llama.cpp ends a generation at token {default}, {spelled!r}, because the model names no EOS")
-    return metadata, [f"{folder}: {note}" for note in notes]
+    return metadata, [f"{model}: {note}" for note in notes]
 
 
 def export_json(path: Path, scratch: Path, *, alone: bool = True) -> dict[str, bytes] | None:

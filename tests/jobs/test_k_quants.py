@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from vocabularies import train
 
 import quantkit
 from quantkit.errors import RequestError, UnsupportedError
+from quantkit.files.gguf_types import FILE_TYPES
 from quantkit.formats.checkpoint import schemes
 from quantkit.formats.containers.gguf import Gguf
 from quantkit.formats.detect import open_checkpoint, with_codes
+from quantkit.jobs import conversion
 from quantkit.jobs.gguf_mix import MixRules
 from quantkit.quality.transcoded import equal_as_numbers
 from quantkit.quality.verify import Verdict, verify
@@ -266,3 +269,34 @@ def test_a_file_is_split_with_its_codes(wide: Path, tmp_path: Path) -> None:
     assert isinstance(value, QuantTensor)
     assert value.outer is not None
     assert not equal_as_numbers(value, dataclasses.replace(value, outer=value.outer * 2))
+
+
+@pytest.fixture(scope="module")
+def mixed(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained model as Q4_K_M, with the types that llama.cpp takes for its narrow rows."""
+    return quantkit.quantize(demo_model, tmp_path_factory.mktemp("mixed") / "a.gguf", "q4_k_m", method="rtn").path
+
+
+def test_inspect_names_a_file_as_llama_cpp_does(solved: Path, mixed: Path, tmp_path: Path) -> None:
+    assert quantkit.inspect(solved).format == "gguf (Q4_K_M)"
+    assert "Q4_K" not in types(mixed).values()
+    assert quantkit.inspect(mixed).format == "gguf (Q4_K_M)"
+    names = {int(kind): kind.name.partition("_")[2] for kind in gguf.LlamaFileType if kind.name != "GUESSED"}
+    assert names == FILE_TYPES
+
+
+def test_the_ways_to_convert_a_file_are_named_from_its_headers_and_work(
+    mixed: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "check_side_files", lambda *_, **__: pytest.fail("the tokenizer is read"))
+        code, _, err = run(capfd, "convert", mixed, tmp_path / "out")
+    assert code == 4
+    hint = err[err.rindex(";") :]
+    ways = re.findall(r"--(?:to \w+|\w+)", hint)
+    assert ways == ["--to gguf", "--dequantize", "--requantize"]
+    for index, way in enumerate(ways):
+        code, _, err = run(capfd, "convert", mixed, tmp_path / f"{index}", *way.split())
+        assert code == 0, err
+    assert verify(mixed, tmp_path / "0").same
+    assert not schemes(open_checkpoint(tmp_path / "1"))

@@ -9,7 +9,10 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from openai import OpenAI
+import pytest
+from command import Capture, run
+from openai import BadRequestError, OpenAI
+from served import started
 
 import quantkit
 from quantkit.serve.about import about
@@ -56,7 +59,7 @@ def test_the_page_needs_no_key_and_the_api_does(keyed: tuple[str, str]) -> None:
 def test_the_model_says_what_its_folder_states(client: OpenAI, model: Path) -> None:
     found = client.models.retrieve("demo").model_extra
     assert found is not None
-    assert found["quantkit"] == about(model)
+    assert found["quantkit"] == {**about(model), "chat": True}
     inspected, made = quantkit.inspect(model), json.loads((model / "quantkit.json").read_text())
     stated, texts = found["quantkit"], made["quality"]["texts"]
     assert (stated["scheme"], stated["weight_bytes"]) == ("int4-g32", inspected.weight_bytes)
@@ -65,6 +68,23 @@ def test_the_model_says_what_its_folder_states(client: OpenAI, model: Path) -> N
     assert certificate["passed"] is True
     assert [one["kl"] for one in certificate["texts"]] == [one["kl"] for one in texts]
     assert min(one["kl"] for one in texts) <= certificate["kl"] <= max(one["kl"] for one in texts)
+
+
+def test_a_model_without_a_chat_template_offers_no_chat(model: Path) -> None:
+    with started(model, "--context", "128") as (process, address):
+        assert process.stdout is not None
+        assert f"{address}/\n" not in process.stdout.readline()
+        with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            served_model = client.models.list().data[0]
+            assert (served_model.model_extra or {})["quantkit"]["chat"] is False
+            with pytest.raises(BadRequestError, match="--template"):
+                client.chat.completions.create(model=served_model.id, messages=[{"role": "user", "content": "Hi"}])
+            assert client.completions.create(model=served_model.id, prompt="The", max_tokens=2).choices[0].text
+
+
+def test_a_template_that_cannot_be_used_ends_the_server_at_once(model: Path, capfd: Capture) -> None:
+    code, _, _ = run(capfd, "serve", model, "--port", "0", "--template", "no-such-template")
+    assert code == 2
 
 
 def test_a_folder_that_states_less_can_be_served(model: Path, demo_model: Path, tmp_path: Path) -> None:

@@ -150,13 +150,18 @@ def test_a_bos_that_only_the_config_has_is_for_llama_cpp_alone(folders: dict[str
     assert load_tokenizer(_folder(metadata, tmp_path / "theirs")).bos_id == 263
 
 
-def test_gemmas_marks_of_turns(folders: dict[str, Path]) -> None:
+def test_gemmas_marks_of_turns(folders: dict[str, Path], tmp_path: Path) -> None:
     metadata = _metadata(folders["gemma-json"])
     start, end = (metadata["tokenizer.ggml.tokens"].index(turn) for turn in TURNS)
     assert [metadata["tokenizer.ggml.token_type"][number] for number in (start, end)] == [3, 3]
     assert metadata["tokenizer.ggml.add_space_prefix"] is False
-    _, notes = tokenizer_metadata(folders["gemma"], 420)
+    metadata, notes = tokenizer_metadata(folders["gemma"], 420)
     assert "<end_of_turn>" in notes[0]
+    file = tmp_path / "model.gguf"
+    file.write_bytes(build_header({"general.architecture": "gemma", **metadata}, []))
+    _, notes = tokenizer_metadata(file, 420)
+    assert [note.partition(":")[0] for note in notes] == [str(file)] * len(notes)  # not the temporary folder
+    assert notes
 
 
 def test_runs_of_spaces_are_found_before_pairs(folders: dict[str, Path]) -> None:

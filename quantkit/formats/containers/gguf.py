@@ -22,10 +22,11 @@ from quantkit.architectures.gguf_config import MODEL_TYPE, config_of, metadata_o
 from quantkit.architectures.gguf_rope import rope_tensors
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.files.gguf_types import GgmlType, GgufTensor
+from quantkit.files.gguf_types import FILE_TYPES, GgmlType, GgufTensor
 from quantkit.files.located import gguf_file, read_parts
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import TensorFile, View, contiguous_strides, same_tensor
+from quantkit.formats.authorship import gguf_authorship
 from quantkit.formats.checkpoint import Checkpoint, require_tensors
 from quantkit.formats.codecs.codec import QuantMethod, Weight
 from quantkit.formats.codecs.ggml import (
@@ -103,7 +104,8 @@ class Gguf(Container):
             raise UnsupportedError(problem, path=output.source.path, hint=hint)
         texts, _ = _text_metadata(output)
         name = stated_name(output.name, config.architecture, texts[TOKENS])
-        metadata = metadata_of(config) | {"general.type": "model", "general.name": name} | texts
+        metadata = metadata_of(config) | {"general.type": "model", "general.name": name}
+        metadata |= gguf_authorship(output.source.path, output.authorship) | texts
         if ends := dict.fromkeys([*config.eos_token_ids, *texts.get(ENDS, [])]):
             metadata[ENDS] = list(ends)
         if output.mix is not None:  # the fallback of short rows may be the type of most numbers
@@ -209,11 +211,23 @@ class GgufCheckpoint:
 
     @property
     def layout(self) -> str:
+        name = self._file_type_name() or self._most_common_type()
+        parts = f", {len(self._headers)} files" if len(self._headers) > 1 else ""
+        return f"{self.format} ({name}{parts})"
+
+    def _file_type_name(self) -> str | None:
+        """Return llama.cpp's name of the file, such as Q4_K_M; None if the file states none that its tensors allow."""
+        stated = self._headers[0].metadata.get("general.file_type")
+        name = FILE_TYPES.get(stated) if isinstance(stated, int) else None
+        claims_floats = name in {kind.value for kind in FLOATS}
+        has_only_floats = all(tensor.type in FLOATS for tensor in self._stored.values())
+        return name if claims_floats == has_only_floats else None
+
+    def _most_common_type(self) -> str:
         kinds = Counter(dict.fromkeys(GgmlType, 0))
         for tensor in self._stored.values():
             kinds[tensor.type] += tensor.nbytes
-        parts = f", {len(self._headers)} files" if len(self._headers) > 1 else ""
-        return f"{self.format} ({kinds.most_common(1)[0][0]}{parts})"
+        return kinds.most_common(1)[0][0].value
 
     def names(self) -> list[str]:
         return list(self._order)

@@ -31,7 +31,11 @@ async function showModel() {
   const about = model.quantkit ?? {};
   document.title = `${model.id} – quantkit`;
   at("name").textContent = model.id;
-  at("intro").textContent = "Runs on this server. Nothing is sent elsewhere.";
+  const canChat = about.chat !== false;
+  at("intro").textContent = canChat
+    ? "Runs on this server. Nothing is sent elsewhere."
+    : "This model has no chat template: it continues prompts at /v1/completions. To chat, start the server with --template.";
+  at("composer").hidden = at("settings-open").hidden = !canChat;
   at("facts").textContent = factsLine(model);
   const found = tiles(model).map(([name, value, remark]) =>
     made("div", "", made("dt", "", name), made("dd", "", value, made("small", "", remark))));

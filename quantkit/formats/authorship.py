@@ -1,0 +1,229 @@
+"""Who made a model, and under which licence: the metadata of a model card, and GGUF's ``general.*`` keys.
+
+Both say the same, so a conversion carries one over as the other. The keys of a card are those that hubs know, or else
+those that llama.cpp's converter reads (``Metadata.apply_metadata_heuristic`` of the gguf package).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.files.located import gguf_file, read_parts
+
+CARD = "README.md"
+LICENSE_DETAILS = ("license_name", "license_link")
+"""Keys of a card that belong to the licence that it states."""
+
+_LICENSE = ("license", *LICENSE_DETAILS)
+_NAME = "general.name"
+# Keys of a card for each key of GGUF. All are read, and the first of them that is stated counts; the first is written.
+_TEXTS: dict[str, tuple[str, ...]] = {
+    "general.license": ("license",),
+    "general.license.name": ("license_name",),
+    "general.license.link": ("license_link",),
+    _NAME: ("model_name", "name"),
+    "general.author": ("model_creator", "model_author", "author"),
+    "general.version": ("model_version", "version"),
+    "general.organization": ("model_organization", "organization"),
+    "general.description": ("model_description", "description"),
+    "general.finetune": ("model_finetune", "finetune"),
+    "general.basename": ("model_basename", "basename"),
+    "general.size_label": ("model_size_label", "size_label"),
+    "general.source.url": ("model_url", "url"),
+    "general.source.doi": ("model_doi", "doi"),
+    "general.source.repo_url": ("model_repo_url", "repo_url"),
+}
+_LISTS = {"general.languages": "language", "general.tags": "tags"}
+# Each model or data set has several keys, such as `general.base_model.0.name`.
+_SOURCES = {"general.base_model": "base_model", "general.dataset": "datasets"}
+_RELATION = "base_model_relation"
+CARRIED_KEYS = (
+    *_LICENSE,
+    "base_model",
+    _RELATION,
+    *(keys[0] for keys in _TEXTS.values() if keys[0] not in _LICENSE),
+    *_LISTS.values(),
+    "datasets",
+)
+"""The keys of a card that are carried over, in the order in which they are written."""
+
+_OWN_TAG = "quantkit"
+_HUB = "https://huggingface.co/"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_HUB_PAGE = re.compile(r"https?://huggingface\.co/(?:datasets/)?([\w.-]+/[\w.-]+)/?", re.ASCII)
+# Names stand in titles and commands of model cards, so those with other characters are not used.
+_PLAIN_NAME = re.compile(r"\w[\w .,+&'()/:-]{0,199}")
+_MAX_SOURCES = 64
+# Keys of GGUF that belong to one file: its architecture, layout and types, who quantized it, and its identity. The name
+# and sampling settings are written elsewhere.
+_OF_ONE_FILE = {
+    "general.architecture",
+    "general.type",
+    "general.alignment",
+    "general.file_type",
+    "general.quantization_version",
+    "general.quantized_by",
+    "general.uuid",
+    _NAME,
+}
+_SAMPLING = "general.sampling."
+
+
+def read_front_matter(path: Path) -> dict[str, Any]:
+    """Read the YAML head of a card; empty if there is no card, or none that can be read."""
+    import yaml
+    from huggingface_hub.repocard import metadata_load
+
+    try:
+        return metadata_load(path) or {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # ValueError: no dictionary, or an invalid date
+        return {}
+
+
+def read_authorship(path: Path) -> dict[str, Any]:
+    """Read who made a model and under which licence.
+
+    Args:
+        path: a folder, whose card is read, or a GGUF file; for a folder without a card, the GGUF file in it.
+
+    Returns:
+        Values by keys of a card, of `CARRIED_KEYS`.
+    """
+    if (path / CARD).is_file():
+        return _carried_part(read_front_matter(path / CARD))
+    return _card_of_gguf(_read_general(path))
+
+
+def read_model_name(path: Path) -> str | None:
+    """Return the name that a model's card or GGUF's metadata states; None if there is none, or not a plain one."""
+    name = read_authorship(path).get("model_name", "")
+    return name if _PLAIN_NAME.fullmatch(name) else None
+
+
+def gguf_authorship(source: Path, card: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``general.*`` keys of a GGUF file that is made from a model, without its name.
+
+    Args:
+        source: the model. From another GGUF file, all keys are carried that do not belong to that file alone.
+        card: what the output states, by keys of a card.
+    """
+    before = {} if (source / CARD).is_file() else _read_general(source)
+    card_before = _card_of_gguf(before)
+    changed = {key for key in {*card_before, *card} if card_before.get(key) != card.get(key)}
+    carried = {key: value for key, value in before.items() if _is_carried(key, value) and _card_key(key) not in changed}
+    return carried | _gguf_of_card({key: card[key] for key in sorted(changed) if key in card})
+
+
+def _is_carried(key: str, value: object) -> bool:
+    """Whether a key is true of another file too. Those of unknown types, which nobody has defined, are left out."""
+    is_text = isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+    is_count = type(value) is int and key.endswith(".count")
+    return (is_text or is_count) and key not in _OF_ONE_FILE and not key.startswith(_SAMPLING)
+
+
+def _carried_part(front_matter: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a card that are carried, in a fixed order and without values of unexpected types."""
+    card: dict[str, Any] = {}
+    for names in _TEXTS.values():
+        stated = [front_matter[name] for name in names if isinstance(front_matter.get(name), str)]
+        if stated:
+            card[names[0]] = stated[0]
+    for key in ("license", "base_model", *_LISTS.values(), "datasets"):
+        value = front_matter.get(key)
+        if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            card[key] = value
+    if isinstance(front_matter.get(_RELATION), str):
+        card[_RELATION] = front_matter[_RELATION]
+    if _OWN_TAG in card.get("tags", ()):
+        del card["tags"]  # they name the format and the schemes of a folder that quantkit wrote
+    return {key: card[key] for key in CARRIED_KEYS if card.get(key)}
+
+
+def _card_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a card's keys for GGUF's. Base models and data sets without an address on the hub have none, since hubs
+    refuse a card that names other things."""
+    card: dict[str, Any] = {}
+    for key, names in _TEXTS.items():
+        card[names[0]] = metadata.get(key)
+    for key, name in _LISTS.items():
+        card[name] = metadata.get(key)
+    for prefix, name in _SOURCES.items():
+        pages = [str(metadata.get(f"{prefix}.{index}.repo_url")) for index in range(_count(metadata, prefix))]
+        matches = [_HUB_PAGE.fullmatch(page) for page in pages]
+        names_on_hub = [match[1] for match in matches if match is not None]
+        card[name] = names_on_hub[0] if name == "base_model" and len(names_on_hub) == 1 else names_on_hub
+    return _carried_part(card)
+
+
+def _gguf_of_card(card: Mapping[str, Any]) -> dict[str, Any]:
+    """Return GGUF's keys for a card's, as llama.cpp's converter writes them."""
+    metadata: dict[str, Any] = {}
+    for key, names in _TEXTS.items():
+        if key != _NAME and names[0] in card:
+            metadata[key] = ",".join(_as_list(card[names[0]]))
+    for key, name in _LISTS.items():
+        if name in card:
+            metadata[key] = _as_list(card[name])
+    for prefix, name in _SOURCES.items():
+        sources = _as_list(card.get(name, []))[:_MAX_SOURCES]
+        if sources:
+            metadata[f"{prefix}.count"] = len(sources)
+        for index, source in enumerate(sources):
+            metadata |= {f"{prefix}.{index}.{key}": value for key, value in _source_keys(source).items()}
+    return metadata
+
+
+def _source_keys(source: str) -> dict[str, str]:
+    """Return GGUF's keys about a base model or data set that a card names."""
+    page = _HUB_PAGE.fullmatch(source)
+    if page is None and _HUB_NAME.fullmatch(source) is None:
+        return {"repo_url": source} if "://" in source else {"name": _title(source)}
+    owner, name = (source if page is None else page[1]).split("/")
+    repo_url = f"{_HUB}{owner}/{name}" if page is None else source
+    return {"name": _title(name), "organization": _title(owner), "repo_url": repo_url}
+
+
+def _title(name: str) -> str:
+    """Spell a name on a hub as a title, as the gguf package does (``Metadata.id_to_title``)."""
+    words = []
+    for word in name.strip().replace("-", " ").split():
+        is_version = re.match(r"^(v\d+(?:\.\d+)*|\d.*)$", word)
+        words.append(word.title() if word.islower() and not is_version else word)
+    return " ".join(words)
+
+
+def _as_list(value: str | Iterable[str]) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _count(metadata: Mapping[str, Any], prefix: str) -> int:
+    count = metadata.get(f"{prefix}.count", 0)
+    return min(count, _MAX_SOURCES) if type(count) is int else 0
+
+
+def _card_key(key: str) -> str | None:
+    """Return the key of a card that says the same as a key of GGUF; None if there is none."""
+    if key in _TEXTS:
+        return _TEXTS[key][0]
+    if key in _LISTS:
+        return _LISTS[key]
+    return next((name for prefix, name in _SOURCES.items() if key.startswith(f"{prefix}.")), None)
+
+
+def _read_general(path: Path) -> dict[str, Any]:
+    """Return the ``general.*`` keys of a GGUF file; empty for any other model."""
+    file = gguf_file(path)
+    if file is None:
+        return {}
+    state = file.stat()
+    return _cached_general(file.resolve(), state.st_size, state.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_general(file: Path, size: int, modified: int) -> dict[str, Any]:
+    """Read the keys once, since a header with a large vocabulary takes a second."""
+    return {key: value for key, value in read_parts(file)[0].metadata.items() if key.startswith("general.")}

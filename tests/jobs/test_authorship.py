@@ -1,0 +1,181 @@
+"""Who made a model and under which licence, through conversions; judged by the gguf package and by hubs' keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import oracle
+import pytest
+import yaml
+from gguf.metadata import Metadata
+
+import quantkit
+from quantkit.files.gguf_io import build_header, read_header
+from quantkit.jobs.push_card import model_card
+
+FRONT_MATTER = """---
+license: other
+license_name: a-licence
+license_link: https://example.org/licence
+base_model: some-owner/base-1b
+model_name: Talker 2
+model_creator: A. N. Author
+language: [en, de]
+datasets: [owner/texts]
+tags: [chat]
+---
+# Talker
+"""
+GENERAL = {
+    "general.license": "other",
+    "general.license.name": "a-licence",
+    "general.license.link": "https://example.org/licence",
+    "general.author": "A. N. Author",
+    "general.languages": ["en", "de"],
+    "general.tags": ["chat"],
+    "general.base_model.count": 1,
+    "general.base_model.0.name": "Base 1b",
+    "general.base_model.0.organization": "Some Owner",
+    "general.base_model.0.repo_url": "https://huggingface.co/some-owner/base-1b",
+    "general.dataset.count": 1,
+    "general.dataset.0.name": "Texts",
+    "general.dataset.0.organization": "Owner",
+    "general.dataset.0.repo_url": "https://huggingface.co/owner/texts",
+}
+OF_ONE_FILE = {"general.architecture", "general.type", "general.file_type", "general.quantization_version"}
+
+
+@pytest.fixture(scope="module")
+def folder(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("authorship") / "talker"
+    quantkit.convert(demo_model, path, source_check=False)
+    (path / "README.md").write_text(FRONT_MATTER)
+    return path
+
+
+@pytest.fixture(scope="module")
+def file(folder: Path) -> Path:
+    return quantkit.convert(folder, folder.with_name("talker.gguf"), source_check=False).path
+
+
+def _general(path: Path) -> dict[str, Any]:
+    """The keys about the model in a GGUF file, as the gguf package reads them."""
+    fields = gguf.GGUFReader(path).fields
+    general = {key: field.contents() for key, field in fields.items() if key.startswith("general.")}
+    return {key: value for key, value in general.items() if key not in OF_ONE_FILE}
+
+
+def _front_matter(path: Path) -> dict[str, Any]:
+    metadata: dict[str, Any] = yaml.safe_load((path / "README.md").read_text().split("---\n")[1])
+    return metadata
+
+
+def _with_metadata(source: Path, target: Path, changes: Mapping[str, Any]) -> Path:
+    """Copy a GGUF file with other metadata."""
+    header = read_header(source)
+    tensors = list(header.tensors.values())
+    data = source.read_bytes()[min(tensor.offset for tensor in tensors) :]
+    metadata = {key: value for key, value in {**header.metadata, **changes}.items() if value is not None}
+    target.write_bytes(build_header(metadata, tensors) + data)
+    return target
+
+
+def test_a_model_card_becomes_the_metadata_that_llama_cpp_writes(folder: Path, file: Path) -> None:
+    general = _general(file)
+    assert general == {"general.name": "Talker 2", **GENERAL}
+    expected = Metadata.load(model_path=folder)
+    assert (general["general.name"], general["general.author"]) == (expected.name, expected.author)
+    assert (general["general.license"], general["general.license.name"]) == (expected.license, expected.license_name)
+    assert (general["general.tags"], general["general.languages"]) == (expected.tags, expected.languages)
+    assert expected.base_models is not None
+    assert expected.datasets is not None
+    for key, source in (("base_model", expected.base_models[0]), ("dataset", expected.datasets[0])):
+        assert {name: general[f"general.{key}.0.{name}"] for name in source} == source
+
+
+def test_gguf_metadata_becomes_a_model_card_that_others_read(file: Path, tmp_path: Path) -> None:
+    quantkit.convert(file, tmp_path / "back", source_check=False)
+    metadata, expected = _front_matter(tmp_path / "back"), yaml.safe_load(FRONT_MATTER.split("---\n")[1])
+    assert metadata == expected
+    read = Metadata.load(model_path=tmp_path / "back")
+    assert (read.name, read.author) == ("Talker 2", "A. N. Author")
+    assert (read.license, read.license_name) == ("other", "a-licence")
+    assert read.base_models is not None
+    assert read.base_models[0]["repo_url"] == "https://huggingface.co/some-owner/base-1b"
+    quantkit.convert(tmp_path / "back", tmp_path / "again.gguf", source_check=False)
+    assert _general(tmp_path / "again.gguf") == _general(file)
+
+
+def test_a_folder_keeps_its_metadata_in_another_format(folder: Path, tmp_path: Path) -> None:
+    for target in ("hf", "meta"):
+        quantkit.convert(folder, tmp_path / target, to=target, dtype="fp32", source_check=False)
+        assert _front_matter(tmp_path / target) == _front_matter(folder)
+
+
+def test_other_keys_of_a_gguf_file_go_to_another_one(file: Path, tmp_path: Path) -> None:
+    stated = {"general.doi": "10.1/x", "general.base_model.0.author": "B", "general.base_model.0.repo_url": None}
+    of_the_file = {"general.uuid": "1-2-3", "general.quantized_by": "somebody"}
+    source = _with_metadata(file, tmp_path / "a.gguf", {**stated, **of_the_file})
+    quantkit.convert(source, tmp_path / "b.gguf", source_check=False)
+    expected = {key: value for key, value in _general(source).items() if key not in of_the_file}
+    assert _general(tmp_path / "b.gguf") == expected
+    assert expected["general.base_model.0.author"] == "B"
+
+
+def test_metadata_of_wrong_types_is_left_out(file: Path, tmp_path: Path) -> None:
+    wrong = {"general.license": 5, "general.tags": "chat", "general.base_model.count": "many", "general.name": 7}
+    source = _with_metadata(file, tmp_path / "a.gguf", wrong)
+    quantkit.convert(source, tmp_path / "out", source_check=False)
+    metadata = _front_matter(tmp_path / "out")
+    assert metadata.keys().isdisjoint({"license", "base_model", "model_name"})
+    assert metadata["license_name"] == "a-licence"
+
+
+def test_the_card_of_a_quantized_model_states_them(file: Path, tmp_path: Path) -> None:
+    quantkit.convert(file, tmp_path / "folder", source_check=False)
+    quantkit.quantize(tmp_path / "folder", tmp_path / "int8", "int8")
+    metadata = _front_matter(tmp_path / "int8")
+    assert (metadata["license"], metadata["license_name"]) == ("other", "a-licence")
+    assert (metadata["model_name"], metadata["model_creator"]) == ("Talker 2", "A. N. Author")
+    assert metadata["base_model"] == "some-owner/base-1b"
+    assert "base_model_relation" not in metadata  # it was not quantized from that, but trained
+    assert metadata["tags"] == ["quantkit", "compressed-tensors", "int8"]
+    body = (tmp_path / "int8" / "README.md").read_text()
+    assert "\n# Talker 2, int8\n" in body
+    assert "\nquantkit quantize folder Talker-2-int8 " in body
+
+
+def test_a_requested_licence_replaces_all_of_the_other(folder: Path, file: Path, tmp_path: Path) -> None:
+    for source in (folder, file):
+        target = tmp_path / f"{source.name}.int8.gguf"
+        quantkit.quantize(source, target, "q8_0", method="rtn", license="mit", base_model="me/talker")
+        general = _general(target)
+        assert general["general.license"] == "mit"
+        assert not {"general.license.name", "general.license.link"} & general.keys()
+        assert general["general.base_model.0.repo_url"] == "https://huggingface.co/me/talker"
+        assert general["general.author"] == "A. N. Author"
+
+
+def test_push_states_what_a_gguf_file_states(file: Path, tmp_path: Path) -> None:
+    source = _with_metadata(file, tmp_path / "talker.gguf", {})
+    files = {source.name: source}
+    card = model_card(source, files, "me/talker", None, None)
+    metadata = yaml.safe_load(card.content.decode().split("---\n")[1])
+    assert (metadata["license"], metadata["license_name"]) == ("other", "a-licence")
+    assert (metadata["base_model"], metadata["model_name"]) == ("some-owner/base-1b", "Talker 2")
+    assert metadata["tags"] == ["chat", "gguf"]
+    assert (card.license, card.is_new) == ("other", True)
+    other = model_card(source, files, "me/talker", "me/base", "mit")
+    metadata = yaml.safe_load(other.content.decode().split("---\n")[1])
+    assert (metadata["license"], metadata["base_model"]) == ("mit", "me/base")
+    assert "license_name" not in metadata
+
+
+def test_a_name_that_is_no_plain_one_is_not_used(folder: Path, tmp_path: Path) -> None:
+    source = oracle.copy(folder, tmp_path / "talker")
+    (source / "README.md").write_text("---\nmodel_name: '`rm` [x](y) | <b>'\nlicense: mit\n---\n")
+    quantkit.convert(source, tmp_path / "a.gguf", source_check=False)
+    assert _general(tmp_path / "a.gguf") == {"general.name": "talker", "general.license": "mit"}
