@@ -6,17 +6,28 @@ import codecs
 import difflib
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.calibration.conversations import TEMPLATE_SECONDS, ModelChat, rendered
+from quantkit.calibration.conversations import (
+    TEMPLATE_SECONDS,
+    ModelChat,
+    looks_serialized,
+    read_messages,
+    read_tools,
+    rendered,
+)
 from quantkit.errors import CheckpointError, RequestError
+from quantkit.json_values import shown
 from quantkit.text.chat import TemplateChat
 from quantkit.text.template_process import Budget
 
 COLUMNS = ("text", "messages", "conversations")
 """Columns or keys that have the documents, unless one is named."""
+TOOLS = "tools"
+"""The column or key with the tools that a conversation may call."""
+_MESSAGE_COLUMNS = ("messages", "conversations")
 _SEPARATOR = b"\n\n"
 
 
@@ -62,6 +73,13 @@ class Collector:
         self._parts: list[bytes] = []
         self._refused: list[str] = []
         self._notes: list[str] = []
+        self._knows_tools = False  # whether conversations with tools have been tried
+
+    def columns(self, columns: Mapping[str, bool]) -> list[str]:
+        """Return the columns of a table to read: that with the documents, see `column`, and the tools of
+        conversations."""
+        name = self.column(columns)
+        return [name, TOOLS] if TOOLS in columns and name != TOOLS else [name]
 
     def column(self, columns: Mapping[str, bool], place: str = "the table") -> str:
         """The column that has the documents. Raises `RequestError` if there is none.
@@ -98,13 +116,22 @@ class Collector:
         """
         size = 0
         for place, row in rows:
-            value = row
+            name, value, tools = None, row, None
             if isinstance(row, Mapping):
-                value = row[self.column({name: isinstance(one, str) for name, one in row.items()}, place)]
-            document = "" if value is None else value
-            is_chat = False
-            if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
-                document, is_chat = self._rendered(value, place), True
+                name = self.column({key: isinstance(cell, str) for key, cell in row.items()}, place)
+                value, tools = row[name], row.get(TOOLS)
+            messages = read_messages(value)
+            if messages is None and name in _MESSAGE_COLUMNS and isinstance(value, str) and looks_serialized(value):
+                raise RequestError(
+                    f"'{name}' of {place} is a string that is not the JSON of messages",
+                    path=self._path,
+                    found=shown(value),
+                    expected='[{"role": "user", "content": "..."}]',
+                )
+            is_chat = messages is not None
+            document: object = "" if value is None else value
+            if messages is not None:
+                document = self._rendered(messages, tools, place)
             if document is None:
                 continue
             if not isinstance(document, str):
@@ -134,7 +161,7 @@ class Collector:
         digest = sha256 or hashlib.sha256(text.encode()).hexdigest()
         return DocumentText(text, digest, source, tuple(self._documents), bool(self._specials), tuple(notes))
 
-    def _rendered(self, messages: list[Mapping[str, object]], place: str) -> str | None:
+    def _rendered(self, messages: Sequence[Mapping[str, object]], tools: object, place: str) -> str | None:
         """The text of a conversation; None if it cannot be rendered."""
         if self._specials is None:
             self._chat, notes = self._chat_of() if self._chat_of else (None, [])
@@ -143,7 +170,12 @@ class Collector:
                 notes = notes or [f"{self._path}: the model has no chat template; conversations are used as plain text"]
             self._notes += notes
         try:
-            text = rendered(messages, self._chat, self._budget)
+            schemas = read_tools(tools)
+            text = rendered(messages, self._chat, self._budget, schemas)
+            if schemas is not None and not self._knows_tools:
+                self._knows_tools = True
+                if rendered(messages, self._chat, self._budget) == text:
+                    self._notes.append(f"{self._path}: the model's chat template prints no tools: they are left out")
         except (RequestError, CheckpointError) as error:
             if self._budget.spent:  # what is rendered in time depends on the machine
                 problem = f"the chat template takes more than {TEMPLATE_SECONDS:g} seconds for the conversations"

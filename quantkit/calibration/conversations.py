@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from quantkit.errors import CheckpointError, RequestError
+from quantkit.json_values import shown
 from quantkit.text.chat import TemplateChat, message_text, template_chat
 from quantkit.text.chat_template import ChatTemplates, Message
 from quantkit.text.template_process import Budget
@@ -15,6 +20,7 @@ ModelChat = Callable[[], tuple[TemplateChat | None, list[str]]]
 """Returns a model's chat format, None if it has none that can be used, and notes."""
 
 TEMPLATE_SECONDS = 60.0  # of a chat template for all conversations
+_TOOLS = '[{"type": "function", "function": {"name": "...", "parameters": {...}}}]'
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
@@ -29,8 +35,19 @@ def model_chat(path: Path, tokenizer: Tokenizer) -> tuple[TemplateChat | None, l
         return None, [f"{problem}; conversations are used as plain text"]
 
 
-def rendered(messages: Sequence[Message], chat: TemplateChat | None, budget: Budget) -> str:
-    """The text of a conversation, without the system message if the template has no system role.
+def rendered(
+    messages: Sequence[Message],
+    chat: TemplateChat | None,
+    budget: Budget,
+    tools: Sequence[Mapping[str, object]] | None = None,
+) -> str:
+    """Render a conversation, without the system message if the template has no system role.
+
+    Args:
+        messages: in the form of OpenAI or of ShareGPT.
+        chat: None for a base model, which gets plain text.
+        budget: the time that is left for all conversations.
+        tools: that the model may call, as JSON schemas; a base model gets none.
 
     Raises:
         RequestError, CheckpointError: if the template refuses it or fails.
@@ -38,12 +55,53 @@ def rendered(messages: Sequence[Message], chat: TemplateChat | None, budget: Bud
     messages = [_message(one) for one in messages]
     if chat is None:
         return plain(messages)
+    settings: dict[str, Any] = {"tools": tools, "add_generation_prompt": False, "budget": budget}
     try:
-        return chat.text(messages, add_generation_prompt=False, budget=budget)
+        return chat.text(messages, **settings)
     except (RequestError, CheckpointError):
         if not messages or messages[0].get("role") != "system":
             raise
-        return chat.text(messages[1:], add_generation_prompt=False, budget=budget)
+        return chat.text(messages[1:], **settings)
+
+
+def read_messages(value: object) -> list[Message] | None:
+    """Return the messages in a value: a list of them, or its JSON in a string; None for any other value."""
+    if isinstance(value, str) and looks_serialized(value):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+        if not isinstance(value, list) or not all(map(_is_message, value)):
+            return None
+    if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
+        return value
+    return None
+
+
+def read_tools(value: object) -> list[Mapping[str, object]] | None:
+    """Return the tools next to a conversation: a list of JSON schemas, or its JSON in a string; None for no tools.
+
+    Raises:
+        RequestError: for anything else.
+    """
+    tools = value
+    if isinstance(value, str) and value.strip():
+        try:
+            tools = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RequestError("'tools' is not JSON", found=shown(value), expected=_TOOLS) from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError("'tools' is not a list of tools", found=shown(value), expected=_TOOLS)
+    return tools
+
+
+def looks_serialized(text: str) -> bool:
+    """Whether a string is spelled like a list of objects, in JSON or as Python prints them."""
+    return re.match(r"\s*\[\s*\{", text) is not None and text.rstrip().endswith("]")
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and ("role" in value or "from" in value)
 
 
 def plain(messages: Sequence[Message]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ BYTES_PER_TOKEN = 16
 MIN_BYTES = 4 * 2**20
 MAX_WHOLE_LENGTH = 2**18
 CHARACTERS_PER_TOKEN = 8
+MAX_REUSE = 4
+"""How often samples may use a token of the text on average: more of them would tell the solver nothing new."""
 _MAX_TOKENS = 1 << 28  # a thousand times the default; more are a typing error
 
 
@@ -74,12 +77,13 @@ def load_calibration(
         column, chat: see `read_documents`.
 
     Raises:
-        RequestError: if the text cannot be read, holds less than one sample or fewer characters than samples, or the
-            seed does not fit 64 bits.
+        RequestError: if the text cannot be read, holds less than one sample or less than a quarter of the tokens that
+            are drawn, or the seed does not fit 64 bits.
     """
     found = _read(source, samples, length, seed, column, chat)
     text, specials, path = found.text, found.specials, _shown(source)
     generator = torch.Generator().manual_seed(seed)
+    _require_enough_text(text, tokenizer, samples, length, path, specials=specials)
     tokens = None
     if len(text) > max(MAX_WHOLE_LENGTH, CHARACTERS_PER_TOKEN * length):
         tokens = _from_pieces(text, tokenizer, samples, length, generator, specials)
@@ -100,6 +104,7 @@ def require_calibration(
     """Make the checks of `load_calibration`, which raise its errors, without drawing samples."""
     found = _read(source, samples, length, seed, column, chat)
     text, specials = found.text, found.specials
+    _require_enough_text(text, tokenizer, samples, length, _shown(source), specials=specials)
     beginning = text[: max(MAX_WHOLE_LENGTH, CHARACTERS_PER_TOKEN * length)]
     lead, ids = tokenized(beginning, tokenizer, specials=specials)
     if len(lead) + len(ids) < length:
@@ -138,6 +143,31 @@ def _read(
             expected=f"at most {len(found.text)}", hint="give more text, or fewer `samples`",
         )  # fmt: skip
     return found
+
+
+def _require_enough_text(
+    text: str, tokenizer: Tokenizer, samples: int, length: int, path: str | Path, *, specials: bool
+) -> None:
+    """Raise a `RequestError` if samples would repeat the text more than `MAX_REUSE` times.
+
+    The tokens of a long text are estimated from its beginning; they are not counted if it has plenty of characters.
+    """
+    required = math.ceil(samples * length / MAX_REUSE)
+    if len(text) >= CHARACTERS_PER_TOKEN * required:
+        return
+    beginning = text[:MAX_WHOLE_LENGTH]
+    lead, ids = tokenized(beginning, tokenizer, specials=specials)
+    num_tokens = round(len(ids) * len(text) / len(beginning))
+    if not length - len(lead) <= num_tokens < required:  # a text shorter than one sample has another error
+        return
+    fitting = MAX_REUSE * num_tokens // length
+    raise RequestError(
+        "the calibration text is too short for so many samples",
+        path=path,
+        found=f"{num_tokens} tokens for {samples} samples of {length}",
+        expected=f"at least {required} tokens, about {math.ceil(required / num_tokens)} times as much text",
+        hint=f"give more text, or `samples={fitting}`",
+    )
 
 
 def _tokenized_sample(

@@ -13,13 +13,13 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from quantkit.calibration.collector import Collector, DocumentText, decoded
+from quantkit.calibration.collector import TOOLS, Collector, DocumentText, decoded
 from quantkit.calibration.conversations import ModelChat
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.files.hub import SECONDS, call_in_time
@@ -182,11 +182,26 @@ def _saved_dataset(path: Path) -> Any:
 
 
 def _dataset_rows(rows: Any, collector: Collector) -> Iterator[tuple[str, object]]:
-    """The rows of a `Dataset` or `IterableDataset`, with the column of the documents alone if the columns are known."""
+    """The rows of a `Dataset` or `IterableDataset`, with only the columns to read if the columns are known."""
     if rows.features is not None:
         columns = {name: str(getattr(kind, "dtype", "")).endswith("string") for name, kind in rows.features.items()}
-        rows = rows.select_columns([collector.column(columns)])
-    return _numbered(rows)
+        rows = rows.select_columns(collector.columns(columns))
+    return _numbered(_without_nulls(row) for row in rows)
+
+
+def _without_nulls(row: Any) -> Any:
+    """Leave the nulls out of a row's tools: in a table, every schema has the keys of all others."""
+    if isinstance(row, Mapping) and row.get(TOOLS) is not None:
+        return {**row, TOOLS: _prune(row[TOOLS])}
+    return row
+
+
+def _prune(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _prune(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_prune(item) for item in value]
+    return value
 
 
 def _numbered(rows: Iterable[object]) -> Iterator[tuple[str, object]]:
@@ -216,9 +231,9 @@ def _parquet_rows(path: Path, collector: Collector) -> Iterator[tuple[str, objec
 
     try:
         with ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as table:
-            name = collector.column({one.name: str(one.type).endswith("string") for one in table.schema_arrow})
-            batches = table.iter_batches(_ROWS_AT_ONCE, columns=[name], use_threads=False)
-            yield from _numbered(value for batch in batches for value in batch.column(0).to_pylist())
+            names = collector.columns({field.name: str(field.type).endswith("string") for field in table.schema_arrow})
+            batches = table.iter_batches(_ROWS_AT_ONCE, columns=names, use_threads=False)
+            yield from _numbered(_without_nulls(row) for batch in batches for row in batch.to_pylist())
     except ArrowException as error:
         raise ValueError(str(error)) from error
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -292,3 +294,29 @@ def test_the_bounds_in_the_docs_are_those_of_the_code() -> None:
     page = (ROOT / "docs/calibration.md").read_text()
     assert f"first {data.BYTES_PER_TOKEN} bytes for every token drawn" in page
     assert f"first {data.MIN_BYTES // 2**20} MiB" in page
+
+
+@pytest.mark.parametrize("check", [load_calibration, data.require_calibration])
+@pytest.mark.parametrize(("samples", "length"), [(128, 128), (128, 8), (5, 128)])
+def test_a_text_that_is_too_short_for_the_samples_is_an_error(check: Any, samples: int, length: int) -> None:
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    text = excerpt()[:2000]
+    ids = tokenizer.encode(text, bos=False)
+    text = tokenizer.decode(ids[:130])
+    num_tokens = len(tokenizer.encode(text, bos=False))
+    with pytest.raises(RequestError) as caught:
+        check([text], tokenizer, samples=samples, length=length, seed=0)
+    assert f"{num_tokens} tokens" in str(caught.value.found)
+    assert f"{-(-samples * length // 4)} tokens" in str(caught.value.expected)
+    (fitting,) = re.findall(r"`samples=(\d+)`", str(caught.value.hint))
+    check([text], tokenizer, samples=int(fitting), length=length, seed=0)
+
+
+def test_a_long_text_is_too_short_for_more_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MAX_WHOLE_LENGTH", 4000)
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    for check in (load_calibration, data.require_calibration):
+        check([excerpt()], tokenizer, samples=8, length=64, seed=0)
+        with pytest.raises(RequestError, match="samples=") as caught:
+            check([excerpt()], tokenizer, samples=4000, length=64, seed=0)
+        assert "64000 tokens" in str(caught.value.expected)

@@ -15,6 +15,7 @@ import datasets
 import pytest
 import torch
 from command import Capture, run
+from transformers.utils.chat_template_utils import render_jinja_template
 
 import quantkit
 from quantkit.calibration import collector
@@ -339,3 +340,65 @@ def test_the_error_for_what_is_no_source_says_what_is_one(wrong: Any, words: str
 def test_what_is_no_source_is_refused(wrong: Any, demo_model: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="`calibration` is of the wrong type"):
         quantkit.quantize(demo_model, tmp_path / "out", "int4-g64", calibration=wrong)
+
+
+# Tools, and messages as JSON
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "required": ["city"]}}},
+    {"type": "function", "function": {"name": "time"}},
+]
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + TURNS
+
+
+def _expected_text(template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    """The text that transformers makes of a conversation."""
+    (text,), _ = render_jinja_template([messages], tools=tools, chat_template=template, bos_token="<s>")
+    return str(text).removeprefix("<s>")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json strings", "parquet", "dataset", "rows"])
+def test_tools_next_to_messages_are_rendered(kind: str, tmp_path: Path) -> None:
+    rows = [{"messages": CHATS[0], "tools": TOOLS}, {"messages": CHATS[1], "tools": None}]
+    columns = {"messages": [json.dumps(messages) for messages in CHATS], "tools": [json.dumps(TOOLS), ""]}
+    tables = {"messages": CHATS, "tools": [TOOLS, []]}
+    sources: dict[str, Any] = {
+        "jsonl": lambda: lines(tmp_path / "a.jsonl", *rows),
+        "json strings": lambda: parquet(tmp_path / "a.parquet", **columns),
+        "parquet": lambda: parquet(tmp_path / "a.parquet", **tables),
+        "dataset": lambda: datasets.Dataset.from_dict(tables),
+        "rows": lambda: rows,
+    }
+    found = read_documents(sources[kind](), 10**6, chat=chat(WITH_TOOLS))
+    expected = [_expected_text(WITH_TOOLS, CHATS[0], TOOLS), _expected_text(WITH_TOOLS, CHATS[1], None)]
+    assert list(found.documents or ()) == expected
+    assert found.notes == ()
+
+
+def test_a_template_that_prints_no_tools_is_noted(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", *({"messages": messages, "tools": TOOLS} for messages in CHATS))
+    found = read_documents(path, 10**6, chat=chat())
+    assert found.text == RENDERED.removesuffix("\n") + "\n"
+    assert len(found.notes) == 1
+
+
+@pytest.mark.parametrize("tools", ["not JSON", 5, [5], {"name": "f"}])
+def test_tools_of_wrong_types_are_refused(tools: object, tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"messages": CHATS[0], "tools": tools})
+    with pytest.raises(RequestError):
+        read_documents(path, 10**6, chat=chat(WITH_TOOLS))
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations", "text"])
+def test_messages_in_a_json_string_are_messages(column: str, tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", *({column: json.dumps(messages)} for messages in CHATS))
+    assert read_documents(path, 10**6, chat=chat()).text == RENDERED
+
+
+@pytest.mark.parametrize("text", [repr(CHATS[0]), '[{"role": "user"]', '[{"a": 1}]'])
+def test_strings_that_look_like_messages_and_are_none_are_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_documents(lines(tmp_path / "a.jsonl", {"messages": text}), 10**6, chat=chat())
+    assert caught.value.path == tmp_path / "a.jsonl"
+    assert read_documents(lines(tmp_path / "b.jsonl", {"text": text}), 10**6, chat=chat()).text == text
