@@ -22,13 +22,13 @@ from quantkit.calibration.effort import Effort, batch_samples
 from quantkit.calibration.group_solver import GroupSolver, Result
 from quantkit.calibration.hessian import HessianAccumulator
 from quantkit.calibration.quantizers import MMAP_THRESHOLD, RtnQuantizer, Solved, TensorBlock
+from quantkit.calibration.scale_range import choose_scale_dtype
 from quantkit.distributed.group import SINGLE
 from quantkit.errors import NonFiniteError
 from quantkit.formats.container import Written
 from quantkit.formats.output.staging import SCRATCH
 from quantkit.memory import malloc_trim, set_mmap_threshold
 from quantkit.progress import Progress, silent
-from quantkit.tensors.dtypes import DType
 from quantkit.tensors.products import exact_float32, times
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -72,7 +72,7 @@ class LockstepQuantizer(RtnQuantizer):
             if spec.scheme is not None
         }
         open_ = {module for module in self._solved_by_samples() if module not in stored}
-        dtype = DType(self.source.config.dtype).torch
+        dtype = choose_scale_dtype(self.source, (spec for block in blocks for spec in block.tensors))
         solver = GroupSolver(self.schemes, dtype, SINGLE, self.kernels_of(_CPU), self.shared)
         streams = _Streams(self, solver, written, stored)
         spill = Spill(written.folder / SCRATCH, self.memory_bytes)

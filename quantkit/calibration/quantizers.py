@@ -22,6 +22,7 @@ from quantkit.calibration.estimate import gpu_activation_bytes
 from quantkit.calibration.factor_pass import measure_factors
 from quantkit.calibration.group_solver import GroupSolver, Result
 from quantkit.calibration.output_factors import OutputFactors
+from quantkit.calibration.scale_range import choose_scale_dtype, has_finite_scales, scale_out_of_range, widen_scales
 from quantkit.calibration.streams import Streams
 from quantkit.distributed.group import ProcessGroup
 from quantkit.errors import NonFiniteError
@@ -38,8 +39,7 @@ from quantkit.model.shared_scales import SharedScales
 from quantkit.progress import Progress, in_phase, silent
 from quantkit.solver.columns import ColumnKernels
 from quantkit.solver.rounding import Importance, round_to_nearest
-from quantkit.tensors.dtypes import DType
-from quantkit.tensors.finite import all_finite, checked_cast
+from quantkit.tensors.finite import checked_cast
 from quantkit.tensors.products import exact_float32
 from quantkit.tensors.qtensor import QuantTensor
 from quantkit.tensors.scheme import QuantScheme
@@ -180,13 +180,10 @@ class RtnQuantizer:
 
     def _checked(self, spec: TensorSpec, result: Result) -> _Recorded:
         """A quantized tensor of the output; a scale that overflows is a `NonFiniteError`."""
-        scales = (result.weight.scale, result.weight.outer, result.weight.outer_minimum, result.weight.minimum)
-        if not all(all_finite(one) for one in scales if one is not None):
-            raise NonFiniteError(
-                f"tensor '{spec.name}' holds values too large for scales in {spec.dtype}",
-                path=self.source.path, hint="convert the source to another dtype first",
-            )  # fmt: skip
-        return result.weight, {**result.record, "relative_error": float(f"{result.error:.4g}")}
+        if not has_finite_scales(result.weight):
+            raise scale_out_of_range(spec.name, spec.dtype, self.source)
+        weight = widen_scales(result.weight, spec.dtype)
+        return weight, {**result.record, "relative_error": float(f"{result.error:.4g}")}
 
 
 @dataclass
@@ -236,7 +233,8 @@ class GptqQuantizer(RtnQuantizer):
             with exact_float32():
                 if self._stop:
                     kernels = self.kernels_of(self.device)
-                    dtype = DType(config.dtype).torch
+                    output = (spec for block in blocks for spec in block.tensors)
+                    dtype = choose_scale_dtype(self.source, output)
                     factors = self._factors(store)
                     self._solver = GroupSolver(self.schemes, dtype, self.group, kernels, self.shared, factors)
                     own = tokens[self.group.share(len(tokens))]

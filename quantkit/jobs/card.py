@@ -133,7 +133,7 @@ def _metadata(prepared: Prepared, method: QuantMethod, base: str | None, readers
 
     source, stated = prepared.source, prepared.authorship
     carried = {key: value for key, value in stated.items() if key not in _NOT_CARRIED}
-    relation = "quantized"
+    relation: str | None = "quantized"
     if base is None:  # the model has no name on a hub, but perhaps the one that it was trained from
         base, relation = stated.get("base_model"), stated.get("base_model_relation")
     measured_task = _TASKS[str(readers["auto_class"])] if source.config.measurable else None

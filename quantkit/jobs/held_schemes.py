@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from quantkit.formats.codecs.compressed_tensors import CompressedTensors
 from quantkit.formats.container import StoredCheckpoint
 from quantkit.formats.registry import Target
 from quantkit.jobs.scheme_map import SchemeMap
-from quantkit.jobs.settings import GptqSettings
 from quantkit.jobs.target import (
     NATIVE,
 )
@@ -97,20 +96,3 @@ def _require_held(schemes: Mapping[str, QuantScheme], target: Target, source: Ch
                 expected=reason.expected or ", ".join(map(str, target.codes.schemes)),
                 hint="choose another scheme, or `keep` the linear as floats",
             )  # fmt: skip
-
-
-def require_scales(
-    source: Checkpoint, settings: GptqSettings | None, target: Target, schemes: Iterable[QuantScheme]
-) -> None:  # fmt: skip
-    """Raise an `UnsupportedError` if GPTQ's scales, which have the model's type where a scheme has none of its own, do
-    not fit a format's."""
-    assert target.codes is not None
-    held = target.codes.scale_dtype
-    if all(scheme.scales is not Scales.FLOATS for scheme in schemes):
-        return
-    if settings is not None and held is not None and held.itemsize < DType(source.config.dtype).itemsize:
-        raise UnsupportedError(
-            f"{target.name} holds scales in {held}, and GPTQ finds them in the model's type", path=source.path,
-            found=source.config.dtype, expected=f"{DType.BFLOAT16} or {DType.FLOAT16}",
-            hint='convert the source to one of these first, or round with `method="rtn"`',
-        )  # fmt: skip

@@ -34,7 +34,7 @@ from quantkit.formats.output.staging import interrupted_fingerprint, require_nam
 from quantkit.formats.registry import Target, TargetName
 from quantkit.jobs.adapters import recorded_adapters, with_adapters
 from quantkit.jobs.certificate import CertifiedText, certified_text
-from quantkit.jobs.held_schemes import assigned_schemes, require_scales
+from quantkit.jobs.held_schemes import assigned_schemes
 from quantkit.jobs.labels import model_name
 from quantkit.jobs.option_fields import command_words, declared
 from quantkit.jobs.output import option_key
@@ -197,7 +197,6 @@ class Prepared:
         recipe = self.scheme_map.recipe
         _, notes_before = assigned_schemes(self.source, recipe, self.dst, self.target)
         scheme_map, more = assigned_schemes(self.source, recipe, Path(options.dst), target)
-        require_scales(self.source, self.settings, target, scheme_map.schemes.values())
         if options.kv_cache is not None:
             require_holds_kv_cache(target, Path(options.dst))
         notes = [*(note for note in self.notes if note not in notes_before), *more]
@@ -271,7 +270,6 @@ def prepare(options: QuantizeOptions) -> Prepared:
     notes += [*more, *dropped_kv_cache(source, dst, again=options.kv_cache is not None)]
     source.kv_cache = None  # its weights are measured, and calibrated, with floats in the cache
     settings = gptq_settings(options, scheme_map.schemes.values(), source, tokenizer)
-    require_scales(source, settings, target, scheme_map.schemes.values())
     certified = certified_text(options.certify_positions, options.certify_text, source, tokenizer)
     notes += [] if certified is None else certified.notes
     prepared = Prepared(

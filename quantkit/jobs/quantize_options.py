@@ -73,7 +73,8 @@ class QuantizeOptions:
             of 128, 64 or 32, int8 or floats, so that the loss on GPTQ's samples is as small as possible; linears that
             runtimes fuse share one scheme.
         max_size: the same for the total size of all files of weights, in bytes.
-        head: the scheme of the output head, which keeps its floats by default; a recipe names ``lm_head`` instead.
+        head: the scheme of the output head, which keeps its floats by default; a recipe names ``lm_head`` instead. A
+            head that is tied to the embedding has the scheme of `embedding`.
         embedding: the scheme of the embedding, ``int8``, with one scale for each token; if the head is tied to the
             embedding, it is the head's scheme too. None keeps its floats, unless a recipe names
             ``model.embed_tokens``.
@@ -142,7 +143,10 @@ class QuantizeOptions:
     )
     _: KW_ONLY
     head: str | QuantScheme | None = option(
-        SCHEMES, "Scheme of the output head. Default: it stays in floats.", "scheme", metavar="SCHEME"
+        SCHEMES,
+        "Scheme of a head that is not tied to the embedding. Default: it stays in floats.",
+        "scheme",
+        metavar="SCHEME",
     )
     embedding: str | QuantScheme | None = option(
         SCHEMES, "Scheme of the embedding, one scale per token; also of a head that is tied to it.", "scheme",

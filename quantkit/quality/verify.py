@@ -325,8 +325,8 @@ def _verify_pair(a: Path, b: Path, progress: Progress, *, trust_remote_code: boo
     elif comparable:
         probes = _probed(reference, other, bound, progress)
     settings = find_setting_differences(reference, other)
-    beyond = [result for result in (*differing, *probes.values()) if not result.within]
-    if problems or settings or beyond:
+    is_within = all(difference.within for difference in differing) and all(probe.within for probe in probes.values())
+    if problems or settings or not is_within:
         verdict = Verdict.DIFFERENT
     elif not_certified:
         verdict = Verdict.BEYOND_CERTIFICATE
