@@ -142,7 +142,7 @@ def test_a_gguf_file_is_sent_with_its_parts_and_a_short_card(hub: Hub, model: Pa
     assert len(expected) > 2
     assert card.data.to_dict() == {
         "base_model": "some/base", "base_model_relation": "quantized", "license": "mit",
-        "pipeline_tag": "text-generation", "tags": ["quantkit", "gguf"],
+        "model_name": model.name, "pipeline_tag": "text-generation", "tags": ["quantkit", "gguf"],
     }  # fmt: skip
     assert result.kept == ["Q8_0.gguf"]
     hub.repos[NAME].commit("main", {**hub.repos[NAME].files(), README: b"by hand"}, "by hand")
