@@ -73,7 +73,7 @@ class Collector:
         self._parts: list[bytes] = []
         self._refused: list[str] = []
         self._notes: list[str] = []
-        self._knows_tools = False  # whether conversations with tools have been tried
+        self._prints_tools = True  # until the chat template has been seen to print none
 
     def columns(self, columns: Mapping[str, bool]) -> list[str]:
         """Return the columns of a table to read: that with the documents, see `column`, and the tools of
@@ -170,12 +170,7 @@ class Collector:
                 notes = notes or [f"{self._path}: the model has no chat template; conversations are used as plain text"]
             self._notes += notes
         try:
-            schemas = read_tools(tools)
-            text = rendered(messages, self._chat, self._budget, schemas)
-            if schemas is not None and not self._knows_tools:
-                self._knows_tools = True
-                if rendered(messages, self._chat, self._budget) == text:
-                    self._notes.append(f"{self._path}: the model's chat template prints no tools: they are left out")
+            text = self._rendered_with_tools(messages, read_tools(tools))
         except (RequestError, CheckpointError) as error:
             if self._budget.spent:  # what is rendered in time depends on the machine
                 problem = f"the chat template takes more than {TEMPLATE_SECONDS:g} seconds for the conversations"
@@ -185,6 +180,21 @@ class Collector:
             self._refused.append(f"{place}: {error.problem}")
             return None
         return text.removeprefix(self._chat.start) if self._chat else text
+
+    def _rendered_with_tools(
+        self, messages: Sequence[Mapping[str, object]], schemas: Sequence[Mapping[str, object]] | None
+    ) -> str:
+        """Render a conversation; leave its tools out, with a note, if the template prints none."""
+        try:
+            return rendered(messages, self._chat, self._budget, schemas)
+        except RequestError as error:
+            if schemas is None or error.argument != "tools":
+                raise
+            text = rendered(messages, self._chat, self._budget)
+        if self._prints_tools:
+            self._prints_tools = False
+            self._notes.append(f"{self._path}: the model's chat template prints no tools: they are left out")
+        return text
 
 
 def decoded(raw: bytes | bytearray, *, whole: bool) -> str:
