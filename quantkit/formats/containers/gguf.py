@@ -211,7 +211,7 @@ class GgufCheckpoint:
 
     @property
     def layout(self) -> str:
-        name = self._file_type_name() or self._most_common_type()
+        name = self._file_type_name() or self._prevalent_type()
         parts = f", {len(self._headers)} files" if len(self._headers) > 1 else ""
         return f"{self.format} ({name}{parts})"
 
@@ -223,7 +223,7 @@ class GgufCheckpoint:
         has_only_floats = all(tensor.type in FLOATS for tensor in self._stored.values())
         return name if claims_floats == has_only_floats else None
 
-    def _most_common_type(self) -> str:
+    def _prevalent_type(self) -> str:
         kinds = Counter(dict.fromkeys(GgmlType, 0))
         for tensor in self._stored.values():
             kinds[tensor.type] += tensor.nbytes
