@@ -40,6 +40,8 @@ class Kind(Enum):
     ADDED = "added token"
     SET_APART = "special or added token"
     """In a format that does not distinguish them."""
+    RUN = "run of spaces"
+    """In a format that does not say whether it is found in text, or made by merges."""
     UNUSED = "unused token"
     """A filler; a format may have no token with this id."""
 
@@ -198,6 +200,7 @@ def as_in_gguf(found: CanonicalVocabulary, unstated: GgufUnstated) -> CanonicalV
     kinds = {
         **found.kinds, **dict.fromkeys(unstated.unused & found.contents.keys(), Kind.UNUSED),
         **dict.fromkeys(unstated.set_apart & found.contents.keys(), Kind.SET_APART),
+        **dict.fromkeys(unstated.space_runs & found.contents.keys(), Kind.RUN),
     }  # fmt: skip
     left_out = {"unk_token", "fuse_unk", "byte_fallback"}
     if not unstated.pipeline:

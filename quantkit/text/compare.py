@@ -20,7 +20,14 @@ _SAMPLES = (
     "<s> <unk> </s> <|begin_of_text|> <0x41>",
     "e\u0301 \u00e9 \ufb01 \u2167 \u00a0 \u200b \x00 \x7f",
 )
-_SAME_KINDS = ({Kind.TEXT, Kind.UNUSED}, {Kind.SPECIAL, Kind.SET_APART}, {Kind.ADDED, Kind.SET_APART})
+_SAME_KINDS = (
+    {Kind.TEXT, Kind.UNUSED},
+    {Kind.SPECIAL, Kind.SET_APART},
+    {Kind.ADDED, Kind.SET_APART},
+    {Kind.TEXT, Kind.RUN},
+    {Kind.ADDED, Kind.RUN},
+    {Kind.SET_APART, Kind.RUN},
+)
 _ANYWHERE = AddedToken(0)  # found before pairs are merged, at any position
 _MAX_PROBES = 1 << 12
 _MAX_SHOWN = 60
@@ -136,7 +143,9 @@ def _shown(first: object, second: object) -> str:
 
 def _order_difference(first: CanonicalVocabulary, second: CanonicalVocabulary) -> str | None:
     if first.merges is not None and second.merges is not None:
-        apart = {Kind.ADDED, Kind.SET_APART} | ({Kind.SPECIAL} if first.converted or second.converted else set())
+        apart = {Kind.ADDED, Kind.SET_APART, Kind.RUN} | (
+            {Kind.SPECIAL} if first.converted or second.converted else set()
+        )
         ignored = {
             piece for one in (first, second) for piece, number in one.spellings.items()
             if one.kinds.get(number) in apart and not (one.added or {}).get(number, _ANYWHERE).single_word

@@ -100,11 +100,14 @@ class GgufUnstated:
     Attributes:
         unused: ids that only fill a row of the embedding.
         set_apart: tokens that are special or added: llama.cpp and its converter decide that by the spelling.
+        space_runs: tokens that llama.cpp finds in text, and a folder's tokenizer makes by merges, whether they are added
+            tokens there or not.
         pipeline: whether quantkit wrote the parts of a tokenizer.json into the file that GGUF has no keys for.
     """
 
     unused: frozenset[int]
     set_apart: frozenset[int]
+    space_runs: frozenset[int]
     pipeline: bool
 
 
@@ -115,13 +118,19 @@ def gguf_unstated(metadata: Mapping[str, Any], path: Path) -> GgufUnstated | Non
         return None
     pipeline = PIPELINE in metadata
     apart: set[int] = set()
+    runs: set[int] = set()
     if not pipeline:
         ids = read_ids(Settings(metadata, path), vocabulary)
         apart = special_ids(vocabulary, ids) - vocabulary.tokens_of(PieceType.CONTROL, PieceType.UNKNOWN)
         controls = vocabulary.tokens_of(PieceType.CONTROL)
         apart |= {number for number in controls if _looks_special(vocabulary.tokens[number])}
-        apart |= space_runs(vocabulary)
-    return GgufUnstated(frozenset(vocabulary.tokens_of(PieceType.UNUSED)), frozenset(apart), pipeline)
+        runs = space_runs(vocabulary)
+    return GgufUnstated(
+        unused=frozenset(vocabulary.tokens_of(PieceType.UNUSED)),
+        set_apart=frozenset(apart),
+        space_runs=frozenset(runs),
+        pipeline=pipeline,
+    )
 
 
 def _looks_special(token: str) -> bool:

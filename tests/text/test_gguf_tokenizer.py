@@ -171,6 +171,16 @@ def test_runs_of_spaces_are_found_before_pairs(folders: dict[str, Path]) -> None
     assert not set(RUNS) & set(metadata["tokenizer.ggml.tokens"])
 
 
+def test_a_folder_made_of_a_published_file_has_its_runs_of_spaces(folders: dict[str, Path], tmp_path: Path) -> None:
+    metadata = {key: value for key, value in _metadata(folders["gemma-runs"]).items() if "quantkit" not in key}
+    path = tmp_path / "published.gguf"
+    path.write_bytes(build_header({"general.architecture": "gemma", **metadata}, []))
+    file = load_tokenizer(path)
+    for folder in (_folder(metadata, tmp_path / "converted"), folders["gemma-runs"]):
+        assert first_difference(file, load_tokenizer(folder), []) is None
+        assert first_difference(load_tokenizer(folder), file, []) is None
+
+
 def test_marks_of_phi_3_take_blanks(folders: dict[str, Path], tmp_path: Path) -> None:
     metadata = _metadata(folders["sentencepiece"])
     read = load_tokenizer(_folder({**metadata, "general.name": "My Phi-3 mini"}, tmp_path / "read"))
