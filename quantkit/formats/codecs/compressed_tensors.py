@@ -84,9 +84,9 @@ class CompressedTensors(QuantMethod):
         spelled: Callable[[str], list[str]] = spellings,
     ) -> Claims:  # fmt: skip
         """As `QuantMethod.claims`; `spelled` returns the names that a module may have in settings."""
-        groups, modules = _groups(settings), list(modules)
+        groups, modules = stated_groups(settings), list(modules)
         matches = _matches(settings, groups, modules, spelled)
-        stated = {name: _claim(group, settings) for name, group in groups.items()}
+        stated = {name: group_claim(group, settings) for name, group in groups.items()}
         targets = dict.fromkeys(name for group in groups.values() for name in group.strings("targets"))
         found, conflicts = dict[str, Claim](), {}
         for module, names in matches:
@@ -103,7 +103,7 @@ class CompressedTensors(QuantMethod):
         """Two groups that match a module equally closely must have the same scheme."""
         if settings.values.get("transform_config"):
             raise unread(settings, "transforms are not supported")
-        groups = _groups(settings)
+        groups = stated_groups(settings)
         matches = _matches(settings, groups, modules, lambda module: [module])
         codecs = {name: _codec(group, settings) for name, group in groups.items()}
         found: dict[str, Codec] = {}
@@ -319,7 +319,7 @@ def packed_shapes(
     return found
 
 
-def _groups(settings: Settings) -> dict[str, Settings]:
+def stated_groups(settings: Settings) -> dict[str, Settings]:
     """The groups by name."""
     named = settings.inside("config_groups")
     if len(named.values) > _MAX_GROUPS:
@@ -354,7 +354,7 @@ def _matches(
     return found
 
 
-def _claim(group: Settings, settings: Settings) -> Claim | None:
+def group_claim(group: Settings, settings: Settings) -> Claim | None:
     """What a group states; None if its weights are not quantized."""
     if not group.has("weights"):
         return None

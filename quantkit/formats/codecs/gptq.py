@@ -60,7 +60,7 @@ class Gptq(QuantMethod):
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         version = _stated_version(settings)
         base = _linear(Claim(GPTQ, symmetric=settings.flag("sym", True)), settings, ("bits", "group_size"))
-        overrides = [(targets, claim and _linear(claim, own)) for targets, claim, own in _overrides(settings, base)]
+        overrides = [(targets, claim and _linear(claim, own)) for targets, claim, own in overriding_claims(settings, base)]
         found: dict[str, Claim] = {}
         for module in quantized_modules(modules, stored, settings):
             claim = next((one for targets, one in overrides if targets.closeness(module) == BY_PATTERN), base)
@@ -141,11 +141,8 @@ def claims_by_rows(
     settings: Settings, layout: Layout, symmetric: bool, modules: Iterable[str], coded: Collection[str]
 ) -> Claims:  # fmt: skip
     """`QuantMethod.claims` of GPTQ or AWQ: one scheme for all linears except the head, with exceptions."""
-    by_index = bool(settings.values.get("desc_act")) and not settings.values.get("static_groups")
-    bits_key, size_key = (old if settings.has(old) else new for old, new in _OLD_KEYS)
-    bits, size = (None if key in settings.values else usual for key, usual in ((bits_key, 4), (size_key, 128)))
-    base = Claim(layout, bits, size, symmetric, by_index).updated(settings, bits_key, size_key)
-    head, overrides = bool(settings.values.get("lm_head")), _overrides(settings, base)
+    base = base_claim(settings, layout, symmetric)
+    head, overrides = bool(settings.values.get("lm_head")), overriding_claims(settings, base)
     found = {}
     for module in not_skipped(modules, settings):
         if is_head(module) and not head and module not in coded:
@@ -154,6 +151,14 @@ def claims_by_rows(
         if claim is not None:
             found[module] = claim
     return Claims(found, certain=True)
+
+
+def base_claim(settings: Settings, layout: Layout, symmetric: bool) -> Claim:
+    """What settings of GPTQ or AWQ state of the modules that no pattern names."""
+    by_index = bool(settings.values.get("desc_act")) and not settings.values.get("static_groups")
+    bits_key, size_key = (old if settings.has(old) else new for old, new in _OLD_KEYS)
+    bits, size = (None if key in settings.values else usual for key, usual in ((bits_key, 4), (size_key, 128)))
+    return Claim(layout, bits, size, symmetric, by_index).updated(settings, bits_key, size_key)
 
 
 def writers(settings: Mapping[str, Any]) -> set[str]:
@@ -192,7 +197,7 @@ def _linear(claim: Claim, settings: Settings, required: Collection[str] = ()) ->
     return replace(claim, symmetric=settings.flag("sym", bool(claim.symmetric)))
 
 
-def _overrides(settings: Settings, base: Claim) -> list[tuple[Targets, Claim | None, Settings]]:
+def overriding_claims(settings: Settings, base: Claim) -> list[tuple[Targets, Claim | None, Settings]]:
     """Patterns of modules, of which the first that matches decides; what holds for these modules, None if they are not
     quantized; and the settings that say so."""
     if not settings.has("dynamic"):

@@ -15,6 +15,7 @@ from quantkit.architectures.families.opaque import carried_modules, ignored_extr
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.vllm import Linears, name_for_vllm
 from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME, CompressedTensors, Int8Activations
 from quantkit.formats.container import Container, Output, StoredCheckpoint
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
@@ -100,6 +101,7 @@ class HuggingFace(Container):
             apart = set(extra)  # or experts there would keep the model's from sharing a target
             modules = {module: inputs for module, inputs in modules.items() if module not in apart}
             settings = method.write_settings(schemes, modules, every=every)
+            name_for_vllm(settings, Linears.of(method, settings, dict.fromkeys(modules), schemes, raw))
             if extra:
                 settings["ignore"] += extra
             if output.kv_cache is not None:

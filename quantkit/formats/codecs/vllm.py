@@ -1,0 +1,311 @@
+"""What vLLM cannot load of a folder's linears, and what settings must also name so that it does.
+
+vLLM looks for the settings of its own modules (`vllm_modules`), not for those of the linears on disk. Here its lookup is
+repeated, and compared with what the settings say of the linears that a module holds. Source: vLLM 0.32's
+`CompressedTensorsConfig`, `AutoGPTQConfig`, `AutoAWQConfig` and their helpers; `scripts/measure_vllm.py` compares the
+result with its loader.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.architectures.names import is_embedding
+from quantkit.errors import CheckpointError
+from quantkit.formats.codecs.awq import AWQ, Awq
+from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.compressed_tensors import CompressedTensors, group_claim, stated_groups
+from quantkit.formats.codecs.gptq import Gptq, base_claim, overriding_claims
+from quantkit.formats.codecs.gptq_linear import GPTQ
+from quantkit.formats.codecs.layout import Claim
+from quantkit.formats.codecs.targets import BY_PATTERN, is_head
+from quantkit.formats.codecs.vllm_modules import VllmModule, VllmNames
+from quantkit.json_values import Settings
+from quantkit.patterns import MatchTime, Pattern
+
+Shape = tuple[int, ...]
+_HEAD_ROWS = 64  # to a multiple of which vLLM pads the vocabulary
+_EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+class _Split:
+    """Stands for the settings of a fused module whose parts have different ones; equal to no claim."""
+
+
+_SPLIT = _Split()
+_Found = Claim | None | _Split
+"""What vLLM finds for a module: a claim, None for floats, or `_SPLIT`, for which it raises an error."""
+
+
+@dataclass(frozen=True)
+class VllmProblem:
+    """Why vLLM does not load a module.
+
+    Attributes:
+        rule: the doctor's rule: ``fused-schemes``, ``expert-schemes``, ``vllm-names``, ``vllm-tiles`` or ``vllm-head``.
+        where: the module by vLLM's name.
+        what: what was found.
+    """
+
+    rule: str
+    where: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Linears:
+    """The linears of a folder, and what its settings say of them.
+
+    Attributes:
+        method: of quantization.
+        settings: of the method.
+        shapes: the shape [O, I] of each linear on disk, quantized or not; None if it is not known.
+        coded: those whose weights are stored as codes.
+        names: how vLLM names them.
+    """
+
+    method: QuantMethod
+    settings: Settings
+    shapes: Mapping[str, Shape | None]
+    coded: Collection[str]
+    names: VllmNames
+
+    @classmethod
+    def of(
+        cls,
+        method: QuantMethod,
+        settings: Mapping[str, Any] | Settings,
+        shapes: Mapping[str, Shape | None],
+        coded: Collection[str],
+        raw: Mapping[str, Any],
+    ) -> Linears:
+        """The linears of a model with the config.json `raw`; embeddings are left out."""
+        if not isinstance(settings, Settings):
+            settings = Settings(settings, "config.json", "quantization_config")
+        shapes = {module: shape for module, shape in shapes.items() if not is_embedding(module)}
+        return cls(method, settings, shapes, coded, VllmNames.of(raw))
+
+    def compare(self) -> Iterator[tuple[VllmModule, list[Claim | None], _Found]]:
+        """Each module of vLLM, what the settings say of its parts, and what vLLM finds for it; nothing for a method
+        whose lookup is not known here."""
+        lookup = _lookup(self)
+        if lookup is None:
+            return
+        claims = self.method.claims(self.settings, self.shapes, self.coded).modules
+        for module in self.names.group(self.shapes):
+            yield module, [claims.get(part) for part in module.parts], lookup.find(module)
+
+
+def vllm_problems(linears: Linears) -> list[VllmProblem]:
+    """What vLLM cannot load of some linears; nothing if the settings cannot be read, which others report."""
+    try:
+        return [problem for found in linears.compare() if (problem := _problem(linears, *found)) is not None]
+    except CheckpointError:
+        return []
+
+
+def _problem(
+    linears: Linears, module: VllmModule, stated: Sequence[Claim | None], found: _Found
+) -> VllmProblem | None:  # fmt: skip
+    other = next((index for index, claim in enumerate(stated) if claim != stated[0]), None)
+    if other is not None:
+        first, second = (f"{_last(module.parts[index])}: {_describe(stated[index])}" for index in (0, other))
+        rule = "expert-schemes" if module.is_experts else "fused-schemes"
+        return VllmProblem(rule, module.name, f"{first}; {second}")
+    claim = stated[0]
+    if found != claim:
+        by_settings = "different things" if isinstance(found, _Split) else _describe(found)
+        what = f"{_describe(claim)}; vLLM looks for settings of this name, and finds {by_settings}"
+        return VllmProblem("vllm-names", module.name, what)
+    shapes = [linears.shapes.get(part) for part in module.parts]
+    rows = [shape[0] for shape in shapes if shape is not None and len(shape) == 2]
+    if claim is None or len(rows) < len(shapes):
+        return None
+    if claim.block is not None and not module.is_experts and any(count % claim.block[0] for count in rows[:-1]):
+        sizes = " and ".join(map(str, rows))
+        return VllmProblem("vllm-tiles", module.name, f"{sizes} rows, in tiles of {claim.block[0]}")
+    if is_head(module.name) and rows[0] % _HEAD_ROWS:
+        return VllmProblem("vllm-head", module.name, f"{rows[0]} rows")
+    return None
+
+
+def name_for_vllm(settings: dict[str, Any], linears: Linears) -> None:
+    """Add to settings the names of vLLM's modules for which it would not find what the settings say of their parts."""
+    modules: dict[str, bool] = {}
+    lacking: dict[Claim | None, list[str]] = {}
+    for module, stated, found in linears.compare():
+        lacks = found != stated[0] and all(claim == stated[0] for claim in stated)
+        modules[module.name] = lacks
+        if lacks:
+            lacking.setdefault(stated[0], []).append(module.name)
+    for claim, names in lacking.items():
+        patterns = _patterns(names, modules)
+        if isinstance(linears.method, CompressedTensors):
+            _add_to_groups(settings, linears.settings, claim, [f"re:{pattern}" for pattern in patterns])
+        elif isinstance(linears.method, Gptq):
+            sign, values = "-", {}
+            if claim is not None:
+                sign, values = "+", {"bits": claim.bits, "group_size": claim.group_size or -1}
+            settings["dynamic"] = settings.get("dynamic", {}) | {f"{sign}:{pattern}": values for pattern in patterns}
+        elif claim is None and settings.get("modules_to_not_convert") is not None:
+            taken = [name for name in names if not any(name in coded for coded in linears.coded)]
+            settings["modules_to_not_convert"] = [*settings["modules_to_not_convert"], *taken]
+
+
+def _add_to_groups(
+    settings: dict[str, Any], stated: Settings, claim: Claim | None, patterns: Iterable[str]
+) -> None:  # fmt: skip
+    if claim is None:
+        settings["ignore"] = [*settings["ignore"], *patterns]
+        return
+    for name, group in stated_groups(stated).items():
+        if group_claim(group, stated) == claim:
+            settings["config_groups"][name]["targets"] += patterns
+            return
+
+
+def _patterns(names: Iterable[str], modules: Mapping[str, bool]) -> list[str]:
+    """Patterns that match some modules alone: one for all that differ in their numbers, unless others do too.
+
+    Args:
+        modules: all of them; whether a pattern must match.
+    """
+    kept_apart = {_NUMBER.sub("*", name) for name, lacks in modules.items() if not lacks}
+    found: dict[str, None] = {}
+    for name in names:
+        template = _NUMBER.sub("*", name)
+        pattern = re.escape(name) if template in kept_apart else re.escape(template).replace(r"\*", r"\d+")
+        found[f"^{pattern}$"] = None
+    return list(found)
+
+
+class _Listed:
+    """Names and patterns in settings, as vLLM compares them with a name."""
+
+    def __init__(self, listed: Iterable[str], linears: Linears, match_time: MatchTime, key: str) -> None:
+        self._names: set[str] = set()
+        self._patterns: list[Pattern] = []
+        for entry in listed:
+            if entry.startswith("re:"):
+                self._patterns.append(Pattern(entry.removeprefix("re:"), key=key, match_time=match_time))
+            else:
+                self._names.add(linears.names.map_setting(entry))
+
+    def matches(self, name: str) -> bool:
+        return name in self._names or any(pattern.match(name) for pattern in self._patterns)
+
+
+class _CompressedTensorsLookup:
+    """vLLM's lookup in settings of compressed-tensors: what is ignored, then the first target."""
+
+    def __init__(self, linears: Linears) -> None:
+        settings = linears.settings
+        match_time = MatchTime(settings.path)
+        ignored = settings.strings("ignore") if settings.has("ignore") else []
+        self._ignored = _Listed(ignored, linears, match_time, "ignore")
+        self._groups: list[tuple[_Listed, Claim | None]] = []
+        self._of_class: _Found = None
+        for group in reversed(stated_groups(settings).values()):
+            targets, claim = group.strings("targets"), group_claim(group, settings)
+            self._groups.insert(0, (_Listed(targets, linears, match_time, "targets"), claim))
+            if "Linear" in targets:
+                self._of_class = claim
+
+    def find(self, module: VllmModule) -> _Found:
+        if module.is_experts:
+            parts = list(dict.fromkeys(_last(part) for part in module.parts))
+            names = [f"{module.name}.0.{part}" for part in (parts if len(parts) > 1 else _EXPERT_PARTS)]
+            found = [self._find(name, (), self._of_class) for name in names]
+            return found[0] if all(claim == found[0] for claim in found) else _SPLIT
+        return self._find(module.name, module.shards, None if is_head(module.name) else self._of_class)
+
+    def _find(self, name: str, shards: Sequence[str], of_class: _Found) -> _Found:
+        if self._ignored.matches(name):
+            return None
+        ignored = [self._ignored.matches(shard) for shard in shards]
+        if any(ignored):
+            return None if all(ignored) else _SPLIT
+        for group, claim in self._groups:
+            if group.matches(name):
+                return claim
+        targets = [self._target(shard) for shard in shards]
+        if targets and all(isinstance(target, tuple) for target in targets):
+            first = targets[0]
+            return first[0] if isinstance(first, tuple) else None
+        return of_class
+
+    def _target(self, name: str) -> tuple[Claim | None] | None:
+        """The claim of the first group that names a part, in a tuple; None if none does."""
+        return next(((claim,) for group, claim in self._groups if group.matches(name)), None)
+
+
+class _GptqLookup:
+    """vLLM's lookup in settings of GPTQ: the tensors say which linears are quantized, patterns how."""
+
+    def __init__(self, linears: Linears) -> None:
+        settings = linears.settings
+        self._base = base_claim(settings, GPTQ, settings.values.get("sym", True) is not False)
+        self._overrides = overriding_claims(settings, self._base)
+        self._coded = {linears.names.map_setting(module) for module in linears.coded}
+        self._head = bool(settings.values.get("lm_head"))
+
+    def find(self, module: VllmModule) -> _Found:
+        if not module.is_experts:
+            names = module.shards or (module.name,)
+            coded = [name in self._coded for name in names]
+            if not all(coded):
+                return _SPLIT if any(coded) else None
+            if is_head(module.name) and not self._head:
+                return None
+        for targets, claim, _ in self._overrides:
+            if targets.closeness(module.name) == BY_PATTERN:
+                return claim
+        return self._base
+
+
+class _AwqLookup:
+    """vLLM's lookup in settings of AWQ: modules that have one of the listed names in theirs are floats."""
+
+    def __init__(self, linears: Linears) -> None:
+        settings, key = linears.settings, "modules_to_not_convert"
+        listed = settings.strings(key) if settings.has(key) else []
+        floats = listed or [module for module in linears.shapes if module not in linears.coded]
+        self._floats = [linears.names.map_setting(name) for name in floats]
+        self._base = base_claim(settings, AWQ, not settings.values.get("zero_point", True))
+        self._head = bool(settings.values.get("lm_head"))
+
+    def find(self, module: VllmModule) -> _Found:
+        if (is_head(module.name) and not self._head) or self._is_float(module.name):
+            return None
+        floats = [self._is_float(shard) for shard in module.shards if not module.is_experts]
+        if any(floats):
+            return None if all(floats) else _SPLIT
+        return self._base
+
+    def _is_float(self, name: str) -> bool:
+        return any(listed in name for listed in self._floats)
+
+
+def _lookup(linears: Linears) -> _CompressedTensorsLookup | _GptqLookup | _AwqLookup | None:
+    if isinstance(linears.method, CompressedTensors):
+        return _CompressedTensorsLookup(linears)
+    if isinstance(linears.method, Gptq):
+        return _GptqLookup(linears)
+    return _AwqLookup(linears) if isinstance(linears.method, Awq) else None
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _describe(claim: Claim | None) -> str:
+    if claim is None:
+        return "floats"
+    bits = "codes" if claim.bits is None else f"{claim.bits} bits"
+    if claim.block is not None:
+        return f"{bits} in tiles of {claim.block[0]} x {claim.block[1]}"
+    return f"{bits} in groups of {claim.group_size}" if claim.group_size is not None else f"{bits} per row"

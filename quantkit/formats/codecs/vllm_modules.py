@@ -1,0 +1,137 @@
+"""The modules of vLLM: which linears on disk each of them holds, and by which name vLLM looks for its settings.
+
+vLLM fuses q, k and v, and gate and up; all experts of a layer are one module; and some modules have other names than on
+disk. `vllm_modules.toml` has what differs from these rules for a `model_type`, as `scripts/vllm_modules.py` found it in
+vLLM 0.32. Its names have ``*`` for a number, and ``+`` for one that counts on from the number of layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+FUSED: Mapping[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""The linears that vLLM fuses, by the last part of the name of the fused one."""
+_FUSED_BY_PART = {part: fused for fused, parts in FUSED.items() for part in parts}
+_EXPERT = re.compile(r"(.*\bexperts)\.\d+\..+")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_LAYER = re.compile(r".*?\blayers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class VllmModule:
+    """A linear of vLLM, or all experts of a layer.
+
+    Attributes:
+        name: by which vLLM looks for its settings.
+        parts: the linears on disk that it holds.
+        shards: the names that vLLM looks for if it does not find settings for `name`: those of its parts.
+        is_experts: whether it is all experts of a layer.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    shards: tuple[str, ...] = ()
+    is_experts: bool = False
+
+
+@dataclass(frozen=True)
+class VllmNames:
+    """How vLLM names the linears of an architecture.
+
+    Attributes:
+        mapped: how beginnings of names in settings are replaced before they are compared with those of modules.
+        modules: the beginnings of the names of modules, where they are not those in settings.
+        unlisted: the names of fused linears for whose parts vLLM does not look.
+        listed: other fused linears, and the names of their parts.
+    """
+
+    mapped: Mapping[str, str]
+    modules: Mapping[str, str]
+    unlisted: frozenset[str]
+    listed: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> VllmNames:
+        """The names of the architecture of a config.json."""
+        stated = _table().get(str(raw.get("model_type")), {})
+        listed = {fused: tuple(parts) for fused, parts in stated.get("listed", {}).items()}
+        return cls(stated.get("mapped", {}), stated.get("modules", {}), frozenset(stated.get("unlisted", ())), listed)
+
+    def map_setting(self, name: str) -> str:
+        """A name in settings as vLLM compares it; patterns and classes stay as they are."""
+        if "." not in name or name.startswith("re:"):
+            return name
+        return _fill(_replace_beginning(_template(name), self.mapped) or _template(name), name)
+
+    def group(self, linears: Iterable[str]) -> list[VllmModule]:
+        """The modules of vLLM that hold some linears on disk, in the order of these."""
+        ordered = dict.fromkeys(linears)
+        layers = 1 + max((int(match[1]) for name in ordered if (match := _LAYER.match(name))), default=-1)
+        parts: dict[str, list[str]] = {}
+        for linear in ordered:
+            parts.setdefault(self._name(linear, ordered, layers), []).append(linear)
+        return [
+            VllmModule(name, tuple(held), self._shards(name), is_experts=any(_EXPERT.fullmatch(one) for one in held))
+            for name, held in parts.items()
+        ]
+
+    def _name(self, linear: str, linears: Mapping[str, None], layers: int) -> str:
+        """The name of the module that holds a linear; the last part of a name that the table has whole stays."""
+        template = _template(linear)
+        if template in self.modules:
+            return _fill(self.modules[template], linear, layers)
+        replaced = _replace_beginning(template, self.modules) or _replace_beginning(template, self.mapped) or template
+        name = _fill(replaced, linear, layers)
+        if expert := _EXPERT.fullmatch(name):
+            return expert[1]
+        parent, _, last = name.rpartition(".")
+        fused = _FUSED_BY_PART.get(last)
+        beside = linear.removesuffix(last)
+        if fused is None or not any(part != last and f"{beside}{part}" in linears for part in FUSED[fused]):
+            return name
+        return f"{parent}.{fused}" if parent else fused
+
+    def _shards(self, name: str) -> tuple[str, ...]:
+        parent, joint, last = name.rpartition(".")
+        parts = self.listed.get(last) or (() if last in self.unlisted else FUSED.get(last, ()))
+        return tuple(f"{parent}{joint}{part}" for part in parts)
+
+
+@functools.cache
+def _table() -> Mapping[str, Mapping[str, Any]]:
+    """What differs for each `model_type`."""
+    return tomllib.loads(files(__package__).joinpath("vllm_modules.toml").read_text("utf-8"))
+
+
+def _template(name: str) -> str:
+    return _NUMBER.sub("*", name)
+
+
+def _replace_beginning(template: str, replacements: Mapping[str, str]) -> str | None:
+    """A template with its longest beginning that has a replacement replaced; None if none has one."""
+    beginning = template
+    while beginning:
+        if beginning in replacements:
+            return replacements[beginning] + template[len(beginning) :]
+        beginning = beginning.rpartition(".")[0]
+    return f"{replacements['']}.{template}" if "" in replacements else None
+
+
+def _fill(template: str, name: str, layers: int = 0) -> str:
+    """A template with the numbers of a name; those in place of ``+`` count on from the number of layers."""
+    numbers = iter(_NUMBER.findall(name))
+    parts = []
+    for part in template.split("."):
+        if part == "*":
+            parts.append(next(numbers))
+        elif part == "+":
+            parts.append(str(layers + int(next(numbers))))
+        else:
+            parts.append(part)
+    return ".".join(parts)
