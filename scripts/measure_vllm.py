@@ -25,6 +25,7 @@ import architecture_table
 import tiny_architectures
 import tiny_image_text
 import vllm_table
+from safetensors.torch import load_file, save_file
 
 import quantkit
 import quantkit.errors
@@ -39,17 +40,24 @@ _FORMATS = ("compressed-tensors", "gptq", "awq")
 # vLLM has no output head of its own for these, as in the published models.
 _TIED = frozenset({"bloom", "gemma2", "gemma3n_text"})
 # What the published config.json states, vLLM needs and transformers does not write. A key with a dot is in a part.
+# Towers whose tensors have these names in published models, and which transformers writes without the last part.
+_TOWER = ("vision_tower.", "vision_tower.vision_model.")
+_TOWERS_RENAMED = frozenset({
+    "gemma3", "llava", "llava_next", "llava_next_video", "llava_onevision", "paligemma",
+})  # fmt: skip
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
-    "ernie4_5_vl_moe": {"vision_config.embed_dim": 32},
     "glm4_moe": {"head_dim": 16},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "gpt_oss": {"rope_parameters.beta_fast": 32.0, "rope_parameters.beta_slow": 1.0},
-    "hy_v3": {"first_k_dense_replace": 1},
-    "lfm2": {"conv_dim": 64},
-    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
-    "minimax_m2": {"rotary_dim": 16},
-    "qwen3_vl_moe": {"text_config.norm_topk_prob": True},
+    "glm4v_moe": {"text_config.head_dim": 16, "text_config.use_qk_norm": False},
+    "lfm2": {
+        "block_dim": 64,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 16,
+        "conv_dim": 64,
+        "conv_dim_out": 64,
+    },
 }
 
 
@@ -131,12 +139,24 @@ def make_source(name: str, folder: Path) -> None:
         tiny_architectures.ARCHITECTURES[name]["tie_word_embeddings"] = True
     maker = tiny_image_text if name in architecture_table.IMAGE_TEXT else tiny_architectures
     maker.make(name, folder)
+    if name in _TOWERS_RENAMED:
+        rename_tensors(folder, *_TOWER)
     path = folder / "config.json"
     config = json.loads(path.read_text())
     for key, value in _PUBLISHED.get(name, {}).items():
         part, _, last = key.rpartition(".")
         (config[part] if part else config)[last] = value
     path.write_text(json.dumps(config, indent=2))
+
+
+def rename_tensors(folder: Path, beginning: str, replacement: str) -> None:
+    """Replace the beginning of names of tensors in the files of a folder."""
+    for path in folder.glob("*.safetensors"):
+        tensors = {}
+        for name, tensor in load_file(path).items():
+            renamed = replacement + name.removeprefix(beginning) if name.startswith(beginning) else name
+            tensors[renamed] = tensor
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def recipes(plain: Path) -> Iterator[tuple[str, Recipe]]:

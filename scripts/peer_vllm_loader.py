@@ -62,17 +62,22 @@ class Platform:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to stdout
-    allow_torchvision()
-    replace_kernel_choice()
-    stop_after_weights()
-    inspect_in_process()
-    start_process_group()
+    prepare()
     folders: Iterable[str] = sys.argv[1:] or sys.stdin
     for line in folders:
         folder = line.strip()
         outcome, reason = judge(folder)
         print(json.dumps({"folder": folder, "outcome": outcome, "reason": reason}), file=answers, flush=True)
         gc.collect()
+
+
+def prepare() -> None:
+    """Change what in vLLM depends on the machine, and what takes long."""
+    allow_torchvision()
+    replace_kernel_choice()
+    stop_after_weights()
+    inspect_in_process()
+    start_process_group()
 
 
 def judge(folder: str) -> tuple[str, str]:
@@ -156,16 +161,29 @@ def replace_kernel_choice() -> None:
 def stop_after_weights() -> None:
     """Have vLLM raise `WeightsLoaded` after the weights are loaded, and look for parameters without weights in
     quantized models too: by default it leaves them uninitialized."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     def load_weights(self: Any, model: Any, model_config: Any) -> None:
         loaded = model.load_weights(self.get_all_weights(model_config, model))
         if loaded is not None:
-            loaded |= set(unused_biases(model))
+            loaded |= {*loaded_experts(model), *unused_biases(model)}
         self.track_weights_loading(model, loaded, quantized=model_config.quantization is not None)
         raise WeightsLoaded
 
+    load_expert = RoutedExperts.weight_loader
+
+    def load_and_mark(self: Any, param: Any, *arguments: Any, **options: Any) -> Any:
+        param.is_loaded = True
+        return load_expert(self, param, *arguments, **options)
+
+    RoutedExperts.weight_loader = load_and_mark
     DefaultModelLoader.load_weights = load_weights
+
+
+def loaded_experts(model: Any) -> Iterator[str]:
+    """The parameters of experts that have weights: not all of vLLM's models list them."""
+    return (name for name, parameter in model.named_parameters() if getattr(parameter, "is_loaded", False))
 
 
 def unused_biases(model: Any) -> Iterator[str]:

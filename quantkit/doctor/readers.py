@@ -63,7 +63,7 @@ def check(view: View, runtime: Runtime) -> Iterator[Finding]:
         yield from _module(view, module, runtime)
     if runtime == "vllm" and method is not None and view.method is not None and view.coded:
         settings = Settings(view.folder.settings or {}, view.folder.root / CONFIG, SETTINGS)
-        for problem in vllm_problems(Linears.of(view.method, settings, view.linears, view.coded, raw)):
+        for problem in vllm_problems(Linears.of(view.method, settings, view.all_linears(), view.coded, raw)):
             yield finding(problem.rule, problem.where, problem.what)
 
 

@@ -6,10 +6,10 @@ import functools
 import re
 from collections.abc import Mapping
 
-from quantkit.architectures.config import ModelConfig
+from quantkit.architectures.config import ModelConfig, OpaqueTensor
 from quantkit.architectures.disk import DiskTensor, found_tensors
 from quantkit.architectures.families import families
-from quantkit.architectures.families.opaque import Hints, named_roles, opaque_config
+from quantkit.architectures.families.opaque import Hints, named_roles, opaque_config, possible_linears
 from quantkit.architectures.names import is_embedding
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.side_files import CONFIG
@@ -87,6 +87,15 @@ class View:
         claim = self.claims.modules.get(module)
         bits = f" ({claim.bits} bits by the config)" if claim is not None and claim.bits != coded.bits else ""
         return (*coded.signature, claim and claim.bits), coded.scheme + bits
+
+    def all_linears(self) -> dict[str, tuple[int, ...] | None]:
+        """The shapes of all modules that runtimes may build as linears, by name; None if a shape is not known."""
+        found: dict[str, tuple[int, ...] | None] = {}
+        for name, tensor in self.stored.items():
+            modules = possible_linears(OpaqueTensor(name, tensor.shape, str(tensor.dtype)))
+            shape = tensor.shape if len(modules) == 1 else None
+            found |= dict.fromkeys(modules, shape)
+        return {**found, **self.linears, **{module: self.linears.get(module) for module in self.coded}}
 
     @functools.cached_property
     def hints(self) -> Hints:

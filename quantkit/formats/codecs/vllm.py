@@ -97,7 +97,8 @@ class Linears:
             return
         claims = self.method.claims(self.settings, self.shapes, self.coded).modules
         for module in self.names.group(self.shapes):
-            yield module, [claims.get(part) for part in module.parts], lookup.find(module)
+            found = None if module.is_float else lookup.find(module)
+            yield module, [claims.get(part) for part in module.parts], found
 
 
 def vllm_problems(linears: Linears) -> list[VllmProblem]:
@@ -135,12 +136,13 @@ def _problem(
 
 def name_for_vllm(settings: dict[str, Any], linears: Linears) -> None:
     """Add to settings the names of vLLM's modules for which it would not find what the settings say of their parts."""
-    modules: dict[str, bool] = {}
+    modules: list[str] = []
     lacking: dict[Claim | None, list[str]] = {}
     for module, stated, found in linears.compare():
-        lacks = found != stated[0] and all(claim == stated[0] for claim in stated)
-        modules[module.name] = lacks
-        if lacks:
+        modules.append(module.name)
+        is_uniform = all(claim == stated[0] for claim in stated)
+        can_be_named = not module.is_float and not (isinstance(linears.method, Gptq) and found in (None, _SPLIT))
+        if is_uniform and found != stated[0] and can_be_named:
             lacking.setdefault(stated[0], []).append(module.name)
     for claim, names in lacking.items():
         patterns = _patterns(names, modules)
@@ -152,8 +154,8 @@ def name_for_vllm(settings: dict[str, Any], linears: Linears) -> None:
                 sign, values = "+", {"bits": claim.bits, "group_size": claim.group_size or -1}
             settings["dynamic"] = settings.get("dynamic", {}) | {f"{sign}:{pattern}": values for pattern in patterns}
         elif claim is None and settings.get("modules_to_not_convert") is not None:
-            taken = [name for name in names if not any(name in coded for coded in linears.coded)]
-            settings["modules_to_not_convert"] = [*settings["modules_to_not_convert"], *taken]
+            others = [name for name in names if not any(name in coded for coded in linears.coded)]
+            settings["modules_to_not_convert"] = [*settings["modules_to_not_convert"], *others]
 
 
 def _add_to_groups(
@@ -168,17 +170,18 @@ def _add_to_groups(
             return
 
 
-def _patterns(names: Iterable[str], modules: Mapping[str, bool]) -> list[str]:
-    """Patterns that match some modules alone: one for all that differ in their numbers, unless others do too.
+def _patterns(names: Collection[str], modules: Iterable[str]) -> list[str]:
+    """Patterns that match some modules alone: one for those that differ in their numbers, if it matches no others.
 
     Args:
-        modules: all of them; whether a pattern must match.
+        names: of the modules to match.
+        modules: the names of all modules.
     """
-    kept_apart = {_NUMBER.sub("*", name) for name, lacks in modules.items() if not lacks}
+    others = {_NUMBER.sub("*", name) for name in set(modules).difference(names)}
     found: dict[str, None] = {}
     for name in names:
         template = _NUMBER.sub("*", name)
-        pattern = re.escape(name) if template in kept_apart else re.escape(template).replace(r"\*", r"\d+")
+        pattern = re.escape(name) if template in others else re.escape(template).replace(r"\*", r"\d+")
         found[f"^{pattern}$"] = None
     return list(found)
 

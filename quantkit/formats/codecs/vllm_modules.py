@@ -32,12 +32,14 @@ class VllmModule:
         parts: the linears on disk that it holds.
         shards: the names that vLLM looks for if it does not find settings for `name`: those of its parts.
         is_experts: whether it is all experts of a layer.
+        is_float: whether vLLM never quantizes it.
     """
 
     name: str
     parts: tuple[str, ...]
     shards: tuple[str, ...] = ()
     is_experts: bool = False
+    is_float: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,26 @@ class VllmNames:
         modules: the beginnings of the names of modules, where they are not those in settings.
         unlisted: the names of fused linears for whose parts vLLM does not look.
         listed: other fused linears, and the names of their parts.
+        floats: linears, by their names on disk, that vLLM never quantizes.
     """
 
     mapped: Mapping[str, str]
     modules: Mapping[str, str]
     unlisted: frozenset[str]
     listed: Mapping[str, tuple[str, ...]]
+    floats: frozenset[str]
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> VllmNames:
         """The names of the architecture of a config.json."""
-        stated = _table().get(str(raw.get("model_type")), {})
+        return cls.of_table(_table().get(str(raw.get("model_type")), {}))
+
+    @classmethod
+    def of_table(cls, stated: Mapping[str, Any]) -> VllmNames:
+        """The names by the rows of a `model_type` in the table."""
         listed = {fused: tuple(parts) for fused, parts in stated.get("listed", {}).items()}
-        return cls(stated.get("mapped", {}), stated.get("modules", {}), frozenset(stated.get("unlisted", ())), listed)
+        unlisted, floats = (frozenset(stated.get(key, ())) for key in ("unlisted", "floats"))
+        return cls(stated.get("mapped", {}), stated.get("modules", {}), unlisted, listed, floats)
 
     def map_setting(self, name: str) -> str:
         """A name in settings as vLLM compares it; patterns and classes stay as they are."""
@@ -76,10 +85,12 @@ class VllmNames:
         parts: dict[str, list[str]] = {}
         for linear in ordered:
             parts.setdefault(self._name(linear, ordered, layers), []).append(linear)
-        return [
-            VllmModule(name, tuple(held), self._shards(name), is_experts=any(_EXPERT.fullmatch(one) for one in held))
-            for name, held in parts.items()
-        ]
+        return [self._module(name, tuple(held)) for name, held in parts.items()]
+
+    def _module(self, name: str, parts: tuple[str, ...]) -> VllmModule:
+        is_experts = any(_EXPERT.fullmatch(part) for part in parts)
+        is_float = any(_template(part) in self.floats for part in parts)
+        return VllmModule(name, parts, self._shards(name), is_experts=is_experts, is_float=is_float)
 
     def _name(self, linear: str, linears: Mapping[str, None], layers: int) -> str:
         """The name of the module that holds a linear; the last part of a name that the table has whole stays."""
@@ -99,7 +110,9 @@ class VllmNames:
 
     def _shards(self, name: str) -> tuple[str, ...]:
         parent, joint, last = name.rpartition(".")
-        parts = self.listed.get(last) or (() if last in self.unlisted else FUSED.get(last, ()))
+        parts = self.listed.get(last, FUSED.get(last, ()))
+        if last in self.unlisted or _template(name) in self.unlisted:
+            return ()
         return tuple(f"{parent}{joint}{part}" for part in parts)
 
 
