@@ -1,12 +1,13 @@
-"""Quantize tiny models of the architectures that transformers knows, and compare what vLLM's loader makes of the folders
-with what the model card, `inspect` and `doctor` say.
+"""Quantize tiny models of the architectures that transformers knows, and compare what vLLM's loader makes of the
+folders with what the model card, `inspect` and `doctor` say.
 
     python scripts/measure_vllm.py --vllm PYTHON [NAME ...] [--folders DIR] [--json FILE] [--update-docs]
 
 PYTHON has vLLM, see `peer_vllm_loader.py`. Each architecture is quantized by rounding to compressed-tensors, and if
 quantkit has a decoder for it to GPTQ and AWQ too: all linears alike, with a layer in floats, with several schemes, and
 with linears in floats that vLLM fuses with others. Prints what differs. `--update-docs` judges all architectures and
-writes the table of docs/models.md. With `--json` a run that was interrupted continues; with `--folders` the folders stay.
+writes the table of docs/models.md. With `--json` a run that was interrupted continues; with `--folders` the folders
+stay.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from quantkit.architectures.families import families
 _JUDGE = Path(__file__).with_name("peer_vllm_loader.py")
 _INT4, _INT8 = QuantScheme.parse("int4-g32"), QuantScheme.parse("int8")
 _BLOCK = re.compile(r".*?\.\d+(?=\.)")
+_REFUSED = "vLLM 0.32 does not load it"
 _FORMATS = ("compressed-tensors", "gptq", "awq")
 
 # vLLM has no output head of its own for these, as in the published models.
@@ -194,13 +196,16 @@ def judge_folder(source: Path, folder: Path, form: str, recipe: Recipe, judge: J
         notes = list(made.notes)
     inspection = quantkit.inspect(folder)
     diagnosis = quantkit.diagnose(folder, runtime="vllm")
-    named = {finding.rule.name: finding.what for finding in diagnosis.findings if diagnosis.severity(finding) == "error"}
+    named = {
+        finding.rule.name: finding.what for finding in diagnosis.findings if diagnosis.severity(finding) == "error"
+    }
     return {
         **judge.judge(folder),
         "doctor": named,
-        "inspect": "vLLM" in ", ".join(inspection.readers),
-        "card": "vLLM does not load" not in (folder / "README.md").read_text(),
-        "notes": [note for note in notes if "vLLM" in note],
+        "inspect": _REFUSED not in (inspection.readers_note or ""),
+        "named by inspect": any(reader.startswith("vLLM") for reader in inspection.readers),
+        "card": _REFUSED not in (folder / "README.md").read_text(),
+        "note": not any(_REFUSED in note for note in notes),
     }
 
 

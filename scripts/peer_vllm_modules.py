@@ -24,8 +24,8 @@ from typing import Any
 import peer_vllm_loader as loader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from quantkit.architectures.families.opaque import ROUTERS  # noqa: E402
-from quantkit.formats.codecs.vllm_modules import FUSED, VllmNames  # noqa: E402
+from quantkit.architectures.families.opaque import ROUTERS
+from quantkit.formats.codecs.vllm_modules import FUSED, VllmNames
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _EXPERT = re.compile(r".*\bexperts\.\d+\..*")

@@ -6,10 +6,10 @@ import functools
 import re
 from collections.abc import Mapping
 
-from quantkit.architectures.config import ModelConfig, OpaqueTensor
+from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, found_tensors
 from quantkit.architectures.families import families
-from quantkit.architectures.families.opaque import Hints, named_roles, opaque_config, possible_linears
+from quantkit.architectures.families.opaque import Hints, named_roles, opaque_config
 from quantkit.architectures.names import is_embedding
 from quantkit.doctor.folder import Folder
 from quantkit.doctor.side_files import CONFIG
@@ -17,6 +17,7 @@ from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.layout import Claims
 from quantkit.formats.codecs.table import METHODS, describe_modules
+from quantkit.formats.codecs.vllm import stored_linears
 from quantkit.formats.containers.hf_settings import SETTINGS
 from quantkit.json_values import Settings, shown
 
@@ -90,12 +91,8 @@ class View:
 
     def all_linears(self) -> dict[str, tuple[int, ...] | None]:
         """The shapes of all modules that runtimes may build as linears, by name; None if a shape is not known."""
-        found: dict[str, tuple[int, ...] | None] = {}
-        for name, tensor in self.stored.items():
-            modules = possible_linears(OpaqueTensor(name, tensor.shape, str(tensor.dtype)))
-            shape = tensor.shape if len(modules) == 1 else None
-            found |= dict.fromkeys(modules, shape)
-        return {**found, **self.linears, **{module: self.linears.get(module) for module in self.coded}}
+        coded = {module: self.linears.get(module) for module in self.coded}
+        return stored_linears(self.stored, {**self.linears, **coded})
 
     @functools.cached_property
     def hints(self) -> Hints:

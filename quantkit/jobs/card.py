@@ -22,9 +22,11 @@ from quantkit.calibration.effort import EFFORTS, SAMPLES, SEED
 from quantkit.files.hub import PREFIX, origin
 from quantkit.formats.authorship import CARD, read_authorship, read_front_matter
 from quantkit.formats.checkpoint import Checkpoint, active_parameter_count, parameter_count
-from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.codec import QuantMethod, Runtime
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, read_here_alone
+from quantkit.formats.codecs.vllm import describe_problems
 from quantkit.formats.lora.adapter import adapter_words, requested_adapters
+from quantkit.jobs.held_schemes import vllm_problems_of
 from quantkit.jobs.labels import base_model, file_name, known_name, layer_names, model_name
 from quantkit.jobs.option_fields import command_words, declared
 from quantkit.jobs.prepare import Prepared
@@ -241,9 +243,12 @@ def _readers(prepared: Prepared, method: QuantMethod) -> dict[str, object]:
     unread = unread_experts(config, chosen.schemes) if symmetric else "packed zero points"
     unread = unread if chosen.embedding is None else "a packed embedding"
     unread = unread if prepared.unread is None else f"the packed weights ({prepared.unread})"
-    native, readers = method.name == NATIVE, method.readers(chosen.assigned)
+    problem = describe_problems(vllm_problems_of(prepared.source, chosen.schemes, prepared.target))
+    without: set[Runtime] = set() if problem is None else {"vllm"}
+    native, readers = method.name == NATIVE, method.readers(chosen.assigned, without=without)
     here_alone = read_here_alone(method, chosen.assigned, tied=config.tied_embeddings)
     return {
+        "vllm_problem": problem,
         "symmetric": symmetric, "native": native, "unread": unread, "readers": readers, "read_here_alone": here_alone,
         "not_on_cpu": method.not_on_cpu(chosen.schemes.values()) if isinstance(method, CompressedTensors) else None,
         "has_int4": any(scheme.bits == 4 and not scheme.of_small_floats for scheme in chosen.schemes.values()),

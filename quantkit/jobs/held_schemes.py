@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quantkit.architectures.disk import unread_experts
 from quantkit.architectures.names import EMBEDDING
-from quantkit.architectures.topology import Parameter, parameters
 from quantkit.errors import RequestError, UnsupportedError
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import Reason, codec_of
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors
+from quantkit.formats.codecs.vllm import VllmProblem, describe_problems
 from quantkit.formats.container import StoredCheckpoint
+from quantkit.formats.containers.hf import HuggingFace
 from quantkit.formats.registry import Target
 from quantkit.jobs.scheme_map import SchemeMap
 from quantkit.jobs.target import (
@@ -21,10 +21,7 @@ from quantkit.jobs.target import (
 )
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.recipe import Recipe
-from quantkit.tensors.scheme import TILE, QuantScheme, Scales
-
-if TYPE_CHECKING:
-    pass
+from quantkit.tensors.scheme import QuantScheme, Scales
 
 BIT_ALLOCATION = "bit_allocation"
 """The key of the schemes chosen for a size in the manifest, and in the journal of an interrupted run."""
@@ -56,20 +53,22 @@ def assigned_schemes(
     if small and source.config.dtype != DType.BFLOAT16:
         loading = "transformers decodes it to bfloat16 alone (seen in 5.23); load it with `dtype=torch.bfloat16`"
         notes.append(f"{dst}: {' and '.join(small)}: {loading}")
-    if tiled := [one.module for one in parameters(source.config) if _is_cut_tile(one, scheme_map.schemes)]:
-        notes.append(f"{dst}: vLLM does not fuse linears whose rows {TILE} does not divide (seen in 0.32): {tiled[0]}")
+    if problem := describe_problems(vllm_problems_of(source, scheme_map.schemes, target)):
+        notes.append(f"{dst}: {problem}")
     if scheme_map.embedding is not None and isinstance(target.method, CompressedTensors):
         tied, here_alone = source.config.tied_embeddings, source.config.run_by is not None
         notes.append(f"{dst}: {target.method.unread_embedding(tied=tied, here_alone=here_alone)}")
     return scheme_map, notes
 
 
-def _is_cut_tile(parameter: Parameter, schemes: Mapping[str, QuantScheme]) -> bool:
-    """Whether a weight that runtimes fuse with others ends in a part of a tile."""
-    scheme = schemes.get(parameter.module) if parameter.leaf == "weight" else None
-    tiled = scheme is not None and scheme.scales is Scales.TILES
-    fused = parameter.linear is not None and parameter.linear.fused is not None
-    return tiled and fused and bool(parameter.shape[0] % TILE)
+def vllm_problems_of(
+    source: StoredCheckpoint, schemes: Mapping[str, QuantScheme], target: Target
+) -> list[VllmProblem]:  # fmt: skip
+    """What vLLM could not load of a folder with these schemes, given by module; nothing in formats that it does not
+    read."""
+    if not isinstance(target.container, HuggingFace):
+        return []
+    return target.container.vllm_problems(source, schemes, target.method)
 
 
 def _require_held(schemes: Mapping[str, QuantScheme], target: Target, source: Checkpoint) -> None:

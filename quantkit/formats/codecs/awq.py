@@ -22,6 +22,7 @@ from quantkit.formats.codecs.codec import (
     QuantMethod,
     RawModule,
     Reason,
+    Runtime,
     Schemes,
     exact_scale,
     unread,
@@ -178,12 +179,16 @@ class Awq(QuantMethod):
             return Reason("it holds codes of other bits", found=scheme, expected="4 bits")
         return AwqLinear(scheme)
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
+    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()) -> str:
         sizes = {None if scheme is None else scheme.group_size for scheme in schemes.values()}
         if not sizes <= _READ_SIZES:
             return "what reads AWQ in such groups"
-        transformers = "" if schemes.get("lm_head") is not None else "transformers with gptqmodel, "
-        return f"gptqmodel, {transformers}vLLM"
+        readers = ["gptqmodel"]
+        if schemes.get("lm_head") is None and "transformers" not in without:
+            readers.append("transformers with gptqmodel")
+        if "vllm" not in without:
+            readers.append("vLLM")
+        return ", ".join(readers)
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:

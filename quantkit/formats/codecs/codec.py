@@ -358,6 +358,11 @@ class QuantMethod(CodeFormat):
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         return Reason("it is only read")
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
-        """The other programs that load a folder with these schemes of linear modules; None for floats."""
+    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()) -> str:
+        """The other programs that load a folder, by commas; notes follow a semicolon.
+
+        Args:
+            schemes: of linear modules; None for floats.
+            without: the runtimes to leave out.
+        """
         return "nothing"

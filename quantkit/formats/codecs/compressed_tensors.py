@@ -137,16 +137,17 @@ class CompressedTensors(QuantMethod):
             return _NO_FLOAT_EMBEDDING if embedding else SmallFloats(scheme)
         return IntQuantized(scheme) if self.form(scheme) == _INT else PackQuantized(scheme)
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
+    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()) -> str:
         found = [scheme for scheme in schemes.values() if scheme is not None]
+        vllm = [] if "vllm" in without else [f"vLLM{' on GPUs' if self.not_on_cpu(found) else ''}"]
         if has_embedding(schemes):
-            return "vLLM on GPUs (not tried); transformers 5.23 reads no packed embedding"
-        if any(scheme.of_small_floats for scheme in found):
-            return f"transformers with compressed-tensors, vLLM{' on GPUs' if self.not_on_cpu(found) else ''}"
-        vllm = ", vLLM" if all(scheme.bits == 4 for scheme in found) else ""
-        if all(scheme.symmetric for scheme in found):
-            return f"transformers with compressed-tensors{vllm}"
-        return f"compressed-tensors' own decompressor{vllm}; transformers refuses packed zero points (seen in 5.23)"
+            vllm = [f"{one} (not tried)" for one in vllm]
+            return "; ".join([", ".join(vllm), "transformers 5.23 reads no packed embedding"])
+        if not all(scheme.symmetric for scheme in found):
+            readers = ", ".join(["compressed-tensors' own decompressor", *vllm])
+            return f"{readers}; transformers refuses packed zero points (seen in 5.23)"
+        transformers = [] if "transformers" in without else ["transformers with compressed-tensors"]
+        return ", ".join([*transformers, *vllm])
 
     def not_on_cpu(self, schemes: Iterable[QuantScheme]) -> str | None:
         """The weights for which vLLM has no kernel on CPUs, as tried with 0.32; None if it has some for all."""
@@ -199,8 +200,10 @@ class Int8Activations(CompressedTensors):
             return IntQuantized(scheme)
         return Reason("its readers multiply int8 per row alone", found=scheme, expected=_INT8)
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
-        return "transformers with compressed-tensors" + ("" if has_embedding(schemes) else ", vLLM")
+    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()) -> str:
+        in_vllm = "vllm" not in without and not has_embedding(schemes)
+        transformers = [] if "transformers" in without else ["transformers with compressed-tensors"]
+        return ", ".join([*transformers, *(["vLLM"] if in_vllm else [])])
 
 
 def has_embedding(schemes: Mapping[str, QuantScheme | None]) -> bool:

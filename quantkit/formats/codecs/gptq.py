@@ -15,7 +15,16 @@ from dataclasses import replace
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError
-from quantkit.formats.codecs.codec import FLOAT_MODEL, NO_EMBEDDING, Codec, QuantMethod, Reason, Schemes, unread
+from quantkit.formats.codecs.codec import (
+    FLOAT_MODEL,
+    NO_EMBEDDING,
+    Codec,
+    QuantMethod,
+    Reason,
+    Runtime,
+    Schemes,
+    unread,
+)
 from quantkit.formats.codecs.gptq_linear import GPTQ, SUFFIXES, GptqLinear
 from quantkit.formats.codecs.gptq_zeros import QWEIGHT, WRITER, Stated, Version
 from quantkit.formats.codecs.layout import Claim, Claims, Layout
@@ -60,7 +69,9 @@ class Gptq(QuantMethod):
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         version = _stated_version(settings)
         base = _linear(Claim(GPTQ, symmetric=settings.flag("sym", True)), settings, ("bits", "group_size"))
-        overrides = [(targets, claim and _linear(claim, own)) for targets, claim, own in overriding_claims(settings, base)]
+        overrides = [
+            (targets, claim and _linear(claim, own)) for targets, claim, own in overriding_claims(settings, base)
+        ]
         found: dict[str, Claim] = {}
         for module in quantized_modules(modules, stored, settings):
             claim = next((one for targets, one in overrides if targets.closeness(module) == BY_PATTERN), base)
@@ -101,7 +112,7 @@ class Gptq(QuantMethod):
             return NO_EMBEDDING
         return GptqLinear(scheme.bits, scheme.group_size, scheme.symmetric)
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
+    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()) -> str:
         """transformers calls gptqmodel with one scheme for all linears except the head, and ignores ``dynamic``; vLLM
         0.32 has kernels for symmetric weights in order, on CPUs only for 4 bits."""
         found = [scheme for scheme in schemes.values() if scheme is not None]
@@ -109,10 +120,10 @@ class Gptq(QuantMethod):
             return "what reads GPTQ in such groups"
         readers = ["gptqmodel"]
         blocks = {scheme for module, scheme in schemes.items() if module != "lm_head"}
-        if len(blocks) == 1 and schemes.get("lm_head") is None:
+        if len(blocks) == 1 and schemes.get("lm_head") is None and "transformers" not in without:
             readers.append("transformers with gptqmodel")
-        if found and len(set(found)) == 1 and found[0].symmetric and found[0].bits == 4:
-            readers.append("vLLM")
+        if found and "vllm" not in without and all(scheme.symmetric for scheme in found):
+            readers.append("vLLM" if all(scheme.bits == 4 for scheme in found) else "vLLM on GPUs")
         return ", ".join(readers)
 
 

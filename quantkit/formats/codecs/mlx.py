@@ -23,6 +23,7 @@ from quantkit.formats.codecs.codec import (
     QuantMethod,
     RawModule,
     Reason,
+    Runtime,
     Schemes,
     Weight,
     unread,
@@ -256,7 +257,7 @@ class Mlx(QuantMethod):
             return Reason("MLX has no such codes and scales", found=scheme, expected=", ".join(map(str, self.schemes)))
         return Affine(scheme)
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
+    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()) -> str:
         return "mlx-lm"
 
 

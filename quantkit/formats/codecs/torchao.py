@@ -23,6 +23,7 @@ from quantkit.formats.codecs.codec import (
     GroupedCodec,
     QuantMethod,
     RawModule,
+    Runtime,
     Weight,
 )
 from quantkit.formats.codecs.layout import MAX_COLUMNS, Layout, Shape
@@ -218,5 +219,5 @@ class TorchAo(QuantMethod):
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Plain]:
         return {module: Plain() for module in modules if f"{module}.{_CODES}" in stored}
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
+    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: Collection[Runtime] = ()) -> str:
         return "transformers with torchao"

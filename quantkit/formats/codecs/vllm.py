@@ -1,7 +1,7 @@
 """What vLLM cannot load of a folder's linears, and what settings must also name so that it does.
 
-vLLM looks for the settings of its own modules (`vllm_modules`), not for those of the linears on disk. Here its lookup is
-repeated, and compared with what the settings say of the linears that a module holds. Source: vLLM 0.32's
+vLLM looks for the settings of its own modules (`vllm_modules`), not for those of the linears on disk. Here its lookup
+is repeated, and compared with what the settings say of the linears that a module holds. Source: vLLM 0.32's
 `CompressedTensorsConfig`, `AutoGPTQConfig`, `AutoAWQConfig` and their helpers; `scripts/measure_vllm.py` compares the
 result with its loader.
 """
@@ -13,8 +13,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.architectures.config import OpaqueTensor
+from quantkit.architectures.families.opaque import possible_linears
 from quantkit.architectures.names import is_embedding
 from quantkit.errors import CheckpointError
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.awq import AWQ, Awq
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, group_claim, stated_groups
@@ -107,6 +110,32 @@ def vllm_problems(linears: Linears) -> list[VllmProblem]:
         return [problem for found in linears.compare() if (problem := _problem(linears, *found)) is not None]
     except CheckpointError:
         return []
+
+
+def describe_problems(problems: Sequence[VllmProblem]) -> str | None:
+    """Say in a few words what vLLM does not load; None if there are no problems."""
+    if not problems:
+        return None
+    first, more = problems[0], len(problems) - 1
+    others = f", and {more} more" if more else ""
+    return f"vLLM 0.32 does not load it: '{first.where}' has {first.what}{others}"
+
+
+def stored_linears(
+    stored: Mapping[str, StoredTensor], coded: Mapping[str, Shape | None]
+) -> dict[str, Shape | None]:  # fmt: skip
+    """The shapes of all modules of a folder that vLLM may build as linears.
+
+    Args:
+        stored: all tensors.
+        coded: the shapes of the weights that are stored as codes, by module; None if they are not known.
+    """
+    shapes: dict[str, Shape | None] = {}
+    for name, tensor in stored.items():
+        modules = possible_linears(OpaqueTensor(name, tensor.shape, str(tensor.dtype)))
+        is_stack = len(tensor.shape) > 2
+        shapes |= dict.fromkeys(modules, None if is_stack else tensor.shape)
+    return {**shapes, **coded}
 
 
 def _problem(

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-FUSED: Mapping[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 """The linears that vLLM fuses, by the last part of the name of the fused one."""
 _FUSED_BY_PART = {part: fused for fused, parts in FUSED.items() for part in parts}
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\..+")

@@ -15,8 +15,8 @@ from quantkit.architectures.families.opaque import carried_modules, ignored_extr
 from quantkit.architectures.topology import Parameter, parameters
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.codecs.codec import QuantMethod
-from quantkit.formats.codecs.vllm import Linears, name_for_vllm
 from quantkit.formats.codecs.compressed_tensors import KV_CACHE_SCHEME, CompressedTensors, Int8Activations
+from quantkit.formats.codecs.vllm import Linears, VllmProblem, name_for_vllm, vllm_problems
 from quantkit.formats.container import Container, Output, StoredCheckpoint
 from quantkit.formats.containers.hf_checkpoint import HFCheckpoint
 from quantkit.formats.containers.hf_encoder import SafetensorsEncoder
@@ -94,16 +94,8 @@ class HuggingFace(Container):
         raw, settings_files = _config(source, config), dict[str, bytes]()
         raw = raw if output.schemes else without_settings(raw)
         if (output.schemes or output.kv_cache is not None) and SETTINGS not in raw:
-            every = config.tensors is None or config.unstored is not None
             method = output.method or self.native
-            schemes, modules = _on_disk(output.schemes, config, method)
-            extra = ignored_extra_layers(config.tensors or (), raw) if isinstance(method, CompressedTensors) else []
-            apart = set(extra)  # or experts there would keep the model's from sharing a target
-            modules = {module: inputs for module, inputs in modules.items() if module not in apart}
-            settings = method.write_settings(schemes, modules, every=every)
-            name_for_vllm(settings, Linears.of(method, settings, dict.fromkeys(modules), schemes, raw))
-            if extra:
-                settings["ignore"] += extra
+            settings = dict(_settings(output.schemes, config, method, raw).settings.values)
             if output.kv_cache is not None:
                 settings[KV_CACHE_SCHEME] = output.kv_cache.scheme
             raw |= dict.fromkeys(method.keys, settings)
@@ -115,6 +107,13 @@ class HuggingFace(Container):
             ids = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
             files.setdefault("generation_config.json", json_bytes({k: v for k, v in ids.items() if v is not None}))
         return with_templates(files, output.templates, in_settings=True)
+
+    def vllm_problems(
+        self, source: Checkpoint, schemes: Mapping[str, QuantScheme], method: QuantMethod | None
+    ) -> list[VllmProblem]:  # fmt: skip
+        """What vLLM could not load of a folder with these schemes, given by canonical names of modules."""
+        raw = _config(source, source.config)
+        return vllm_problems(_settings(schemes, source.config, method or self.native, raw))
 
     def carried_names(self, source: Checkpoint, dst: Path) -> Collection[str]:
         names = side_names(source)
@@ -133,11 +132,28 @@ def _config(source: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     return dict(source.extra_config) if same else with_dtype(source.extra_config, config.dtype)
 
 
+def _settings(
+    schemes: Mapping[str, QuantScheme], config: ModelConfig, method: QuantMethod, raw: Mapping[str, Any]
+) -> Linears:
+    """The linears of a folder with these schemes, and the settings that state them, for vLLM too."""
+    on_disk, shapes = _on_disk(schemes, config, method)
+    extra = ignored_extra_layers(config.tensors or (), raw) if isinstance(method, CompressedTensors) else []
+    apart = set(extra)  # or experts there would keep the model's from sharing a target
+    shapes = {module: shape for module, shape in shapes.items() if module not in apart}
+    inputs = {module: 0 if shape is None else shape[-1] for module, shape in shapes.items()}
+    every = config.tensors is None or config.unstored is not None
+    settings = method.write_settings(on_disk, inputs, every=every)
+    name_for_vllm(settings, Linears.of(method, settings, shapes, on_disk, raw))
+    if extra:
+        settings["ignore"] += extra
+    return Linears.of(method, settings, shapes, on_disk, raw)
+
+
 def _on_disk(
     schemes: Mapping[str, QuantScheme], config: ModelConfig, method: QuantMethod
-) -> tuple[dict[str, QuantScheme], dict[str, int]]:  # fmt: skip
-    """The schemes by the names of modules on disk, and the inputs of all linears, with a tied head and routers; a
-    module with another name for readers is listed by both."""
+) -> tuple[dict[str, QuantScheme], dict[str, tuple[int, ...] | None]]:  # fmt: skip
+    """The schemes by the names of modules on disk, and the shapes of all linears, with a tied head and routers, None
+    if unknown; a module with another name for readers is listed by both."""
     untied = replace(config, tied_embeddings=False)
     every = disk_tensors(untied, schemes, joins_experts=method.joins_experts)
     named = [(tensor, tensor.parts[0].removesuffix(".weight")) for tensor in every]
@@ -151,9 +167,9 @@ def _on_disk(
             part.removesuffix(".weight") for tensor in every if tensor.stacked is not None for part in tensor.parts
         )
         found |= dict.fromkeys(aliases.get(module, module) for module in stacked)
-    inputs = {name: t.shape[-1] for t in tensors for name in (t.module, aliases.get(t.module, t.module))}
+    shapes = {name: t.shape for t in tensors for name in (t.module, aliases.get(t.module, t.module))}
     quantized = {module: scheme for module, scheme in found.items() if scheme is not None}
-    return quantized, {module: inputs.get(module, 0) for module in found}
+    return quantized, {module: shapes.get(module) for module in found}
 
 
 def _exported_tokenizer(folder: Path) -> dict[str, bytes]:

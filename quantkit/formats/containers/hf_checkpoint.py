@@ -21,13 +21,14 @@ from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.files.source import SourceFile
 from quantkit.files.tensor_file import StoredTensor, TensorFile, same_tensor
 from quantkit.formats.checkpoint import require_tensors, require_unquantized, schemes
-from quantkit.formats.codecs.codec import QuantMethod, RawModule, ReadAsFloats, ReadCodec, Weight
+from quantkit.formats.codecs.codec import QuantMethod, RawModule, ReadAsFloats, ReadCodec, Runtime, Weight
 from quantkit.formats.codecs.compressed_floats import SmallFloats, float8_codes
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, packed_shapes, read_here_alone
 from quantkit.formats.codecs.compressed_weights import PACKED, PLAIN, SCALE
 from quantkit.formats.codecs.dequantized import by_small_floats, dequantized, narrow_float64
 from quantkit.formats.codecs.mlx import Affine, Mlx
 from quantkit.formats.codecs.small_floats import DequantizedTensor, Float8Weight
+from quantkit.formats.codecs.vllm import Linears, VllmProblem, describe_problems, stored_linears, vllm_problems
 from quantkit.formats.containers.hf_files import read_headers
 from quantkit.formats.containers.hf_parts import decode, read_floats, share
 from quantkit.formats.containers.hf_settings import NOT_CARRIED, SETTINGS, read_codecs, settings_in, without_settings
@@ -66,6 +67,7 @@ class HFCheckpoint:
         self._config_path = path / "config.json"
         stated = read_settings(self._config_path)
         raw = settings_in(stated, None if tensors_only else path)
+        self._stated_config: Mapping[str, Any] = raw
         self._text: TextNames | None = None
         self._settings = [SourceFile(self._config_path)]
         self._stored: dict[str, StoredTensor] = {}
@@ -220,19 +222,35 @@ class HFCheckpoint:
         return share(size, tensor, place)
 
     def readers(self) -> str:
-        if not self.config.runnable:
-            also = "" if self._method is None or not self._codecs else f" and {self._method.name}"
-            return f"what runs this architecture{also}"
         coded = self.with_codes()
         if self._method is None or not coded._codecs:
-            return "quantkit, transformers, vLLM"
-        if unread_experts(self.config, schemes(coded)):
-            return "quantkit"
+            return "quantkit, transformers, vLLM" if self.config.runnable else "what runs this architecture"
+        problem = describe_problems(coded._vllm_problems())
+        note = "" if problem is None else f"; {problem}"
+        if not self.config.runnable:
+            return f"what runs this architecture and {self._method.name}{note}"
         linears = (tensor for tensor, _ in self._places.values() if tensor.quantizable or tensor.name in coded._codecs)
         found = {one.module: coded._disk_specs[one.name].scheme for one in linears}
         if read_here_alone(self._method, found, tied=self.config.tied_embeddings):
             return "quantkit"
-        return f"quantkit, {self._method.readers(found)}"
+        unread: set[Runtime] = set() if problem is None else {"vllm"}
+        if unread_experts(self.config, schemes(coded)):
+            unread.add("transformers")
+        others, _, own_note = self._method.readers(found, without=unread).partition("; ")
+        own_note = f"; {own_note}" if own_note else ""
+        return ", ".join(filter(None, ("quantkit", others))) + own_note + note
+
+    def _vllm_problems(self) -> list[VllmProblem]:
+        """What vLLM does not load of the linears."""
+        assert self._method is not None
+        coded = {
+            name.removesuffix(".weight"): self._disk_specs[name].shape
+            for name, codec in self._codecs.items()
+            if codec.scheme is not None
+        }
+        shapes = stored_linears(self._stored, coded)
+        config = self._stated_config
+        return vllm_problems(Linears.of(self._method, config.get(SETTINGS, {}), shapes, coded, config))
 
     @property
     def _floats_as(self) -> DType:
