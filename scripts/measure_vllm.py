@@ -4,10 +4,10 @@ folders with what the model card, `inspect` and `doctor` say.
     python scripts/measure_vllm.py --vllm PYTHON [NAME ...] [--folders DIR] [--json FILE] [--update-docs]
 
 PYTHON has vLLM, see `peer_vllm_loader.py`. Each architecture is quantized by rounding to compressed-tensors, and if
-quantkit has a decoder for it to GPTQ and AWQ too: all linears alike, with a layer in floats, with several schemes, and
-with linears in floats that vLLM fuses with others. Prints what differs. `--update-docs` judges all architectures and
-writes the table of docs/models.md. With `--json` a run that was interrupted continues; with `--folders` the folders
-stay.
+quantkit has a decoder for it to GPTQ and AWQ too: all linears in one scheme, with a layer in floats, with several
+schemes, and with linears in floats that vLLM fuses with others. Prints what differs. `--update-docs` judges all
+architectures and writes the table of docs/models.md. With `--json` a run that was interrupted continues; with
+`--folders` the folders stay.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.)")
 _REFUSED = "vLLM 0.32 does not load it"
 _FORMATS = ("compressed-tensors", "gptq", "awq")
 
-# vLLM has no output head of its own for these, as in the published models.
+# vLLM has no separate output head for these, as in the published models.
 _TIED = frozenset({"bloom", "gemma2", "gemma3n_text"})
 # What the published config.json states, vLLM needs and transformers does not write. A key with a dot is in a part.
 # Towers whose tensors have these names in published models, and which transformers writes without the last part.

@@ -50,7 +50,7 @@ class AnyKernel:
 
 
 class Platform:
-    """vLLM's platform, for code that asks whether it is a GPU and does nothing else with the answer."""
+    """vLLM's platform, for code that checks whether it is a GPU and does nothing else with the answer."""
 
     def __init__(self, platform: Any) -> None:
         self._platform = platform
@@ -101,7 +101,7 @@ def judge(folder: str) -> tuple[str, str]:
 
 
 def is_known(folder: str) -> bool:
-    """Whether vLLM has a class of its own for a folder's architecture."""
+    """Whether vLLM has a class for a folder's architecture."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     architectures = json.loads((Path(folder) / "config.json").read_text()).get("architectures") or []

@@ -4,8 +4,9 @@
 
 PYTHON has vLLM, see `peer_vllm_loader.py`, and the folders are float models, named by their `model_type`, which
 `measure_vllm.py --folders` makes. vLLM builds each with settings that name all of its tensors as not quantized, and
-loads its weights; meanwhile it is written down which module takes which tensor, by which name that module asked for its
-settings, and what became of the names in the settings. What `vllm_modules.py` does not know by its rules is printed.
+loads its weights; meanwhile it is written down which module takes which tensor, by which name that module looked for
+its settings, and what became of the names in the settings. What `vllm_modules.py` does not know by its rules is
+printed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Observation:
     Attributes:
         linears: the names of tensors that may be weights of linears, without ``.weight``.
         mapped: what became of each name in the settings.
-        modules: by which name the module that takes a tensor asked for its settings; None if it did not, and is never
+        modules: by which name the module that takes a tensor looked for its settings; None if it did not, and is never
             quantized.
         shards: the names for whose settings vLLM also looks, by the name of the module.
     """
@@ -82,7 +83,7 @@ def main() -> None:
 
 
 def watch() -> Any:
-    """Have vLLM's classes tell what they do, and return a function that observes one folder."""
+    """Have vLLM's classes report what they do, and return a function that observes one folder."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts

@@ -31,7 +31,7 @@ def says_loadable(folder: Result) -> dict[str, bool]:
 
 
 def differences(result: Result) -> list[str]:
-    """The folders of which `inspect`, the card or `doctor` say another thing than vLLM does, or quantkit failed."""
+    """The folders of which `inspect`, the model card or `doctor` say another thing than vLLM's loader."""
     differing = []
     for name, folder in result["folders"].items():
         if "refused" in folder:
@@ -52,8 +52,10 @@ def describe(result: Result) -> list[str]:
             lines.append(f"{name}: refused: {folder['refused'][:150]}")
             continue
         mark = "DIFFERS: " if name in differing else ""
-        told = ", ".join(f"{one} {'loads' if says else 'fails'}" for one, says in says_loadable(folder).items())
-        lines.append(f"{mark}{name}: {folder['outcome']}; {told}; {list(folder['doctor'])} {folder['reason'][:200]}")
+        verdicts = ", ".join(f"{one} {'loads' if says else 'fails'}" for one, says in says_loadable(folder).items())
+        lines.append(
+            f"{mark}{name}: {folder['outcome']}; {verdicts}; {list(folder['doctor'])} {folder['reason'][:200]}"
+        )
     return lines
 
 
@@ -72,7 +74,8 @@ def section(results: Mapping[str, Result]) -> str:
                 set(says_loadable(folder).values()) == {folder["outcome"] == "loads"} for folder in judged
             )  # fmt: skip
             rows.append(_row(form, title, len(judged), len(loaded), *counts, agreeing))
-    head = "| format | recipe | folders | vLLM loads | refused by `inspect` | by the card | by `doctor` | all agree |"
+    heads = ("format", "recipe", "folders", "vLLM loads", *(f"{one} says it does not" for one in _SAYS), "all agree")
+    head = _row(*heads)
     judged_names = [name for name, one in results.items() if one["source"]["outcome"] == "loads"]
     tables = [
         f"{len(judged_names)} architectures whose float model vLLM 0.32 loads:\n",

@@ -71,9 +71,16 @@ GPT_FAST = META | dict.fromkeys(("attention.q", "attention.k", "attention.v"), "
 EMBEDDING = CANONICAL["embedding"]
 _EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embed_in", "word_embeddings")
 
+_EXPERT = re.compile(r"(.*\bexperts)\.\d+\..+")
 _DERIVED_BUFFERS = re.compile(
     r"(.*\.)?(rope\.freqs|freqs_cis|rotary_emb\.(inv_freq|cos_cached|sin_cached)|attention\.inner_attention\.rope\.freqs)"
 )
+
+
+def expert_bank(module: str) -> str | None:
+    """The name of all experts of a layer, if a module is a linear of one of them; None if not."""
+    match = _EXPERT.fullmatch(module)
+    return None if match is None else match[1]
 
 
 def is_embedding(module: str) -> bool:

@@ -110,11 +110,12 @@ class _Checks:
         if view is not None:
             yield from weights.check(view)
             yield from parts.check(view)
-            yield from quantization.check(view, self.tp)
+            of_weights = list(quantization.check(view, self.tp))
+            yield from of_weights
             yield from quantization.check_zero_points(view, deep=self.deep)
             yield from quantization.check_cache(view)
             if self.runtime is not None:
-                yield from readers.check(view, self.runtime)
+                yield from readers.check(view, self.runtime, {one.rule.name for one in of_weights})
         if folder.kind in ("safetensors", "bin", "meta"):
             yield from text.check(folder, view.rows_of_embedding() if view is not None else None)
         elif folder.kind == "gguf":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from quantkit.architectures.names import is_embedding
@@ -48,8 +48,14 @@ def check_container(folder: Folder, runtime: Runtime) -> Iterator[Finding]:
         yield finding("other-container", folder.path.name, f"{what}; {_TITLES[runtime]} reads {read}")
 
 
-def check(view: View, runtime: Runtime) -> Iterator[Finding]:
-    """What of a Hugging Face folder a runtime does not load, or loads wrongly."""
+def check(view: View, runtime: Runtime, reported: Collection[str] = ()) -> Iterator[Finding]:
+    """What of a Hugging Face folder a runtime does not load, or loads wrongly.
+
+    Args:
+        view: the folder.
+        runtime: the runtime.
+        reported: the rules that have found something, whichever the runtime.
+    """
     if view.folder.kind not in _CONTAINERS[runtime]:
         return
     method = view.folder.method
@@ -61,10 +67,11 @@ def check(view: View, runtime: Runtime) -> Iterator[Finding]:
         yield finding("unknown-family", "config.json", f"model_type {raw.get('model_type')!r:.60}")
     for module in view.coded:
         yield from _module(view, module, runtime)
-    if runtime == "vllm" and method is not None and view.method is not None and view.coded:
+    if runtime == "vllm" and view.method is not None and view.coded:
         settings = Settings(view.folder.settings or {}, view.folder.root / CONFIG, SETTINGS)
         for problem in vllm_problems(Linears.of(view.method, settings, view.all_linears(), view.coded, raw)):
-            yield finding(problem.rule, problem.where, problem.what)
+            if problem.rule not in reported:
+                yield finding(problem.rule, problem.where, problem.what)
 
 
 def _transformers_knows(raw: Mapping[str, Any]) -> bool:

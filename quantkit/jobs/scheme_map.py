@@ -10,7 +10,7 @@ from pathlib import Path
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import disk_tensors
 from quantkit.architectures.families.opaque import may_change_state
-from quantkit.architectures.names import CANONICAL, EMBEDDING
+from quantkit.architectures.names import CANONICAL, EMBEDDING, expert_bank
 from quantkit.architectures.topology import kept_unless_named, linear_columns, parameters, recurrent_linears
 from quantkit.arguments import as_strings
 from quantkit.bit_allocation.allocation import CANDIDATES
@@ -22,7 +22,7 @@ from quantkit.jobs.quantize_options import QuantizeOptions
 from quantkit.json_values import shown
 from quantkit.tensors.mix import mix_named
 from quantkit.tensors.recipe import Override, Recipe
-from quantkit.tensors.scheme import EMBEDDING_SCHEME, SPELLINGS, QuantScheme
+from quantkit.tensors.scheme import EMBEDDING_SCHEME, SPELLINGS, QuantScheme, Scales
 
 _HEAD = CANONICAL["head"]
 _RECURRENT = "carries a state from token to token: keeps its floats unless a recipe names it alone"
@@ -103,6 +103,8 @@ class SchemeMap:
         modules: every linear module, in layer order; before them the embedding, if it gets a scheme.
         schemes: the scheme of each that gets one.
         misfits: the requested scheme of modules whose rows it does not divide.
+        with_others: the requested scheme of experts for which it does not divide the rows of all experts of the layer,
+            which runtimes have as one module.
         reasons: why modules keep their floats, where it is not because the recipe says so.
     """
 
@@ -110,6 +112,7 @@ class SchemeMap:
     modules: tuple[str, ...]
     schemes: dict[str, QuantScheme]
     misfits: dict[str, QuantScheme]
+    with_others: dict[str, QuantScheme] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -141,12 +144,17 @@ class SchemeMap:
         changing = (module for module in columns if module in recurrent and may_change_state(module))
         _require_fine(named, {module: requested[module] for module in changing}, on_disk)
         schemes = {module: scheme.fitted(columns[module]) for module, scheme in requested.items() if scheme}
+        with_others = _fit_together(requested, schemes, columns)
         if not schemes.keys() - {EMBEDDING}:
             raise _nothing(recurrent, set(columns) - kept)
         _require_one_scheme(schemes, config)
-        misfits = {module: scheme for module, scheme in requested.items() if scheme and scheme != schemes[module]}
+        misfits = {
+            module: scheme
+            for module, scheme in requested.items()
+            if scheme and scheme != schemes[module] and module not in with_others
+        }
         reasons = dict.fromkeys((module for module in columns if module in recurrent - schemes.keys()), _RECURRENT)
-        return cls(recipe, tuple(columns), schemes, misfits, reasons)
+        return cls(recipe, tuple(columns), schemes, misfits, with_others, reasons)
 
     def without(self, too_far: Mapping[str, str]) -> SchemeMap:
         """The same, but the modules of `too_far` keep their floats, each for a reason. Raises `QualityError` if nothing
@@ -158,8 +166,12 @@ class SchemeMap:
                 "rounding changes every linear layer too much", found=f"'{module}': {reason}",
                 hint="choose a finer scheme",
             )  # fmt: skip
-        misfits = {module: scheme for module, scheme in self.misfits.items() if module not in too_far}
-        return replace(self, schemes=schemes, misfits=misfits, reasons={**self.reasons, **too_far})
+        misfits, with_others = (
+            {module: scheme for module, scheme in some.items() if module not in too_far}
+            for some in (self.misfits, self.with_others)
+        )
+        reasons = {**self.reasons, **too_far}
+        return replace(self, schemes=schemes, misfits=misfits, with_others=with_others, reasons=reasons)
 
     @property
     def embedding(self) -> QuantScheme | None:
@@ -181,13 +193,23 @@ class SchemeMap:
 
     def misfit_lines(self) -> list[str]:
         """One line for each scheme that did not fit and the one used instead, on the layers that it concerns."""
-        layers: dict[tuple[QuantScheme, QuantScheme], list[str]] = {}
-        for module, requested in self.misfits.items():
-            layers.setdefault((requested, self.schemes[module]), []).append(module)
-        return [
+        own = [
             f"{requested} does not divide the rows of {_layers(modules)}; {used} is used there"
-            for (requested, used), modules in layers.items()
+            for (requested, used), modules in self._by_change(self.misfits).items()
         ]
+        with_others = [
+            f"{requested} does not divide the rows of all experts of a layer, which runtimes have as one module; {used}"
+            f" is used for {_layers(modules)}"
+            for (requested, used), modules in self._by_change(self.with_others).items()
+        ]
+        return own + with_others
+
+    def _by_change(self, requested: Mapping[str, QuantScheme]) -> dict[tuple[QuantScheme, QuantScheme], list[str]]:
+        """The modules by the requested scheme and the one used instead."""
+        changes: dict[tuple[QuantScheme, QuantScheme], list[str]] = {}
+        for module, scheme in requested.items():
+            changes.setdefault((scheme, self.schemes[module]), []).append(module)
+        return changes
 
     def describe(self, records: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
         """What the manifest says of every linear layer; `records` hold what was found for each weight."""
@@ -199,7 +221,42 @@ class SchemeMap:
             facts[module] = {"scheme": str(scheme), **records.get(f"{module}.weight", {})}
             if module in self.misfits:
                 facts[module]["reason"] = f"{self.misfits[module]} does not divide the row"
+            if module in self.with_others:
+                facts[module]["reason"] = f"{self.with_others[module]} does not divide the rows of all experts"
         return facts
+
+
+def _fit_together(
+    requested: Mapping[str, QuantScheme | None], schemes: dict[str, QuantScheme], columns: Mapping[str, int]
+) -> dict[str, QuantScheme]:
+    """Give all experts of a layer for which one scheme was requested a scheme that divides the rows of all.
+
+    vLLM has gate, up and down of all experts as one module, with one scheme. Block types of GGUF are not concerned:
+    llama.cpp has a type for each of these.
+
+    Args:
+        requested: the scheme of each module; None for floats.
+        schemes: those that divide the rows of each module alone, which are changed.
+        columns: the number of inputs of each module.
+
+    Returns:
+        The requested scheme of the modules of each layer that has another one now.
+    """
+    banks: dict[tuple[str, QuantScheme], list[str]] = {}
+    for module, scheme in requested.items():
+        bank = expert_bank(module)
+        if bank is not None and scheme is not None and (scheme.of_small_floats or scheme.scales is Scales.FLOATS):
+            banks.setdefault((bank, scheme), []).append(module)
+    changed: dict[str, QuantScheme] = {}
+    for (_, scheme), modules in banks.items():
+        widths = {columns[module] for module in modules}
+        candidates = dict.fromkeys(schemes[module] for module in modules)
+        if len(candidates) > 1:
+            fitting = (one for one in candidates if all(one.fitted(width) == one for width in widths))
+            used = next(fitting, QuantScheme(8, None))
+            schemes.update(dict.fromkeys(modules, used))
+            changed.update(dict.fromkeys(modules, scheme))
+    return changed
 
 
 def _require_fine(recipe: Recipe, requested: Mapping[str, QuantScheme | None], on_disk: Mapping[str, str]) -> None:

@@ -1,7 +1,7 @@
 """What vLLM cannot load of a folder's linears, and what settings must also name so that it does.
 
-vLLM looks for the settings of its own modules (`vllm_modules`), not for those of the linears on disk. Here its lookup
-is repeated, and compared with what the settings say of the linears that a module holds. Source: vLLM 0.32's
+vLLM looks for settings by the names that its modules have (`vllm_modules`), not by those of the linears on disk. Here
+its lookup is repeated, and compared with what the settings say of the linears that a module holds. Source: vLLM 0.32's
 `CompressedTensorsConfig`, `AutoGPTQConfig`, `AutoAWQConfig` and their helpers; `scripts/measure_vllm.py` compares the
 result with its loader.
 """

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from quantkit.architectures.names import expert_bank
+
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """The linears that vLLM fuses, by the last part of the name of the fused one."""
 _FUSED_BY_PART = {part: fused for fused, parts in FUSED.items() for part in parts}
-_EXPERT = re.compile(r"(.*\bexperts)\.\d+\..+")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _LAYER = re.compile(r".*?\blayers\.(\d+)\.")
 
@@ -91,7 +92,7 @@ class VllmNames:
         return [self._module(name, tuple(held)) for name, held in parts.items()]
 
     def _module(self, name: str, parts: tuple[str, ...]) -> VllmModule:
-        is_experts = any(_EXPERT.fullmatch(part) for part in parts)
+        is_experts = any(expert_bank(part) is not None for part in parts)
         is_float = any(_template(part) in self.floats for part in parts)
         return VllmModule(name, parts, self._shards(name), is_experts=is_experts, is_float=is_float)
 
@@ -102,12 +103,12 @@ class VllmNames:
             return _fill(self.modules[template], linear, layers)
         replaced = _replace_beginning(template, self.modules) or _replace_beginning(template, self.mapped) or template
         name = _fill(replaced, linear, layers)
-        if expert := _EXPERT.fullmatch(name):
-            return expert[1]
+        if (bank := expert_bank(name)) is not None:
+            return bank
         parent, _, last = name.rpartition(".")
         fused = _FUSED_BY_PART.get(last)
-        beside = linear.removesuffix(last)
-        if fused is None or not any(part != last and f"{beside}{part}" in linears for part in FUSED[fused]):
+        directory = linear.removesuffix(last)
+        if fused is None or not any(part != last and f"{directory}{part}" in linears for part in FUSED[fused]):
             return name
         return f"{parent}.{fused}" if parent else fused
 
