@@ -25,12 +25,21 @@ from quantkit.formats.codecs.gptq import Gptq, base_claim, overriding_claims
 from quantkit.formats.codecs.gptq_linear import GPTQ
 from quantkit.formats.codecs.layout import Claim
 from quantkit.formats.codecs.targets import BY_PATTERN, is_head
-from quantkit.formats.codecs.vllm_modules import VllmModule, VllmNames
+from quantkit.formats.codecs.vllm_modules import FUSED, VllmModule, VllmNames
 from quantkit.json_values import Settings
 from quantkit.patterns import MatchTime, Pattern
 
 Shape = tuple[int, ...]
-_HEAD_ROWS = 64  # to a multiple of which vLLM pads the vocabulary
+_HEAD_ROWS = 64  # to a multiple of which vLLM pads the vocabulary; it fills rows, and the outputs of GPTQ are columns
+_UNREAD = {
+    "bloom": ("query_key_value", "codes, and vLLM's BLOOM reorders its rows when it loads it"),
+    "gpt_oss": (
+        "experts",
+        "no codes of OpenAI's MXFP4, which are all that vLLM's gpt-oss loads next to quantized linears",
+    ),
+}
+"""By `model_type` the modules that vLLM's own loader of a model does not take, and why not."""
+_PLACES = {part: place for parts in FUSED.values() for place, part in enumerate(parts)}
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -49,7 +58,8 @@ class VllmProblem:
     """Why vLLM does not load a module.
 
     Attributes:
-        rule: the doctor's rule: ``fused-schemes``, ``expert-schemes``, ``vllm-names``, ``vllm-tiles`` or ``vllm-head``.
+        rule: the doctor's rule: ``fused-schemes``, ``expert-schemes``, ``vllm-names``, ``vllm-loader``,
+            ``vllm-tiles`` or ``vllm-head``.
         where: the module by vLLM's name.
         what: what was found.
     """
@@ -69,6 +79,7 @@ class Linears:
         shapes: the shape [O, I] of each linear on disk, quantized or not; None if it is not known.
         coded: those whose weights are stored as codes.
         names: how vLLM names them.
+        model_type: of the model.
     """
 
     method: QuantMethod
@@ -76,6 +87,7 @@ class Linears:
     shapes: Mapping[str, Shape | None]
     coded: Collection[str]
     names: VllmNames
+    model_type: str
 
     @classmethod
     def of(
@@ -90,7 +102,14 @@ class Linears:
         if not isinstance(settings, Settings):
             settings = Settings(settings, "config.json", "quantization_config")
         shapes = {module: shape for module, shape in shapes.items() if not is_embedding(module)}
-        return cls(method, settings, shapes, coded, VllmNames.of(raw))
+        return cls(
+            method=method,
+            settings=settings,
+            shapes=shapes,
+            coded=coded,
+            names=VllmNames.of(raw),
+            model_type=str(raw.get("model_type")),
+        )
 
     def compare(self) -> Iterator[tuple[VllmModule, list[Claim | None], _Found]]:
         """Each module of vLLM, what the settings say of its parts, and what vLLM finds for it; nothing for a method
@@ -151,14 +170,17 @@ def _problem(
         by_settings = "different things" if isinstance(found, _Split) else _describe(found)
         what = f"{_describe(claim)}; vLLM looks for settings of this name, and finds {by_settings}"
         return VllmProblem("vllm-names", module.name, what)
-    shapes = [linears.shapes.get(part) for part in module.parts]
+    unread, reason = _UNREAD.get(linears.model_type, ("", ""))
+    if _last(module.name) == unread and (claim is not None or module.is_experts):
+        return VllmProblem("vllm-loader", module.name, reason)
+    shapes = [linears.shapes.get(part) for part in sorted(module.parts, key=_place)]
     rows = [shape[0] for shape in shapes if shape is not None and len(shape) == 2]
     if claim is None or len(rows) < len(shapes):
         return None
     if claim.block is not None and not module.is_experts and any(count % claim.block[0] for count in rows[:-1]):
         sizes = " and ".join(map(str, rows))
         return VllmProblem("vllm-tiles", module.name, f"{sizes} rows, in tiles of {claim.block[0]}")
-    if is_head(module.name) and rows[0] % _HEAD_ROWS:
+    if is_head(module.name) and claim.layout in (GPTQ, AWQ) and rows[0] % _HEAD_ROWS:
         return VllmProblem("vllm-head", module.name, f"{rows[0]} rows")
     return None
 
@@ -328,6 +350,11 @@ def _lookup(linears: Linears) -> _CompressedTensorsLookup | _GptqLookup | _AwqLo
     if isinstance(linears.method, Gptq):
         return _GptqLookup(linears)
     return _AwqLookup(linears) if isinstance(linears.method, Awq) else None
+
+
+def _place(part: str) -> int:
+    """The place of a linear among those that it is fused with."""
+    return _PLACES.get(_last(part), 0)
 
 
 def _last(name: str) -> str:

@@ -410,11 +410,11 @@ INT4, INT8 = QuantScheme(4, 32), QuantScheme(8, None)
     ("method", "schemes_of", "readers"),
     [
         ("gptq", [INT4, INT4, None], "gptqmodel, transformers with gptqmodel, vLLM"),
-        ("gptq", [INT8, INT8, None], "gptqmodel, transformers with gptqmodel"),
+        ("gptq", [INT8, INT8, None], "gptqmodel, transformers with gptqmodel, vLLM on GPUs"),
         ("gptq", [QuantScheme(4, 32, False)] * 2 + [None], "gptqmodel, transformers with gptqmodel"),
         ("gptq", [INT4, None, None], "gptqmodel, vLLM"),
         ("gptq", [INT4, INT4, INT4], "gptqmodel, vLLM"),
-        ("gptq", [INT4, INT8, None], "gptqmodel"),
+        ("gptq", [INT4, INT8, None], "gptqmodel, vLLM on GPUs"),
         ("gptq", [QuantScheme(4, 8)] * 3, "what reads GPTQ in such groups"),
         ("awq", [INT4, None, None], "gptqmodel, transformers with gptqmodel, vLLM"),
         ("awq", [INT4, INT4, INT4], "gptqmodel, vLLM"),

@@ -295,15 +295,15 @@ def test_parts_of_one_tensor_must_have_one_float_type(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "readers"),
-    [("phi3", "quantkit, transformers with compressed-tensors"), ("gpt-oss", "quantkit"),
-     ("mixtral", "quantkit, transformers with compressed-tensors")],
+    [("phi3", "quantkit, transformers with compressed-tensors, vLLM on GPUs"), ("gpt-oss", "quantkit, vLLM on GPUs"),
+     ("mixtral", "quantkit, transformers with compressed-tensors, vLLM on GPUs")],
 )  # fmt: skip
 def test_it_is_reported_who_loads_quantized_experts(case: str, readers: str, tmp_path: Path) -> None:
     source = opened(oracle.save(make(case), tmp_path / "source"))
     assert opened(quantized(source, tmp_path / "made", Recipe(INT8))).readers() == readers
     kept = Recipe(INT8).keeping(["*.experts.*"] if case == "gpt-oss" else ["lm_head"])
     assert opened(quantized(source, tmp_path / "kept", kept)).readers() == (
-        "quantkit, transformers with compressed-tensors"
+        "quantkit, transformers with compressed-tensors, vLLM on GPUs"
     )
 
 
