@@ -1,0 +1,186 @@
+"""What vLLM finds in settings for its own modules, and the names that quantkit adds so that it finds the right thing.
+
+The expected names are those that vLLM 0.32 has, as `scripts/peer_vllm_modules.py` saw them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from quantkit.formats.codecs.codec import QuantMethod
+from quantkit.formats.codecs.table import METHODS
+from quantkit.formats.codecs.vllm import Linears, name_for_vllm, vllm_problems
+from quantkit.formats.codecs.vllm_modules import VllmNames
+from quantkit.tensors.scheme import QuantScheme
+
+INT4, INT8 = QuantScheme(4, 32), QuantScheme(8, 32)
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+EXPERTS = tuple(f"mlp.experts.{expert}.{part}" for expert in range(2) for part in ("gate_proj", "up_proj", "down_proj"))
+METHOD_NAMES = ("compressed-tensors", "gptq", "awq")
+
+
+def in_layers(*names: str, layers: int = 2, beginning: str = "model.layers") -> list[str]:
+    return [f"{beginning}.{layer}.{name}" for layer in range(layers) for name in names]
+
+
+def written(
+    method: QuantMethod, schemes: Mapping[str, QuantScheme | None], model_type: str = "llama", *, named: bool = True
+) -> Linears:
+    """Settings for schemes of linears, None for floats, as quantkit writes them; with `named` for vLLM too."""
+    coded = {module: scheme for module, scheme in schemes.items() if scheme is not None}
+    settings = method.write_settings(coded, dict.fromkeys(schemes, 64))
+    shapes = dict.fromkeys(schemes, (64, 64))
+    raw = {"model_type": model_type}
+    if named:
+        name_for_vllm(settings, Linears.of(method, settings, shapes, coded, raw))
+    return Linears.of(method, settings, shapes, coded, raw)
+
+
+def with_rows(linears: Linears, rows: Mapping[str, int]) -> Linears:
+    """The same with other numbers of outputs."""
+    shapes = {module: (rows.get(module, 64), 64) for module in linears.shapes}
+    return Linears(linears.method, linears.settings, shapes, linears.coded, linears.names, linears.model_type)
+
+
+def rules_of(linears: Linears) -> set[str]:
+    return {problem.rule for problem in vllm_problems(linears)}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "linear", "module"),
+    [
+        ("llama", "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.qkv_proj"),
+        ("llama", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_up_proj"),
+        ("llama", "model.layers.1.self_attn.o_proj", "model.layers.1.self_attn.o_proj"),
+        ("qwen3_moe", "model.layers.1.mlp.experts.1.up_proj", "model.layers.1.mlp.experts"),
+        ("granitemoehybrid", "model.layers.1.mamba.in_proj", "model.layers.1.mixer.in_proj"),
+        ("falcon_h1", "model.layers.1.mamba.in_proj", "model.3.mixer.in_proj"),
+        ("falcon_h1", "model.layers.1.self_attn.q_proj", "model.layers.1.qkv_proj"),
+        ("qwen2_vl", "model.layers.0.self_attn.q_proj", "language_model.model.layers.0.self_attn.qkv_proj"),
+        ("minicpm3", "model.layers.1.self_attn.q_a_proj", ""),
+    ],
+)
+def test_linears_are_in_the_modules_that_vllm_has(model_type: str, linear: str, module: str) -> None:
+    names = [*in_layers(*ATTENTION, *MLP, *EXPERTS, "mamba.in_proj", "self_attn.q_a_proj")]
+    groups = VllmNames.of({"model_type": model_type}).group(names)
+    assert [group.name for group in groups if linear in group.parts] == [module]
+
+
+def test_a_lone_part_is_not_fused() -> None:
+    """Arcee, Jais and Nemotron have an up projection without a gate."""
+    (module,) = VllmNames.of({"model_type": "nemotron"}).group(["model.layers.0.mlp.up_proj"])
+    assert module.name == "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "falcon_h1"])
+def test_state_spaces_in_floats_are_ignored_by_the_names_of_vllm(model_type: str) -> None:
+    method = METHODS["compressed-tensors"]
+    schemes = dict.fromkeys(in_layers(*ATTENTION), INT4) | dict.fromkeys(in_layers("mamba.in_proj"))
+    assert rules_of(written(method, schemes, model_type, named=False)) == {"vllm-names"}
+    linears = written(method, schemes, model_type)
+    assert rules_of(linears) == set()
+    patterns = [one.removeprefix("re:") for one in linears.settings.values["ignore"] if one.startswith("re:")]
+    for module in linears.names.group(in_layers("mamba.in_proj")):
+        assert any(re.match(pattern, module.name) for pattern in patterns)
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_experts_of_a_layer_in_floats_are_named_as_one_module(method: str) -> None:
+    schemes: dict[str, QuantScheme | None] = dict.fromkeys(in_layers(*EXPERTS), INT4)
+    schemes |= dict.fromkeys(in_layers(*EXPERTS, layers=1))
+    linears = written(METHODS[method], schemes, "qwen3_moe")
+    assert rules_of(linears) == set()
+    if method == "gptq":
+        assert linears.settings.values["dynamic"][r"-:^model\.layers\.0\.mlp\.experts$"] == {}
+    if method == "awq":
+        assert "model.layers.0.mlp.experts" in linears.settings.values["modules_to_not_convert"]
+    if method != "compressed-tensors":  # which vLLM looks up by the linears of the first expert
+        assert rules_of(written(METHODS[method], schemes, "qwen3_moe", named=False)) == {"vllm-names"}
+
+
+def test_layers_of_other_bits_are_named_by_their_fused_modules_in_gptq() -> None:
+    schemes = dict.fromkeys(in_layers(*ATTENTION, *MLP), INT4) | dict.fromkeys(in_layers(*ATTENTION, layers=1), INT8)
+    assert rules_of(written(METHODS["gptq"], schemes, named=False)) == {"vllm-names"}
+    linears = written(METHODS["gptq"], schemes)
+    assert rules_of(linears) == set()
+    expected = {"bits": 8, "group_size": 32}
+    assert linears.settings.values["dynamic"][r"+:^model\.layers\.0\.self_attn\.qkv_proj$"] == expected
+
+
+def test_a_layer_without_v_is_ignored_as_a_whole() -> None:
+    """vLLM looks for q, k and v, and refuses a fused linear of which only some are ignored."""
+    parts = ("self_attn.q_proj", "self_attn.k_proj")
+    schemes: dict[str, QuantScheme | None] = dict.fromkeys(in_layers(*parts), INT4)
+    schemes |= dict.fromkeys(in_layers(*parts, layers=1))
+    method = METHODS["compressed-tensors"]
+    assert rules_of(written(method, schemes, "gemma4_text", named=False)) == {"vllm-names"}
+    linears = written(method, schemes, "gemma4_text")
+    assert rules_of(linears) == set()
+    assert r"re:^model\.layers\.0\.self_attn\.qkv_proj$" in linears.settings.values["ignore"]
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_what_vllm_fuses_must_have_one_scheme(method: str) -> None:
+    schemes: dict[str, QuantScheme | None] = dict.fromkeys(in_layers(*ATTENTION, *MLP), INT4)
+    (problem,) = vllm_problems(written(METHODS[method], schemes | {"model.layers.1.self_attn.q_proj": None}))
+    assert (problem.rule, problem.where) == ("fused-schemes", "model.layers.1.self_attn.qkv_proj")
+    experts: dict[str, QuantScheme | None] = dict.fromkeys(in_layers(*EXPERTS), INT4)
+    (problem,) = vllm_problems(written(METHODS[method], experts | {"model.layers.1.mlp.experts.1.up_proj": None}))
+    assert (problem.rule, problem.where) == ("expert-schemes", "model.layers.1.mlp.experts")
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+@pytest.mark.parametrize("kept", ["", "o_proj", "layers.0."])
+def test_settings_of_usual_models_need_no_other_names(method: str, kept: str) -> None:
+    names = in_layers(*ATTENTION, *MLP)
+    schemes = {name: None if kept and kept in name else INT4 for name in names} | {"lm_head": None}
+    plain, named = (written(METHODS[method], schemes, named=named) for named in (False, True))
+    assert plain.settings.values == named.settings.values
+    assert rules_of(named) == set()
+
+
+def test_gptq_of_a_gate_and_up_in_one_tensor_is_not_found_under_its_name() -> None:
+    """vLLM's GLM-4 lists gate_proj and up_proj, which are no tensors; its GLM does not."""
+    schemes = dict.fromkeys(in_layers(*ATTENTION, "mlp.gate_up_proj", "mlp.down_proj"), INT4)
+    assert rules_of(written(METHODS["gptq"], schemes, "glm4")) == {"vllm-names"}
+    assert rules_of(written(METHODS["gptq"], schemes, "glm")) == set()
+    assert rules_of(written(METHODS["compressed-tensors"], schemes, "glm4")) == set()
+
+
+def test_tiles_must_divide_the_rows_of_all_but_the_last_fused_linear() -> None:
+    names = in_layers(*ATTENTION, layers=1)
+    linears = written(METHODS["compressed-tensors"], dict.fromkeys(names, QuantScheme.parse("fp8-block")))
+    even = with_rows(linears, dict.fromkeys(names[:2], 128))
+    assert rules_of(even) == set()
+    assert rules_of(with_rows(even, {names[0]: 128, names[1]: 96})) == {"vllm-tiles"}
+
+
+@pytest.mark.parametrize(
+    ("method", "rules"), [("compressed-tensors", set()), ("gptq", {"vllm-head"}), ("awq", {"vllm-head"})]
+)
+def test_a_head_of_gptq_or_awq_must_have_rows_that_vllm_need_not_pad(method: str, rules: set[str]) -> None:
+    schemes = {**dict.fromkeys(in_layers(*ATTENTION), INT4), "lm_head": INT4}
+    linears = written(METHODS[method], schemes)
+    assert rules_of(with_rows(linears, {"lm_head": 128})) == set()
+    assert rules_of(with_rows(linears, {"lm_head": 136})) == rules
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [("bloom", ["transformer.h.0.self_attention.query_key_value"]), ("gpt_oss", in_layers(*EXPERTS))],
+)
+def test_weights_that_the_loader_of_a_model_does_not_take_are_found(model_type: str, names: list[str]) -> None:
+    method = METHODS["compressed-tensors"]
+    assert rules_of(written(method, dict.fromkeys(names, INT4), model_type)) == {"vllm-loader"}
+    assert rules_of(written(method, dict.fromkeys(names, INT4), "other")) == set()
+
+
+def test_settings_that_cannot_be_read_have_no_problems() -> None:
+    settings: dict[str, Any] = {"config_groups": 5}
+    linears = Linears.of(METHODS["compressed-tensors"], settings, {}, {}, {"model_type": "llama"})
+    assert vllm_problems(linears) == []
