@@ -168,6 +168,7 @@ def stop_after_weights() -> None:
         loaded = model.load_weights(self.get_all_weights(model_config, model))
         if loaded is not None:
             loaded |= {*loaded_experts(model), *unused_biases(model)}
+            loaded |= shared_names(model, loaded)
         self.track_weights_loading(model, loaded, quantized=model_config.quantization is not None)
         raise WeightsLoaded
 
@@ -184,6 +185,13 @@ def stop_after_weights() -> None:
 def loaded_experts(model: Any) -> Iterator[str]:
     """The parameters of experts that have weights: not all of vLLM's models list them."""
     return (name for name, parameter in model.named_parameters() if getattr(parameter, "is_loaded", False))
+
+
+def shared_names(model: Any, names: set[str]) -> set[str]:
+    """All names of the parameters that some names stand for."""
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    found = {id(parameter) for name, parameter in parameters if name in names}
+    return {name for name, parameter in parameters if id(parameter) in found}
 
 
 def unused_biases(model: Any) -> Iterator[str]:

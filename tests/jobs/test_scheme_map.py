@@ -55,6 +55,25 @@ def test_each_replacement_is_reported_with_its_layers(scheme: str, sizes: dict[s
     assert _lines(scheme, **sizes) == expected
 
 
+@pytest.mark.parametrize(
+    ("scheme", "used"), [("int4-g128", "int4-g64"), ("int4-g64", "int4-g64"), ("int8", "int8"), ("q4_k", None)]
+)
+def test_all_experts_of_a_layer_have_one_scheme(scheme: str, used: str | None) -> None:
+    """vLLM has gate, up and down of all experts as one module; llama.cpp does not."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 192, "num_hidden_layers": 1}
+    config = config_from_hf(_keys("qwen3_moe", **sizes), "config.json")
+    scheme_map = SchemeMap.of(Recipe(QuantScheme.parse(scheme)), config)
+    experts = {str(one) for module, one in scheme_map.schemes.items() if ".experts." in module}
+    if used is None:
+        assert len(experts) == 2
+        return
+    assert experts == {used}
+    changed = used != scheme
+    assert any("all experts of a layer" in line for line in scheme_map.misfit_lines()) == changed
+    down = "model.layers.0.mlp.experts.0.down_proj"
+    assert ("reason" in scheme_map.describe({})[down]) == changed
+
+
 def test_the_notes_of_quantize_name_every_replacement(tmp_path: Path, capfd: Capture) -> None:
     source = oracle.save(oracle.make("llama", intermediate_size=72), tmp_path / "hf")
     arguments = ("quantize", source, tmp_path / "out", "--scheme", "int4-g128", "--method", "rtn")
