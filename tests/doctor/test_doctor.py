@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from quantkit.doctor.findings import RUNTIMES, Finding, Rule, rules
 from quantkit.errors import RequestError
+from quantkit.formats.codecs import vllm
 
 ALL = {rule.name: rule for theme in rules().values() for rule in theme}
 FIRST = "model-00001-of-00003.safetensors"
@@ -204,6 +205,7 @@ def _long_header(folder: Path) -> None:
 _LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 _ONE_OF_ONE = "model-00001-of-00001.safetensors"
 _ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+_ATTENTION = [f"model.layers.1.self_attn.{part}_proj" for part in "qkv"]
 _GATE, _UP = (f"model.layers.1.mlp.{one}_proj" for one in ("gate", "up"))
 _V_SCALE = "model.layers.1.self_attn.v_scale"
 _Q_SCALE, _V_ZERO = _V_SCALE.replace("v_", "q_"), _V_SCALE.replace("scale", "zero_point")
@@ -402,6 +404,12 @@ CASES = [
     Case("other-method", "packed", requested={"runtime": "mlx"}),
     Case("gptq-zeros", "gptq-asym", requested={"runtime": "vllm"}),
     Case("gptq-order", "gptq", change=_setting(desc_act=True), requested={"runtime": "vllm"}),
+    Case("vllm-names", "gptq", change=_both(
+        _reencode(_ATTENTION, lambda weight: build.gptq(weight, 8)),
+        _setting(dynamic={rf"+:^{re.escape(name)}$": {"bits": 8} for name in _ATTENTION})),
+        requested={"runtime": "vllm"}),
+    Case("vllm-head", "gptq", change=_both(
+        _reencode(["lm_head"], build.gptq), _setting(lm_head=True)), requested={"runtime": "vllm"}),
     Case("packed-zeros", "packed-asym", requested={"runtime": "transformers"}),
     Case("column-groups", "gptq", requested={"runtime": "mlx"}),
     Case("no-cpu-kernel", "packed-8", requested={"runtime": "vllm"}),
@@ -556,6 +564,7 @@ def test_every_rule_has_a_case() -> None:
         *(rule.name for rule in rules()["Predictions, where the model is run"]),
     }  # test_doctor_deep.py
     elsewhere |= {"mtp-not-ignored", "quantized-tower"}  # test_doctor_parts.py
+    elsewhere |= {"vllm-loader", "vllm-tiles"}  # test_vllm.py
     assert tried | elsewhere | {"refused", "other-scheme", "slow-groups"} == set(ALL)
 
 
@@ -701,6 +710,7 @@ def test_docs_list_every_rule() -> None:
 
 def test_all_rules_that_are_reported_are_listed() -> None:
     code = "".join(path.read_text() for path in (Path(quantkit.__file__).parent / "doctor").glob("*.py"))
+    code += Path(vllm.__file__).read_text()  # whose findings the doctor passes on
     assert set(re.findall(r'finding\(\s*"([^"]+)"', code)) <= set(ALL) <= set(re.findall(r'"([a-z0-9-]+)"', code))
 
 

@@ -295,15 +295,16 @@ def test_parts_of_one_tensor_must_have_one_float_type(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "readers"),
-    [("phi3", "quantkit, transformers with compressed-tensors, vLLM on GPUs"), ("gpt-oss", "quantkit, vLLM on GPUs"),
+    [("phi3", "quantkit, transformers with compressed-tensors, vLLM on GPUs"), ("gpt-oss", "quantkit"),
      ("mixtral", "quantkit, transformers with compressed-tensors, vLLM on GPUs")],
 )  # fmt: skip
 def test_it_is_reported_who_loads_quantized_experts(case: str, readers: str, tmp_path: Path) -> None:
     source = opened(oracle.save(make(case), tmp_path / "source"))
-    assert opened(quantized(source, tmp_path / "made", Recipe(INT8))).readers() == readers
+    assert opened(quantized(source, tmp_path / "made", Recipe(INT8))).readers().partition("; ")[0] == readers
     kept = Recipe(INT8).keeping(["*.experts.*"] if case == "gpt-oss" else ["lm_head"])
-    assert opened(quantized(source, tmp_path / "kept", kept)).readers() == (
-        "quantkit, transformers with compressed-tensors, vLLM on GPUs"
+    vllm = "" if case == "gpt-oss" else ", vLLM on GPUs"
+    assert opened(quantized(source, tmp_path / "kept", kept)).readers().partition("; ")[0] == (
+        f"quantkit, transformers with compressed-tensors{vllm}"
     )
 
 
@@ -347,19 +348,24 @@ def test_experts_of_one_scheme_are_named_by_a_pattern(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [Recipe(INT8).keeping(["*.experts.1.*"]), Recipe(INT8).keeping(["*.layers.0.*"]),
-     Recipe(QuantScheme(4, 32), (Override("*.w2", INT8),))],
-)  # fmt: skip
-def test_experts_of_several_schemes_have_no_other_reader(recipe: Recipe, tmp_path: Path) -> None:
+    ("recipe", "readers"),
+    [
+        (Recipe(INT8).keeping(["*.experts.1.*"]), "quantkit"),
+        (Recipe(INT8).keeping(["*.layers.0.*"]), "quantkit, vLLM on GPUs"),
+        (Recipe(QuantScheme(4, 32), (Override("*.w2", INT8),)), "quantkit"),
+    ],
+)
+def test_experts_of_several_schemes_are_not_loaded_by_transformers(
+    recipe: Recipe, readers: str, tmp_path: Path
+) -> None:
     result, _ = _written("mixtral", tmp_path, recipe)
-    assert result.readers() == "quantkit"
+    assert result.readers().partition("; ")[0] == readers
     assert schemes(result) == SchemeMap.of(recipe, result.config).schemes
     notes = prepare(QuantizeOptions(tmp_path / "source", tmp_path / "other", recipe, method="rtn")).notes
-    assert notes[-1] == (
+    assert (
         f"{tmp_path / 'other'}: transformers does not load experts of several schemes right (seen in 5.23); "
         "quantkit does"
-    )
+    ) in notes
 
 
 @pytest.mark.parametrize("case", CASES)
