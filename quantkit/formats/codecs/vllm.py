@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.architectures.config import OpaqueTensor
-from quantkit.architectures.families.opaque import possible_linears
+from quantkit.architectures.families.opaque import ROUTERS, is_table, possible_linears
 from quantkit.architectures.names import is_embedding
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
@@ -118,6 +118,8 @@ class Linears:
         if lookup is None:
             return
         claims = self.method.claims(self.settings, self.shapes, self.coded).modules
+        if isinstance(self.method, Gptq | Awq):  # whose settings need not name what is stored as floats
+            claims = {part: claim for part, claim in claims.items() if part in self.coded}
         for module in self.names.group(self.shapes):
             found = None if module.is_float else lookup.find(module)
             yield module, [claims.get(part) for part in module.parts], found
@@ -143,7 +145,9 @@ def describe_problems(problems: Sequence[VllmProblem]) -> str | None:
 def stored_linears(
     stored: Mapping[str, StoredTensor], coded: Mapping[str, Shape | None]
 ) -> dict[str, Shape | None]:  # fmt: skip
-    """The shapes of all modules of a folder that vLLM may build as linears.
+    """The shapes of all modules of a folder that vLLM may build as quantized linears.
+
+    Tables and routers are not among them: settings need not name them, and vLLM does not quantize them.
 
     Args:
         stored: all tensors.
@@ -151,6 +155,8 @@ def stored_linears(
     """
     shapes: dict[str, Shape | None] = {}
     for name, tensor in stored.items():
+        if is_table(name) or not ROUTERS.isdisjoint(name.split(".")):
+            continue
         modules = possible_linears(OpaqueTensor(name, tensor.shape, str(tensor.dtype)))
         is_stack = len(tensor.shape) > 2
         shapes |= dict.fromkeys(modules, None if is_stack else tensor.shape)

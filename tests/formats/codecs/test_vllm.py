@@ -180,6 +180,15 @@ def test_weights_that_the_loader_of_a_model_does_not_take_are_found(model_type: 
     assert rules_of(written(method, dict.fromkeys(names, INT4), "other")) == set()
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_settings_of_others_need_not_name_what_tensors_show_to_be_floats(method: str) -> None:
+    settings = {"bits": 4, "group_size": 32, "sym": True, "desc_act": False, "zero_point": True, "lm_head": False}
+    coded = in_layers(*ATTENTION, *EXPERTS)
+    shapes = dict.fromkeys([*coded, *in_layers("mlp.shared_expert.up_proj"), "lm_head"], (64, 64))
+    raw = {"model_type": "qwen2_moe"}
+    assert rules_of(Linears.of(METHODS[method], settings, shapes, coded, raw)) == set()
+
+
 def test_settings_that_cannot_be_read_have_no_problems() -> None:
     settings: dict[str, Any] = {"config_groups": 5}
     linears = Linears.of(METHODS["compressed-tensors"], settings, {}, {}, {"model_type": "llama"})
