@@ -69,12 +69,12 @@ class Gptq(QuantMethod):
     def read_settings(self, settings: Settings, modules: Iterable[str], stored: Collection[str]) -> dict[str, Codec]:
         version = _stated_version(settings)
         base = _linear(Claim(GPTQ, symmetric=settings.flag("sym", True)), settings, ("bits", "group_size"))
-        overrides = [
-            (targets, claim and _linear(claim, own)) for targets, claim, own in overriding_claims(settings, base)
-        ]
+        overrides = Overrides(settings, base)
+        read = [claim and _linear(claim, own) for claim, own in overrides.claims]
         found: dict[str, Claim] = {}
         for module in quantized_modules(modules, stored, settings):
-            claim = next((one for targets, one in overrides if targets.closeness(module) == BY_PATTERN), base)
+            place = overrides.find(module)
+            claim = base if place is None else read[place]
             claim = claim or (base if stored else None)
             if claim is not None and (stored or module != "lm_head" or settings.flag("lm_head", False)):
                 found[module] = claim
@@ -153,12 +153,12 @@ def claims_by_rows(
 ) -> Claims:  # fmt: skip
     """`QuantMethod.claims` of GPTQ or AWQ: one scheme for all linears except the head, with exceptions."""
     base = base_claim(settings, layout, symmetric)
-    head, overrides = bool(settings.values.get("lm_head")), overriding_claims(settings, base)
+    head, overrides = bool(settings.values.get("lm_head")), Overrides(settings, base)
     found = {}
     for module in not_skipped(modules, settings):
         if is_head(module) and not head and module not in coded:
             continue
-        claim = next((one for targets, one, _ in overrides if targets.closeness(module) == BY_PATTERN), base)
+        claim = overrides.claim(module, base)
         if claim is not None:
             found[module] = claim
     return Claims(found, certain=True)
@@ -208,27 +208,62 @@ def _linear(claim: Claim, settings: Settings, required: Collection[str] = ()) ->
     return replace(claim, symmetric=settings.flag("sym", bool(claim.symmetric)))
 
 
-def overriding_claims(settings: Settings, base: Claim) -> list[tuple[Targets, Claim | None, Settings]]:
-    """Patterns of modules, of which the first that matches decides; what holds for these modules, None if they are not
-    quantized; and the settings that say so."""
-    if not settings.has("dynamic"):
-        return []
-    dynamic = settings.inside("dynamic")
-    match_time = MatchTime(settings.path)
-    if len(dynamic.values) > _MAX_PATTERNS:
-        problem, expected = f"{dynamic.name} has too many patterns", f"at most {_MAX_PATTERNS}"
-        raise CheckpointError(problem, path=settings.path, found=len(dynamic.values), expected=expected)
-    found = list[tuple[Targets, Claim | None, Settings]]()
-    for key, value in dynamic.values.items():
-        pattern = key.removeprefix("+:").removeprefix("-:")
-        targets = Targets([f"re:{pattern}"], key=dynamic.name, match_time=match_time)
-        if key.startswith("-:") or value is False:
-            found.append((targets, None, dynamic))
-        else:
-            own = dynamic.inside(key)
-            symmetric = own.flag("sym", base.symmetric is not False)
-            found.append((targets, replace(base.updated(own), symmetric=symmetric), own))
-    return found
+class Overrides:
+    """The patterns of modules in ``dynamic``, of which the first that matches decides.
+
+    Attributes:
+        claims: for each pattern what holds for its modules, None if they are not quantized, and the settings that say
+            so.
+    """
+
+    def __init__(self, settings: Settings, base: Claim) -> None:
+        """Read the patterns of settings, where `base` holds for all other modules; raises `CheckpointError`."""
+        self.claims: list[tuple[Claim | None, Settings]] = []
+        self._names: dict[str, int] = {}  # of patterns that are names: there may be one for each linear
+        self._patterns: list[tuple[int, Targets]] = []
+        if not settings.has("dynamic"):
+            return
+        dynamic = settings.inside("dynamic")
+        match_time = MatchTime(settings.path)
+        if len(dynamic.values) > _MAX_PATTERNS:
+            problem, expected = f"{dynamic.name} has too many patterns", f"at most {_MAX_PATTERNS}"
+            raise CheckpointError(problem, path=settings.path, found=len(dynamic.values), expected=expected)
+        for place, (key, value) in enumerate(dynamic.values.items()):
+            pattern = key.removeprefix("+:").removeprefix("-:")
+            name = _escaped_name(pattern)
+            if name is None:
+                self._patterns.append((place, Targets([f"re:{pattern}"], key=dynamic.name, match_time=match_time)))
+            else:
+                self._names.setdefault(name, place)
+            if key.startswith("-:") or value is False:
+                self.claims.append((None, dynamic))
+            else:
+                own = dynamic.inside(key)
+                symmetric = own.flag("sym", base.symmetric is not False)
+                self.claims.append((replace(base.updated(own), symmetric=symmetric), own))
+
+    def find(self, module: str) -> int | None:
+        """The place of the first pattern that matches a module; None if none does."""
+        named = self._names.get(module)
+        for place, targets in self._patterns:
+            if named is not None and named < place:
+                break
+            if targets.closeness(module) == BY_PATTERN:
+                return place
+        return named
+
+    def claim(self, module: str, base: Claim) -> Claim | None:
+        """What holds for a module; None if it is not quantized."""
+        place = self.find(module)
+        return base if place is None else self.claims[place][0]
+
+
+def _escaped_name(pattern: str) -> str | None:
+    """The only name that a pattern matches; None if it may match several."""
+    if not (pattern.startswith("^") and pattern.endswith("$")):
+        return None
+    name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
+    return name if re.escape(name) == pattern[1:-1] else None
 
 
 class AutoRound(QuantMethod):

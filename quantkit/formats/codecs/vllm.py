@@ -21,10 +21,10 @@ from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.awq import AWQ, Awq
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.compressed_tensors import CompressedTensors, group_claim, stated_groups
-from quantkit.formats.codecs.gptq import Gptq, base_claim, overriding_claims
+from quantkit.formats.codecs.gptq import Gptq, Overrides, base_claim
 from quantkit.formats.codecs.gptq_linear import GPTQ
 from quantkit.formats.codecs.layout import Claim
-from quantkit.formats.codecs.targets import BY_PATTERN, is_head
+from quantkit.formats.codecs.targets import is_head
 from quantkit.formats.codecs.vllm_modules import FUSED, VllmModule, VllmNames
 from quantkit.json_values import Settings
 from quantkit.patterns import MatchTime, Pattern
@@ -309,7 +309,7 @@ class _GptqLookup:
     def __init__(self, linears: Linears) -> None:
         settings = linears.settings
         self._base = base_claim(settings, GPTQ, settings.values.get("sym", True) is not False)
-        self._overrides = overriding_claims(settings, self._base)
+        self._overrides = Overrides(settings, self._base)
         self._coded = {linears.names.map_setting(module) for module in linears.coded}
         self._head = bool(settings.values.get("lm_head"))
 
@@ -321,10 +321,7 @@ class _GptqLookup:
                 return _SPLIT if any(coded) else None
             if is_head(module.name) and not self._head:
                 return None
-        for targets, claim, _ in self._overrides:
-            if targets.closeness(module.name) == BY_PATTERN:
-                return claim
-        return self._base
+        return self._overrides.claim(module.name, self._base)
 
 
 class _AwqLookup:
