@@ -169,7 +169,7 @@ def stop_after_weights() -> None:
         if loaded is not None:
             loaded |= {*loaded_experts(model), *unused_biases(model)}
             loaded |= shared_names(model, loaded)
-        self.track_weights_loading(model, loaded, quantized=model_config.quantization is not None)
+        self.track_weights_loading(model, loaded, quantized=True)  # or it excuses whole modules
         raise WeightsLoaded
 
     load_expert = RoutedExperts.weight_loader

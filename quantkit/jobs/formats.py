@@ -36,7 +36,11 @@ class Formats:
         targets = prepared.options.targets
         if len(targets) == 1:
             return cls(prepared.dst, {"": prepared})
-        return cls(prepared.dst, {target.name: prepared.in_format(target) for target in targets})
+        each = {}
+        for target in targets:
+            with _named(target.name):
+                each[target.name] = prepared.in_format(target)
+        return cls(prepared.dst, each)
 
     @property
     def first(self) -> Prepared:

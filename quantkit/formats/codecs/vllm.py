@@ -15,7 +15,7 @@ from typing import Any
 
 from quantkit.architectures.config import OpaqueTensor
 from quantkit.architectures.families.opaque import ROUTERS, is_table, possible_linears
-from quantkit.architectures.names import is_embedding
+from quantkit.architectures.names import expert_bank, is_embedding
 from quantkit.errors import CheckpointError
 from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.awq import AWQ, Awq
@@ -40,7 +40,6 @@ _UNREAD = {
 }
 """By `model_type` the modules that vLLM's own loader of a model does not take, and why not."""
 _PLACES = {part: place for parts in FUSED.values() for place, part in enumerate(parts)}
-_EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -176,9 +175,9 @@ def _problem(
         by_settings = "different things" if isinstance(found, _Split) else _describe(found)
         what = f"{_describe(claim)}; vLLM looks for settings of this name, and finds {by_settings}"
         return VllmProblem("vllm-names", module.name, what)
-    unread, reason = _UNREAD.get(linears.model_type, ("", ""))
-    if _last(module.name) == unread and (claim is not None or module.is_experts):
-        return VllmProblem("vllm-loader", module.name, reason)
+    unread = _UNREAD.get(linears.model_type)
+    if unread is not None and unread[0] == _last(module.name) and (claim is not None or module.is_experts):
+        return VllmProblem("vllm-loader", module.name, unread[1])
     shapes = [linears.shapes.get(part) for part in sorted(module.parts, key=_place)]
     rows = [shape[0] for shape in shapes if shape is not None and len(shape) == 2]
     if claim is None or len(rows) < len(shapes):
@@ -204,6 +203,7 @@ def name_for_vllm(settings: dict[str, Any], linears: Linears) -> None:
     for claim, names in lacking.items():
         patterns = _patterns(names, modules)
         if isinstance(linears.method, CompressedTensors):
+            patterns = [pattern.replace("experts$", r"experts\..*") for pattern in patterns]  # not looked up as a whole
             _add_to_groups(settings, linears.settings, claim, [f"re:{pattern}" for pattern in patterns])
         elif isinstance(linears.method, Gptq):
             sign, values = "-", {}
@@ -277,9 +277,7 @@ class _CompressedTensorsLookup:
 
     def find(self, module: VllmModule) -> _Found:
         if module.is_experts:
-            parts = list(dict.fromkeys(_last(part) for part in module.parts))
-            names = [f"{module.name}.0.{part}" for part in (parts if len(parts) > 1 else _EXPERT_PARTS)]
-            found = [self._find(name, (), self._of_class) for name in names]
+            found = [self._find(name, (), self._of_class) for name in _first_expert(module)]
             return found[0] if all(claim == found[0] for claim in found) else _SPLIT
         return self._find(module.name, module.shards, None if is_head(module.name) else self._of_class)
 
@@ -358,6 +356,13 @@ def _lookup(linears: Linears) -> _CompressedTensorsLookup | _GptqLookup | _AwqLo
 def _place(part: str) -> int:
     """The place of a linear among those that it is fused with."""
     return _PLACES.get(_last(part), 0)
+
+
+def _first_expert(module: VllmModule) -> list[str]:
+    """The names of the linears of the first expert of a layer, by which vLLM looks for settings of all."""
+    within = [part.removeprefix(f"{expert_bank(part)}.") for part in module.parts if expert_bank(part) is not None]
+    first = within[0].partition(".")[0]
+    return [f"{module.name}.{name}" for name in within if name.partition(".")[0] == first]
 
 
 def _last(name: str) -> str:

@@ -180,6 +180,18 @@ def test_weights_that_the_loader_of_a_model_does_not_take_are_found(model_type: 
     assert rules_of(written(method, dict.fromkeys(names, INT4), "other")) == set()
 
 
+def test_modules_without_a_name_are_like_others() -> None:
+    """vLLM's MiniCPM 3 looks for the settings of q_a_proj under an empty name."""
+    schemes = dict.fromkeys(in_layers("self_attn.q_a_proj", "self_attn.o_proj"), INT4)
+    assert rules_of(written(METHODS["compressed-tensors"], schemes, "minicpm3")) == set()
+    kept = {name: None if name.endswith("q_a_proj") else scheme for name, scheme in schemes.items()}
+    linears = written(METHODS["compressed-tensors"], kept, "minicpm3")
+    assert rules_of(linears) == set()
+    assert "re:^$" in linears.settings.values["ignore"]
+    kept["model.layers.0.self_attn.q_a_proj"] = INT4
+    assert rules_of(written(METHODS["compressed-tensors"], kept, "minicpm3")) == {"fused-schemes"}
+
+
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_settings_of_others_need_not_name_what_tensors_show_to_be_floats(method: str) -> None:
     settings = {"bits": 4, "group_size": 32, "sym": True, "desc_act": False, "zero_point": True, "lm_head": False}
