@@ -61,7 +61,7 @@ class Steps(QuantMethod):
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Codec | Reason:
         return self if scheme == INT8 else Reason("it holds nothing else", found=scheme, expected=INT8)
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
+    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: object = ()) -> str:
         return "this test"
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
@@ -117,7 +117,7 @@ class Backwards(QuantMethod):
     def codec(self, scheme: QuantScheme, *, embedding: bool = False) -> Reason:
         return Reason("it is only read")
 
-    def readers(self, schemes: Mapping[str, QuantScheme | None]) -> str:
+    def readers(self, schemes: Mapping[str, QuantScheme | None], *, without: object = ()) -> str:
         return "this test"
 
     def spec(self, raw: RawModule, expected: TensorSpec) -> TensorSpec:
