@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from quantkit.files.tensor_file import StoredTensor
 from quantkit.formats.codecs.codec import QuantMethod
 from quantkit.formats.codecs.table import METHODS
-from quantkit.formats.codecs.vllm import Linears, name_for_vllm, vllm_problems
+from quantkit.formats.codecs.vllm import Linears, name_for_vllm, stored_linears, vllm_problems
 from quantkit.formats.codecs.vllm_modules import VllmNames
+from quantkit.tensors.dtypes import DType
 from quantkit.tensors.scheme import QuantScheme
 
 INT4, INT8 = QuantScheme(4, 32), QuantScheme(8, 32)
@@ -205,3 +207,26 @@ def test_settings_that_cannot_be_read_have_no_problems() -> None:
     settings: dict[str, Any] = {"config_groups": 5}
     linears = Linears.of(METHODS["compressed-tensors"], settings, {}, {}, {"model_type": "llama"})
     assert vllm_problems(linears) == []
+
+
+def test_experts_in_one_tensor_are_linears_of_each_expert() -> None:
+    """They are floats among the quantized linears of the same layer."""
+    bank = "model.layers.0.mlp.experts"
+    shapes = {
+        f"{bank}.down_proj": (2, 64, 64),
+        "model.layers.0.self_attn.o_proj.weight": (64, 32),
+        "model.layers.0.mlp.gate.weight": (2, 64),
+        "model.embed_positions.weight": (128, 64),
+    }
+    stored = {name: StoredTensor(name, DType.BFLOAT16, shape) for name, shape in shapes.items()}
+    coded: dict[str, tuple[int, ...] | None] = dict.fromkeys([f"{bank}.{expert}.gate_proj" for expert in range(2)])
+    found = stored_linears(stored, coded)
+    assert found == {
+        "model.layers.0.self_attn.o_proj": (64, 32),
+        **dict.fromkeys([f"{bank}.0.down_proj", f"{bank}.1.down_proj", *coded]),
+    }
+    method = METHODS["compressed-tensors"]
+    schemes = {module: INT4 if module in coded else None for module in found}
+    settings = written(method, schemes, "gemma4_text").settings
+    linears = Linears.of(method, settings, found, coded, {"model_type": "gemma4_text"})
+    assert rules_of(linears) == {"expert-schemes"}
