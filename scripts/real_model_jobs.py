@@ -57,6 +57,9 @@ FAMILIES = {
 """The ``model_type`` of the tiny model that a published tokenizer is attached to."""
 
 
+MIN_REFINE_SAMPLES = 32
+
+
 @dataclass(frozen=True)
 class Settings:
     """What all jobs share: llama.cpp's Python, how much calibration, and how many texts tokenizers are compared on."""
@@ -402,7 +405,9 @@ def merge_lora(subject: Subject) -> str:
 def refine(subject: Subject) -> str:
     """Refine a rounded model: transformers must find the result nearer to the floats."""
     folder, output, rounded = subject.path("folder"), subject.path("refined"), subject.path("formats")
-    few = ["--samples", str(subject.settings.samples), "--length", str(subject.settings.length), "--epochs", "2"]
+    # Training takes some steps to gain anything: 8 samples would be one step in each epoch.
+    samples = max(subject.settings.samples, MIN_REFINE_SAMPLES)
+    few = ["--samples", str(samples), "--length", str(subject.settings.length), "--epochs", "2"]
     arguments: list[str | Path] = [
         "refine",
         rounded / FORMATS[0],

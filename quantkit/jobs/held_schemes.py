@@ -21,7 +21,7 @@ from quantkit.jobs.target import (
 )
 from quantkit.tensors.dtypes import DType
 from quantkit.tensors.recipe import Recipe
-from quantkit.tensors.scheme import QuantScheme, Scales
+from quantkit.tensors.scheme import QuantScheme
 
 BIT_ALLOCATION = "bit_allocation"
 """The key of the schemes chosen for a size in the manifest, and in the journal of an interrupted run."""

@@ -100,8 +100,8 @@ class GgufUnstated:
     Attributes:
         unused: ids that only fill a row of the embedding.
         set_apart: tokens that are special or added: llama.cpp and its converter decide that by the spelling.
-        space_runs: tokens that llama.cpp finds in text, and a folder's tokenizer makes by merges, whether they are added
-            tokens there or not.
+        space_runs: tokens that llama.cpp finds in text, and a folder's tokenizer makes by merges; they may be added
+            tokens there.
         pipeline: whether quantkit wrote the parts of a tokenizer.json into the file that GGUF has no keys for.
     """
 
