@@ -4,7 +4,8 @@ of Meta's folders, which do not state whether a model is a base or an instruct m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -100,9 +101,9 @@ class TemplateChat:
     ) -> str:
         """Return the text whose tokens `encode` returns.
 
-        A ``developer`` message is a ``system`` message for a template that does not have that role. An assistant
-        message with tool calls may have no content: if the template fails without one, it gets the empty string, as in
-        vLLM.
+        A ``developer`` message is a ``system`` message for a template that does not have that role. If the template
+        refuses a conversation or drops something of it, it gets other spellings of the same conversation; see
+        `_spellings`.
 
         Args:
             messages: in order; the last one is to be answered.
@@ -120,27 +121,36 @@ class TemplateChat:
             if is_from_user and message.get("content") is None:
                 raise RequestError("a message has no content", found=shown(message), expected=_MESSAGE)
         template = self._choose(tools is not None)
-        chat = [_with_text(message, keep_parts=template.reads_parts) for message in messages]
         if not template.knows_developer:
-            chat = [_with_system_role(message) for message in chat]
-        budget = budget or Budget()
-        try:
-            text = template.render(chat, tools=tools, budget=budget, **variables)
-        except RequestError:
-            with_contents = [_with_content(message) for message in chat]
-            if with_contents == chat:
-                raise
-            chat = with_contents
-            text = template.render(chat, tools=tools, budget=budget, **variables)
+            messages = [_with_system_role(message) for message in messages]
+        trace_variables = variables
         if variables.get("continue_final_message"):  # the template has printed the last message, which was cut here
-            variables = {**variables, "continue_final_message": False, "add_generation_prompt": False}
+            trace_variables = {**variables, "continue_final_message": False, "add_generation_prompt": False}
 
         def render(conversation: Conversation, budget: Budget) -> str:
             template = self._choose(conversation["tools"] is not None)
-            return template.render(conversation["messages"], tools=conversation["tools"], budget=budget, **variables)
+            return template.render(
+                conversation["messages"], tools=conversation["tools"], budget=budget, **trace_variables
+            )
 
-        require_traces({"messages": chat, "tools": tools}, text=text, render=render, budget=budget)
-        return text
+        budget = budget or Budget()
+        failure: RequestError | None = None
+        loss: RequestError | None = None
+        for chat in _spellings(messages, keep_parts=template.reads_parts):
+            try:
+                text = template.render(chat, tools=tools, budget=budget, **variables)
+            except RequestError as error:
+                failure = error
+                continue
+            try:
+                require_traces({"messages": chat, "tools": tools}, text=text, render=render, budget=budget)
+            except RequestError as error:
+                loss = loss or error
+                continue
+            return text
+        refusal = loss or failure  # what is lost says more than how another spelling fails
+        assert refusal is not None
+        raise refusal
 
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
@@ -327,6 +337,41 @@ def _with_system_role(message: Message) -> Message:
     if isinstance(message, Mapping) and message.get("role") == "developer":
         return {**message, "role": "system"}
     return message
+
+
+def _spellings(messages: Sequence[Message], *, keep_parts: bool) -> Iterator[list[Message]]:
+    """Yield a conversation as the template should have it, and then as other templates need it.
+
+    - A message that only calls tools has no content, as in transformers, or the empty string, as in vLLM.
+    - Parts of text are a string, as for templates that do not read them. Templates of Gemma 3 and Llama 4 loop over the
+      parts of the user's messages, but print the first part of the system message only.
+    - Arguments of calls are objects, as in transformers, or JSON, which DeepSeek V3.1's template appends to a string.
+
+    Args:
+        keep_parts: whether lists of text parts stay as they are at first.
+    """
+    chat = [_with_text(message, keep_parts=keep_parts) for message in messages]
+    yield chat
+    for respell in (_with_content, _with_text, _with_json_arguments):
+        respelled = [respell(message) for message in chat]
+        if respelled != chat:
+            chat = respelled
+            yield chat
+
+
+def _with_json_arguments(message: Message) -> Message:
+    """Write the arguments of a message's calls as JSON."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(calls, list | tuple):
+        return message
+    respelled = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            call = {**call, "function": {**function, "arguments": arguments}}
+        respelled.append(call)
+    return {**message, "tool_calls": respelled}
 
 
 def _with_content(message: Message) -> Message:

@@ -111,6 +111,40 @@ def test_parts_of_a_message_are_looked_for_one_by_one() -> None:
     assert dropped_place(FIRST_PART, [user(parts)]) == "messages[0].content[1].text"
 
 
+SYSTEM_PARTS = {"role": "system", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
+
+
+@pytest.mark.parametrize("system", ["m.content[0].text", "m.content + ''"])
+def test_parts_are_joined_if_the_template_reads_those_of_other_roles_only(system: str) -> None:
+    # as Gemma 3's template, which prints the first part of a system message, and Cogito's, which requires a string
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
+        f"{{% elif m.role == 'system' %}}{{{{ {system} }}}}"
+        "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    parts = SYSTEM_PARTS["content"]
+    assert template_chat(source).text([user(parts)]) == "<user>onetwo"
+    assert template_chat(source).text([SYSTEM_PARTS, user("Hi")]) == "<system>one\ntwo<user>Hi"
+
+
+def test_arguments_are_json_for_a_template_that_appends_them_to_a_string() -> None:
+    # as DeepSeek V3.1's template, which also requires a content
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ '' + m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    message = assistant(None, tool_calls=[call(arguments={"city": "Tromsø"})])
+    text = template_chat(source).text([user("W?"), message, user("So?")])
+    assert text == '<user>W?<assistant>weather{"city": "Tromsø"}<user>So?'
+
+
+def test_a_template_that_refuses_a_conversation_is_quoted() -> None:
+    source = "{% if messages | length > 1 %}{{ raise_exception('only one') }}{% endif %}" + PARTS
+    with pytest.raises(RequestError) as caught:
+        template_chat(source).text([SYSTEM_PARTS, user("Hi")])
+    assert "only one" in caught.value.problem
+
+
 def test_tools_that_the_template_does_not_print_are_refused() -> None:
     assert dropped_place(ANY_ROLE, [user("Hi")], tools=[WEATHER]) == "tools"
     assert "weather" in template_chat(KNOWN_ROLES).text([user("Hi")], tools=[WEATHER])
