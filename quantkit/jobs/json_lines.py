@@ -53,7 +53,7 @@ def strict_object(line: str, place: str | None, *, first: bool = False) -> dict[
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if (twice := repeated([key for key, _ in pairs])) is not None:
-        raise RequestError(f"the key {shown(twice)} is there twice")
+        raise RequestError(f"the key {shown(twice)} is there twice", argument=twice)
     return dict(pairs)
 
 
@@ -75,10 +75,14 @@ def _require_exact(values: Mapping[str, Any], line: str) -> None:
     for key, value in values.items():
         if depth(value) > MAX_DEPTH:
             raise RequestError(
-                f"{shown(key)} holds lists or objects in one another", expected=f"at most {MAX_DEPTH} deep"
+                f"{shown(key)} holds lists or objects in one another",
+                expected=f"at most {MAX_DEPTH} deep",
+                argument=key,
             )
         if any(isinstance(one, float) and not math.isfinite(one) for one in within(value)):
-            raise RequestError(f"{shown(key)} holds a number that is too large", expected="at most 1.79e308")
+            raise RequestError(
+                f"{shown(key)} holds a number that is too large", expected="at most 1.79e308", argument=key
+            )
     if not any(isinstance(one, float) for one in within(values.get("id"))):
         return
     for one in within(json.loads(line, parse_float=_Spelled)["id"]):

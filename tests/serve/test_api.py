@@ -275,6 +275,9 @@ def test_what_cannot_be_served_is_refused(options: list[str], message: str, mode
         ("/v1/chat/completions", {"messages": CHAT, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/v1/completions", b'{"prompt": "x", "logit_bias": ' + b"[" * 99 + b"]" * 99 + b"}", "logit_bias"),
+        ("/v1/completions", b'{"prompt": "x", "top_p": 1e999}', "top_p"),
+        ("/v1/completions", b'{"prompt": "x", "seed": 1, "seed": 2}', "seed"),
         ("/v1/completions", b"[1]", None),
     ],
 )
