@@ -18,7 +18,14 @@ whether it has."""
 
 Delivered = Callable[[], Awaitable[bool]]
 
+MAKE_ROOM = "quantkit.make_room"
+"""In the state of a request's scope: a function that gives up another request, whose client is slow to send it, and
+returns whether there is one."""
+
+MakeRoom = Callable[[], bool]
+
 _CHECK_SECONDS = 1.0  # between two looks at all connections
+_SLOW_SENDER_SECONDS = 1.0  # for the body of a request, before it can be given up for another one
 _SLOWEST_READER = 1 << 16  # bytes per second, which a large response may take besides `write_seconds`
 
 
@@ -73,6 +80,21 @@ class Connections:
         if not siblings:
             self._of_address.pop(connection.address, None)
 
+    def drop_slowest_sender(self) -> bool:
+        """Close the connection that has waited the longest for the body of a request, and return whether there is one.
+
+        Its age counts, and not how long its client has been silent: a client could send a byte at a time.
+        """
+        senders = []
+        for siblings in self._of_address.values():
+            senders += [connection for connection in siblings if connection.is_slow_sender]
+        if not senders:
+            return False
+        slowest = min(senders, key=lambda sender: sender.request_since)
+        self.remove(slowest)
+        slowest.drop()
+        return True
+
     def _check(self) -> None:
         """Close the connections whose time is up."""
         self._next_check = None
@@ -93,24 +115,30 @@ class Connection(H11Protocol):
     Attributes:
         address: of the client.
         last_active: when the client last sent something, or had read all that was written.
+        request_since: when the header of the latest request was complete.
     """
 
     address: str
     last_active: float
+    request_since: float
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._open_connections = connections
         self._read_by: float | None = None  # None while the client has read all that was written
         self._is_cut_off = False
-        self.app_state = {**self.app_state, DELIVERED: self._deliver}
+        self.app_state = {
+            **self.app_state,
+            DELIVERED: self._deliver,
+            MAKE_ROOM: connections.drop_slowest_sender,
+        }
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         # Writing pauses as soon as the client does not read, so that `flow.drain` waits for all that was written.
         transport.set_write_buffer_limits(high=0)
         self.address = self.client[0] if self.client else ""
-        self.last_active = self._idle_since = self.loop.time()
+        self.last_active = self.request_since = self._idle_since = self.loop.time()
         if not self._open_connections.admit(self):
             transport.write(_TOO_MANY_CONNECTIONS)
             transport.close()
@@ -124,6 +152,12 @@ class Connection(H11Protocol):
         self.last_active = self.loop.time()
         if not self.transport.is_closing():  # a connection that was refused still receives
             super().data_received(data)
+
+    def handle_events(self) -> None:
+        previous_cycle = self.cycle
+        super().handle_events()
+        if self.cycle is not previous_cycle:
+            self.request_since = self.loop.time()
 
     def on_response_complete(self) -> None:
         self._idle_since = self.loop.time()
@@ -143,6 +177,13 @@ class Connection(H11Protocol):
     def waits_for_client(self) -> bool:
         """Whether the client has to send or to read something before anything else can happen."""
         return self._is_between_requests or self.cycle.more_body or self._read_by is not None
+
+    @property
+    def is_slow_sender(self) -> bool:
+        """Whether the client has not sent the whole body of a request in the time that others need for one."""
+        if self._is_between_requests or not self.cycle.more_body:
+            return False
+        return self.loop.time() > self.request_since + _SLOW_SENDER_SECONDS
 
     @property
     def is_overdue(self) -> bool:

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 
 from quantkit.serve import without_port
 from quantkit.serve.answers import error_of
+from quantkit.serve.connection import MAKE_ROOM, MakeRoom
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -32,7 +33,8 @@ class Guard:
             api_key: that the header Authorization must have; None lets all in.
             hosts: the names that the header Host may have: a page of another site, whose name leads here, has its
                 own. None for any.
-            max_requests: at the same time; more would take too much memory, even before they are read.
+            max_requests: at the same time; more would take too much memory, even before they are read. For one more,
+                a request gives way whose client is slow to send it.
             open_paths: that need no key, and are answered however many requests run.
         """
         self._app, self._hosts, self._open = app, hosts, open_paths
@@ -54,7 +56,8 @@ class Guard:
         elif scope["path"] not in self._open and not self._has_key(headers):
             wrong = error_of("the API key is missing or wrong", code="invalid_api_key")
             refusal = JSONResponse(wrong, 401, {"WWW-Authenticate": "Bearer"})
-        if refusal is None and self._running >= self._max_requests and scope["path"] not in self._open:
+        is_counted = scope["path"] not in self._open
+        if refusal is None and is_counted and self._running >= self._max_requests and not _make_room(scope):
             busy = error_of("too many requests at once; try again", kind="rate_limit_error", code="rate_limit_exceeded")
             refusal = JSONResponse(busy, 503, {**RETRY, "Connection": "close"})  # the body is not waited for
         if refusal is not None:
@@ -68,6 +71,12 @@ class Guard:
 
     def _has_key(self, headers: Headers) -> bool:
         return self._expected is None or hmac.compare_digest(_bearer_token(headers), self._expected)
+
+
+def _make_room(scope: Scope) -> bool:
+    """Give up the request of another client that is slow to send it, and return whether there is one."""
+    make_room: MakeRoom | None = scope.get("state", {}).get(MAKE_ROOM)
+    return make_room is not None and make_room()
 
 
 def _bearer_token(headers: Headers) -> bytes:

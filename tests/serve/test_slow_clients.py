@@ -27,11 +27,12 @@ WITHOUT_END = {"2": -100}
 
 
 @contextmanager
-def impatient_server(model: Path, *options: str | Path) -> Iterator[str]:
+def impatient_server(model: Path, *options: str | Path, body_seconds: float = 1.0) -> Iterator[str]:
     """Start a server whose time limits for clients are short, and return its address."""
     program = (
         "import quantkit.cli.entry as cli, quantkit.serve.server as server;"
-        "server._HEADER_SECONDS = 1.0; server._WRITE_SECONDS = 1.0; server._BODY_SECONDS = 1.0;"
+        "server._HEADER_SECONDS = 1.0; server._WRITE_SECONDS = 1.0;"
+        f"server._BODY_SECONDS = {body_seconds};"
         "import quantkit.serve.connection as connection; connection._SLOWEST_READER = 1 << 30; cli.main()"
     )
     command = [sys.executable, "-c", program, "serve", str(model), "--port", "0", *map(str, options)]
@@ -198,6 +199,24 @@ def test_silent_clients_keep_no_one_out(address: str) -> None:
         assert check_health(address) == 200
         clients[0].settimeout(20)
         assert read_to_end(clients[0]) == b""
+
+
+def test_requests_that_are_not_sent_whole_give_way(model: Path, tmp_path: Path) -> None:
+    """There are more of them than the server takes at a time, which are 18 here."""
+    log = tmp_path / "requests.jsonl"
+    options = ["--slots", "1", "--waiting", "0", "--context", "64", "--log", log]
+    with impatient_server(model, *options, body_seconds=600) as address, ExitStack() as stack:
+        for number in range(30):
+            client = stack.enter_context(connect(address))
+            client.sendall(request_bytes({"prompt": "x"}, X_Request_Id=f"unsent-{number}")[:-3])
+
+        def is_answered() -> bool:
+            with closing(http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)) as other:
+                other.request("POST", "/tokenize", b'{"prompt": "x"}', {"Content-Type": "application/json"})
+                return other.getresponse().status == 200
+
+        wait_until(is_answered)
+        assert log_entry(log, "unsent-0")["status"] == 499
 
 
 def test_an_address_with_too_many_busy_connections_is_refused(model: Path) -> None:
