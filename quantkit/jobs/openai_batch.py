@@ -11,7 +11,7 @@ from quantkit.answers.form import Parts
 from quantkit.answers.pieces import Call
 from quantkit.arguments import as_string, require_flags
 from quantkit.errors import RequestError
-from quantkit.jobs.json_lines import strict_object
+from quantkit.jobs.json_lines import EXPECTED, strict_object
 from quantkit.json_values import shown
 from quantkit.runtime.sampling_params import SamplingOptions
 
@@ -33,7 +33,9 @@ _WITHOUT_EFFECT = {
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
+    "cache_prompt",
     "prediction",
     "verbosity",
     "priority",
@@ -50,9 +52,13 @@ _DEFAULTS: dict[str, tuple[object, ...]] = {
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "min_tokens": (0,),
     "modalities": (["text"],),
+    "return_prompt_text": (False,),
     "return_token_ids": (False,),
+    "return_token_offsets": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stop_token_ids": ([],),
@@ -60,6 +66,7 @@ _DEFAULTS: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tools": ([],),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
 }
 """Values of OpenAI's and vLLM's parameters that ask for what is done anyway, the default first."""
 _DEFAULTS_OF_TEMPLATE = {"add_generation_prompt": True, "continue_final_message": False}
@@ -295,11 +302,24 @@ def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError(
                 "a message has a tool call of the wrong type", found=shown(call), expected=_CALL, argument="messages"
             )
-        if isinstance(text := function.get("arguments"), str):
-            place = f"arguments of a call of {shown(function.get('name'))}"
-            call = {**call, "function": {**function, "arguments": strict_object(text, place) if text.strip() else {}}}
+        if isinstance(function.get("arguments"), str):
+            call = {**call, "function": {**function, "arguments": _read_arguments(function)}}
         calls.append(call)
     return {**message, "tool_calls": calls}
+
+
+def _read_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call, whose JSON may be empty."""
+    text = function["arguments"]
+    if not text.strip():
+        return {}
+    try:
+        return strict_object(text, None)
+    except RequestError as error:
+        # The place is in the problem and not in the path, which a server keeps to itself.
+        problem = f"the arguments of a call of {shown(function.get('name'))}: {error.problem}"
+        expected = '{"...": ...}' if error.expected == EXPECTED else error.expected
+        raise error.restate(problem=problem, expected=expected, argument="messages") from error
 
 
 def chat_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

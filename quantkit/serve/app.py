@@ -354,10 +354,13 @@ def _usage_requested(options: object, stream: bool) -> bool:
         )
     if options and not stream:
         raise RequestError("'stream_options' goes with 'stream'", argument="stream_options")
-    _require_keys(options, {"include_usage", "include_obfuscation"})
-    usage = options.get("include_usage")
-    require_flags(include_usage=False if usage is None else usage)
-    return usage is True
+    _require_keys(options, {"include_usage", "include_obfuscation", "continuous_usage_stats"})
+    flags = {key: value for key, value in options.items() if value is not None}
+    require_flags(**flags)
+    if flags.get("continuous_usage_stats", False):
+        problem = "'continuous_usage_stats' is not supported"
+        raise RequestError(problem, hint="leave it out", argument="stream_options")
+    return bool(flags.get("include_usage", False))
 
 
 def _require_keys(found: Mapping[str, Any], known: set[str]) -> None:

@@ -23,6 +23,7 @@ from served import KEY, started
 import quantkit
 
 CHAT = [{"role": "user", "content": "Who?"}]
+CUT_OFF_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
 PROMPTS = ["My fellow citizens", "The people", "In the end", "War", "I", "We the", "Peace and", "On this day"]
 
 
@@ -67,6 +68,14 @@ def test_pieces_are_the_whole(client: OpenAI, expected: list[quantkit.Completion
     offsets = [offset for part in parts if part is not None for offset in part.text_offset or []]
     assert "".join(tokens) == text
     assert offsets == [len("".join(tokens[:number])) for number in range(24)]
+
+
+def test_flags_of_a_stream_may_be_false(client: OpenAI) -> None:
+    options: Any = {"include_usage": None, "continuous_usage_stats": False, "include_obfuscation": False}
+    pieces = list(
+        client.completions.create(model="demo", prompt="x", max_tokens=2, stream=True, stream_options=options)
+    )
+    assert all(piece.usage is None for piece in pieces)
 
 
 def test_messages_are_answered(client: OpenAI, loaded: tuple[Any, Any]) -> None:
@@ -273,6 +282,12 @@ def test_what_cannot_be_served_is_refused(options: list[str], message: str, mode
         ("/v1/chat/completions", {"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
         ("/v1/chat/completions", {"messages": CHAT, "tools": [{}]}, "tools"),
         ("/v1/chat/completions", {"messages": CHAT, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+        ("/v1/chat/completions", {"messages": [CUT_OFF_CALL]}, "messages"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options",
+        ),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
         ("/v1/completions", b'{"prompt": "x", "logit_bias": ' + b"[" * 99 + b"]" * 99 + b"}", "logit_bias"),

@@ -210,7 +210,7 @@ _CHAT = "/v1/chat/completions"
             {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [
                 {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}
             ]}]},
-            "is no JSON object",
+            "the arguments of a call of 'f': is no JSON object",
         ),
         ("hermes", {"messages": [{"role": "assistant", "tool_calls": [1]}]}, "a tool call of the wrong type"),
     ],
