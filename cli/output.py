@@ -82,7 +82,9 @@ def print_generated(text: str, *, raw: bool = False) -> None:
         text: the next piece of it.
         raw: print it as it is on a terminal too.
     """
-    click.echo(text if raw or not sys.stdout.isatty() else _spell_controls(text), nl=False)
+    if not raw and sys.stdout.isatty():
+        text = _spell_controls(text)
+    click.echo(text, nl=False, color=True)  # otherwise click removes the codes of colors from what a pipe gets
 
 
 def print_generated_json(line: bytes, *, raw: bool = False) -> None:

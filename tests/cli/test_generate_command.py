@@ -117,17 +117,17 @@ def test_a_reader_that_has_seen_enough_is_no_error(requested: str, demo_model: P
     assert (found.returncode, without_progress(found.stderr.decode())) == (0, "")
 
 
-# A continuation that would set the terminal's title, clear it, and write over the line.
+# A continuation that would set the terminal's title and color, clear it, and write over the line.
 _DRIVES = """
 import sys
 from quantkit.runtime import generate
 
-generate.text_pieces = lambda *given: iter(["a\\x1b]0;title\\x07", "\\x9b2J\\rb\\r\\n\\tc"])
+generate.text_pieces = lambda *given: iter(["a\\x1b]0;title\\x07\\x1b[31m", "\\x9b2J\\rb\\r\\n\\tc"])
 from quantkit.cli.main import main
 main(sys.argv[1:])
 """
-_WRITTEN = "a\x1b]0;title\x07\x9b2J\rb\r\n\tc"
-_SPELLED = "a\\x1b]0;title\\x07\\x9b2J\\rb\n\tc"
+_WRITTEN = "a\x1b]0;title\x07\x1b[31m\x9b2J\rb\r\n\tc"
+_SPELLED = "a\\x1b]0;title\\x07\\x1b[31m\\x9b2J\\rb\n\tc"
 
 
 def _drive(model: Path, folder: Path, *options: str) -> str:
