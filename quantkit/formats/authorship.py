@@ -20,7 +20,8 @@ LICENSE_DETAILS = ("license_name", "license_link")
 
 _LICENSE = ("license", *LICENSE_DETAILS)
 _NAME = "general.name"
-# Keys of a card for each key of GGUF. All are read, and the first of them that is stated counts; the first is written.
+# Keys of a card for each key of GGUF. The first is written. All are read, and the last of them that is stated counts,
+# as in llama.cpp's converter.
 _TEXTS: dict[str, tuple[str, ...]] = {
     "general.license": ("license",),
     "general.license.name": ("license_name",),
@@ -53,10 +54,12 @@ CARRIED_KEYS = (
 
 _OWN_TAG = "quantkit"
 _HUB = "https://huggingface.co/"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _HUB_PAGE = re.compile(r"https?://huggingface\.co/(?:datasets/)?([\w.-]+/[\w.-]+)/?", re.ASCII)
 # Names stand in titles and commands of model cards, so those with other characters are not used.
 _PLAIN_NAME = re.compile(r"\w[\w .,+&'()/:-]{0,199}")
+_LICENSE_IDS = re.compile(r"[a-z0-9.-]+(, ?[a-z0-9.-]+)+")
+"""Several licences in GGUF's one text, which llama.cpp's converter joins."""
+_NULL_TAG = "tag:yaml.org,2002:null"
 _MAX_SOURCES = 64
 # Keys of GGUF that belong to one file: its architecture, layout and types, who quantized it, and its identity. The name
 # and sampling settings are written elsewhere.
@@ -74,14 +77,33 @@ _SAMPLING = "general.sampling."
 
 
 def read_front_matter(path: Path) -> dict[str, Any]:
-    """Read the YAML head of a card; empty if there is no card, or none that can be read."""
-    import yaml
-    from huggingface_hub.repocard import metadata_load
+    """Read the YAML head of a card, with all values but null as text; empty if there is no card, or none that can be
+    read.
 
+    YAML 1.1 would read the language ``no`` as false and the version ``1.10`` as a number. Hubs and llama.cpp's
+    converter do not.
+    """
+    import yaml
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    class TextLoader(yaml.SafeLoader):
+        """Reads YAML as spelled."""
+
+    TextLoader.yaml_implicit_resolvers = _keep_null_resolvers(yaml.SafeLoader.yaml_implicit_resolvers)
     try:
-        return metadata_load(path) or {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # ValueError: no dictionary, or an invalid date
+        block = REGEX_YAML_BLOCK.search(path.read_text(encoding="utf-8-sig"))
+        front_matter = None if block is None else yaml.load(block[2], TextLoader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
+    return front_matter if isinstance(front_matter, dict) else {}
+
+
+def _keep_null_resolvers(resolvers: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return YAML's rules, by a value's first character, for what is not text; only those for null."""
+    kept: dict[str, list[Any]] = {}
+    for first, rules in resolvers.items():
+        kept[first] = [(tag, pattern) for tag, pattern in rules if tag == _NULL_TAG]
+    return kept
 
 
 def read_authorship(path: Path) -> dict[str, Any]:
@@ -129,13 +151,20 @@ def _carried_part(front_matter: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a card that are carried, in a fixed order and without values of unexpected types."""
     card: dict[str, Any] = {}
     for names in _TEXTS.values():
-        stated = [front_matter[name] for name in names if isinstance(front_matter.get(name), str)]
-        if stated:
-            card[names[0]] = stated[0]
-    for key in ("license", "base_model", *_LISTS.values(), "datasets"):
+        for name in names:
+            value = front_matter.get(name)
+            if isinstance(value, str):
+                card[names[0]] = value
+            elif isinstance(value, list) and name not in _LICENSE:
+                card[names[0]] = ", ".join(_texts_of(value))  # several authors
+    for key in ("license", *_LISTS.values()):
         value = front_matter.get(key)
-        if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            card[key] = value
+        card[key] = _texts_of(value) if isinstance(value, list) else value
+    for key in _SOURCES.values():
+        value = front_matter.get(key)
+        names_on_hub = [name for name in map(_name_on_hub, _texts_of(value)) if name is not None]
+        card[key] = names_on_hub[0] if isinstance(value, str) and names_on_hub else names_on_hub
+    card = {key: value for key, value in card.items() if isinstance(value, str | list)}
     if isinstance(front_matter.get(_RELATION), str):
         card[_RELATION] = front_matter[_RELATION]
     if _OWN_TAG in card.get("tags", ()):
@@ -144,11 +173,14 @@ def _carried_part(front_matter: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _card_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a card's keys for GGUF's. Base models and data sets without an address on the hub have none, since hubs
-    refuse a card that names other things."""
+    """Return a card's keys for GGUF's. Base models and data sets without an address on the hub have none."""
     card: dict[str, Any] = {}
     for key, names in _TEXTS.items():
-        card[names[0]] = metadata.get(key)
+        value = metadata.get(key)
+        card[names[0]] = value if isinstance(value, str) else None
+    licenses = card["license"]
+    if licenses is not None and _LICENSE_IDS.fullmatch(licenses):
+        card["license"] = licenses.replace(" ", "").split(",")
     for key, name in _LISTS.items():
         card[name] = metadata.get(key)
     for prefix, name in _SOURCES.items():
@@ -178,13 +210,34 @@ def _gguf_of_card(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _source_keys(source: str) -> dict[str, str]:
-    """Return GGUF's keys about a base model or data set that a card names."""
+    """Return GGUF's keys about a base model or data set on a hub."""
+    owner, separator, name = source.rpartition("/")
+    if not separator:
+        return {"name": _title(name)}
+    return {"name": _title(name), "organization": _title(owner), "repo_url": f"{_HUB}{source}"}
+
+
+def _name_on_hub(source: str) -> str | None:
+    """Return the name on a hub of a base model or data set; None for anything else, such as a path.
+
+    Hubs refuse a card that names something else, and a path shows the folders of a machine.
+    """
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
     page = _HUB_PAGE.fullmatch(source)
-    if page is None and _HUB_NAME.fullmatch(source) is None:
-        return {"repo_url": source} if "://" in source else {"name": _title(source)}
-    owner, name = (source if page is None else page[1]).split("/")
-    repo_url = f"{_HUB}{owner}/{name}" if page is None else source
-    return {"name": _title(name), "organization": _title(owner), "repo_url": repo_url}
+    name = source if page is None else page[1]
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
+def _texts_of(value: object) -> list[str]:
+    """Return a text, or the texts in a list, as a list; other values are left out."""
+    if isinstance(value, str):
+        return [value]
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 def _title(name: str) -> str:

@@ -11,6 +11,7 @@ import oracle
 import pytest
 import yaml
 from gguf.metadata import Metadata
+from huggingface_hub.utils import validate_repo_id
 
 import quantkit
 from quantkit.files.gguf_io import build_header, read_header
@@ -179,3 +180,71 @@ def test_a_name_that_is_no_plain_one_is_not_used(folder: Path, tmp_path: Path) -
     (source / "README.md").write_text("---\nmodel_name: '`rm` [x](y) | <b>'\nlicense: mit\n---\n")
     quantkit.convert(source, tmp_path / "a.gguf", source_check=False)
     assert _general(tmp_path / "a.gguf") == {"general.name": "talker", "general.license": "mit"}
+
+
+def _rewrite_card(folder: Path, target: Path, front_matter: str) -> Path:
+    """Copy a model, with another head of its card."""
+    source = oracle.copy(folder, target)
+    (source / "README.md").write_text(f"---\n{front_matter}---\n")
+    return source
+
+
+def test_values_of_a_card_are_read_as_spelled(folder: Path, tmp_path: Path) -> None:
+    """YAML 1.1 reads ``no``, Norwegian, as false, and a version as a number or a date."""
+    front_matter = (
+        "language:\n- no\n- en\nmodel_version: 1.10\nmodel_name: 7\nlicense: null\ntags: [chat, 2024-01-01]\n"
+    )
+    source = _rewrite_card(folder, tmp_path / "talker", front_matter)
+    quantkit.convert(source, tmp_path / "a.gguf", source_check=False)
+    assert _general(tmp_path / "a.gguf") == {
+        "general.name": "7",
+        "general.version": "1.10",
+        "general.languages": Metadata.load(model_path=source).languages,
+        "general.tags": ["chat", "2024-01-01"],
+    }
+    quantkit.convert(tmp_path / "a.gguf", tmp_path / "back", source_check=False)
+    assert _front_matter(tmp_path / "back")["language"] == ["no", "en"]
+
+
+def test_one_value_of_a_wrong_type_loses_no_others(folder: Path, tmp_path: Path) -> None:
+    source = _rewrite_card(
+        folder, tmp_path / "talker", "language: [en, null]\nauthor: [A, B]\ndatasets: [{a: b}, a/b]\n"
+    )
+    quantkit.convert(source, tmp_path / "a.gguf", source_check=False)
+    general = _general(tmp_path / "a.gguf")
+    assert (general["general.languages"], general["general.author"]) == (["en"], "A, B")
+    assert (general["general.dataset.count"], general["general.dataset.0.repo_url"][-4:]) == (1, "/a/b")
+
+
+def test_a_card_names_base_models_that_hubs_know_alone(folder: Path, tmp_path: Path) -> None:
+    """Hubs refuse a card with a path, which also shows the folders of a machine."""
+    names = ["/home/me/model", "./model", "C:\\model", "https://example.org/model", "gpt2"]
+    expected = ["gpt2", "owner/model"]
+    front_matter = yaml.safe_dump({"base_model": [*names, "https://huggingface.co/owner/model"]})
+    source = _rewrite_card(folder, tmp_path / "talker", front_matter)
+    quantkit.quantize(source, tmp_path / "int8", "int8")
+    assert _front_matter(tmp_path / "int8")["base_model"] == expected
+    for name in _front_matter(tmp_path / "int8")["base_model"]:
+        validate_repo_id(name)
+    quantkit.convert(source, tmp_path / "a.gguf", source_check=False)
+    general = _general(tmp_path / "a.gguf")
+    assert [general["general.base_model.0.name"], general["general.base_model.1.name"]] == ["Gpt2", "Model"]
+    path_alone = _rewrite_card(folder, tmp_path / "other", "base_model: /home/me/model\n")
+    quantkit.quantize(path_alone, tmp_path / "of-other", "int8")
+    assert "/home/me" not in (tmp_path / "of-other" / "README.md").read_text()
+
+
+def test_several_licences_stay_several(folder: Path, tmp_path: Path) -> None:
+    source = _rewrite_card(folder, tmp_path / "talker", "license: [mit, apache-2.0]\n")
+    quantkit.convert(source, tmp_path / "a.gguf", source_check=False)
+    assert _general(tmp_path / "a.gguf")["general.license"] == "mit,apache-2.0"
+    quantkit.convert(tmp_path / "a.gguf", tmp_path / "back", source_check=False)
+    assert _front_matter(tmp_path / "back")["license"] == ["mit", "apache-2.0"]
+
+
+def test_of_two_keys_that_say_the_same_the_one_of_llama_cpp_counts(folder: Path, tmp_path: Path) -> None:
+    front_matter = "author: First\nmodel_author: Second\nmodel_creator: Third\nname: One\nmodel_name: Two\n"
+    source = _rewrite_card(folder, tmp_path / "talker", front_matter)
+    quantkit.convert(source, tmp_path / "a.gguf", source_check=False)
+    general, expected = _general(tmp_path / "a.gguf"), Metadata.load(model_path=source)
+    assert (general["general.author"], general["general.name"]) == (expected.author, expected.name)
