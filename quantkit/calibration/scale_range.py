@@ -14,6 +14,7 @@ from torch import Tensor
 from quantkit.architectures.names import EMBEDDING
 from quantkit.errors import NonFiniteError
 from quantkit.formats.checkpoint import Checkpoint
+from quantkit.formats.codecs.codec import Reason, codec_of
 from quantkit.formats.codecs.table import NATIVE
 from quantkit.model.load import floats_of
 from quantkit.tensors.dtypes import DType
@@ -32,6 +33,7 @@ _SMALLEST_BFLOAT16_SCALE = 2.0**-16
 # Scales of weights below this are subnormal numbers in float16, which have fewer digits, or 0.
 _SMALL_WEIGHT = 2.0**-8
 _MAX_ERROR_GROWTH = 1.25
+_NATIVE_SCHEME = "int4-g32"  # offered instead of a scheme that the native format lacks
 
 
 def choose_scale_dtype(source: Checkpoint, output: Iterable[TensorSpec]) -> torch.dtype:
@@ -49,13 +51,13 @@ def choose_scale_dtype(source: Checkpoint, output: Iterable[TensorSpec]) -> torc
     model = DType(source.config.dtype)
     specs = [spec for spec in output if spec.scheme is not None and not spec.scheme.of_small_floats]
     stored = {spec.dtype for spec in specs}
-    if model is DType.FLOAT16 or DType.FLOAT16 not in stored:
+    if DType.FLOAT16 not in stored:
         return model.torch
     has_small_scales = False
     for spec in {spec.name: spec for spec in specs if spec.dtype is DType.FLOAT16}.values():
         assert spec.scheme is not None
         weight = floats_of(source.load(spec.name)).flatten(0, -2)
-        _require_stored_scales(weight, spec, spec.scheme, source)
+        _require_stored_scales(weight, spec, spec.scheme, source)  # a small weight of float16 has smaller scales
         if spec.scheme.scales is Scales.FLOATS:
             has_small_scales |= _has_small_scale(weight, spec.scheme)
     is_wider = model.itemsize > DType.FLOAT16.itemsize
@@ -65,15 +67,24 @@ def choose_scale_dtype(source: Checkpoint, output: Iterable[TensorSpec]) -> torc
     return model.torch
 
 
-def scale_out_of_range(name: str, dtype: DType, source: Checkpoint, values: str = "too large") -> NonFiniteError:
+def scale_out_of_range(
+    name: str, dtype: DType, source: Checkpoint, values: str = "too large", scheme: QuantScheme | None = None
+) -> NonFiniteError:
     """Return the error for a weight whose scales a dtype cannot hold, with what helps. Another dtype of the source does
-    not, if the format stores float16."""
+    not, if the format stores float16.
+
+    Args:
+        scheme: of the weight; None if every format has it.
+    """
     module = name.removesuffix(".weight")
     ways = [f'`keep="{module}"` leaves it as it is']
     if module == EMBEDDING:
         ways = ["leave the scheme of the embedding out"]
     if dtype is DType.FLOAT16 and source.config.dtype != DType.FLOAT16:
-        ways.append(f'`to="{NATIVE.name}"` stores scales in {source.config.dtype}')
+        way = f'`to="{NATIVE.name}"`'
+        if scheme is not None and isinstance(codec_of(NATIVE, scheme), Reason):
+            way += f' with `scheme="{_NATIVE_SCHEME}"`'  # such as for K-quants, which GGUF alone has
+        ways.append(f"{way} stores scales in {source.config.dtype}")
     problem = f"tensor '{name}' holds values {values} for scales in {dtype}"
     return NonFiniteError(problem, path=source.path, hint=", or ".join(ways))
 
@@ -96,7 +107,7 @@ def _require_stored_scales(weight: Tensor, spec: TensorSpec, scheme: QuantScheme
     row_maxima = weight.abs().amax(dim=-1).float()
     large_rows = weight[(row_maxima > _PLAIN_WEIGHT) & row_maxima.isfinite()]
     if len(large_rows) and not has_finite_scales(quantize_rtn(large_rows.float() * _HEADROOM, scheme, torch.float16)):
-        raise scale_out_of_range(spec.name, spec.dtype, source)
+        raise scale_out_of_range(spec.name, spec.dtype, source, scheme=scheme)
     maximum = float(row_maxima.max())
     if not 0 < maximum < _SMALL_WEIGHT:
         return
@@ -105,7 +116,7 @@ def _require_stored_scales(weight: Tensor, spec: TensorSpec, scheme: QuantScheme
     expected_error = relative_error(quantize_rtn(normalized, scheme, torch.float16), normalized)
     error = relative_error(quantize_rtn(weight, scheme, torch.float16), weight)
     if error > expected_error * _MAX_ERROR_GROWTH:
-        raise scale_out_of_range(spec.name, spec.dtype, source, "too small")
+        raise scale_out_of_range(spec.name, spec.dtype, source, "too small", scheme)
 
 
 def _has_small_scale(weight: Tensor, scheme: QuantScheme) -> bool:

@@ -92,8 +92,23 @@ def test_scales_out_of_range_are_found_before_solving_and_the_remedies_work(
     hint = str(caught.value.hint)
     assert "`keep=" in hint
     assert '`to="compressed-tensors"`' in hint
+    assert ('`scheme="int4-g32"`' in hint) == (scheme == "q4_k_m")  # which no folder has
     quantkit.quantize(source, tmp_path / "kept", scheme, to=to, keep=[UP, DOWN], **GPTQ)
     quantkit.quantize(source, tmp_path / "native", "int4-g32", **GPTQ)
+
+
+def test_small_scales_of_a_float16_model_are_found_before_solving(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = quantkit.convert(demo_model, tmp_path / "half", dtype="fp16").path
+    (source / "quantkit.json").unlink()
+    tensors: dict[str, Tensor] = load_file(source / "model.safetensors")
+    tensors[f"{UP}.weight"] *= 2.0**-16
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(GroupSolver, "solve", _never_solve)
+    with pytest.raises(NonFiniteError) as caught:
+        quantkit.quantize(source, tmp_path / "out", "q4_k_m", to="gguf", **GPTQ)
+    assert UP in caught.value.problem
 
 
 def test_scales_that_bfloat16_rounds_beyond_float16_are_found_in_float16(
