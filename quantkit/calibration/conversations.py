@@ -68,7 +68,7 @@ def read_messages(value: object) -> list[Message] | None:
     """Return the messages in a value: a list of them, or its JSON in a string; None for any other value."""
     if isinstance(value, str) and looks_serialized(value):
         with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
+            value = json.loads(value.removeprefix("\ufeff"))
         if not isinstance(value, list) or not all(map(_is_message, value)):
             return None
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
@@ -96,8 +96,8 @@ def read_tools(value: object) -> list[Mapping[str, object]] | None:
 
 
 def looks_serialized(text: str) -> bool:
-    """Whether a string is spelled like a list of objects, in JSON or as Python prints them."""
-    return re.match(r"\s*\[\s*\{", text) is not None and text.rstrip().endswith("]")
+    """Whether a string is spelled like a list of objects, or like an object, in JSON or as Python prints them."""
+    return re.fullmatch(r"\ufeff?\s*(\[\s*\{.*\]|\{\s*[\"'].*\})\s*", text, re.DOTALL) is not None
 
 
 def _is_message(value: object) -> bool:

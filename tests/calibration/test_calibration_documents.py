@@ -396,7 +396,14 @@ def test_messages_in_a_json_string_are_messages(column: str, tmp_path: Path) -> 
     assert read_documents(path, 10**6, chat=chat()).text == RENDERED
 
 
-@pytest.mark.parametrize("text", [repr(CHATS[0]), '[{"role": "user"]', '[{"a": 1}]'])
+def test_messages_in_a_json_string_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", *({"messages": "\ufeff" + json.dumps(messages)} for messages in CHATS))
+    assert read_documents(path, 10**6, chat=chat()).text == RENDERED
+
+
+@pytest.mark.parametrize(
+    "text", [repr(CHATS[0]), '[{"role": "user"]', '[{"a": 1}]', json.dumps({"messages": CHATS[0]}), repr(CHATS[0][0])]
+)
 def test_strings_that_look_like_messages_and_are_none_are_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError) as caught:
         read_documents(lines(tmp_path / "a.jsonl", {"messages": text}), 10**6, chat=chat())
