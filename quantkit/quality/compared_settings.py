@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from quantkit.formats.checkpoint import Checkpoint
@@ -16,6 +17,9 @@ from quantkit.text.tokenizer import ids_around_text
 
 # Values with which an option changes no probability, so that a file may state them or not.
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+# Where a folder states no top_k, transformers samples from 50 tokens, vLLM and quantkit from all: of two folders, it is
+# compared as it is stated.
+_READERS_DIFFER = ("top_k",)
 # The other keys of generation_config.json that change what transformers generates, with its own defaults. Keys that
 # only change how it computes, such as `use_cache`, are not compared, and neither are those of helper models.
 _OTHER_DEFAULTS: dict[str, object] = {
@@ -68,8 +72,13 @@ def find_setting_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     """
     if not all(CONTAINERS[checkpoint.format].states_tokens for checkpoint in (a, b)):
         return []
-    differences = _describe_differences(GENERATION, _read_sampling(a.path), _read_sampling(b.path))
-    if all(text_folder(checkpoint.path) == checkpoint.path for checkpoint in (a, b)):
+    are_folders = all(text_folder(checkpoint.path) == checkpoint.path for checkpoint in (a, b))
+    neutral = dict(_NEUTRAL)
+    if are_folders:
+        for key in _READERS_DIFFER:
+            del neutral[key]
+    differences = _describe_differences(GENERATION, _read_sampling(a.path, neutral), _read_sampling(b.path, neutral))
+    if are_folders:
         differences += _describe_differences(GENERATION, _read_other_keys(a.path), _read_other_keys(b.path))
         differences += _describe_differences("tokenizer_config.json", _read_flags(a), _read_flags(b))
     return differences
@@ -87,13 +96,13 @@ def _describe(values: dict[str, object], key: str) -> str:
     return shown(values[key]) if key in values else "not set"
 
 
-def _read_sampling(folder: Path) -> dict[str, object]:
-    """Return the sampling options in effect, without those that change nothing; temperature 0 where it is greedy."""
+def _read_sampling(folder: Path, neutral: Mapping[str, float]) -> dict[str, object]:
+    """Return the sampling options in effect, without those of neutral values; temperature 0 where it is greedy."""
     options: dict[str, object] = {**sampling_defaults(folder)}
     if not options.get("temperature"):
         penalty = options.get("repetition_penalty", 1.0)
         options = {"temperature": 0.0, "repetition_penalty": penalty}
-    return {name: value for name, value in options.items() if value != _NEUTRAL[name]}
+    return {name: value for name, value in options.items() if name not in neutral or value != neutral[name]}
 
 
 def _read_other_keys(folder: Path) -> dict[str, object]:

@@ -220,6 +220,16 @@ def test_settings_alone_make_two_models_differ(
     assert run(capfd, "verify", tmp_path / "a", other)[0] == 11
 
 
+@pytest.mark.parametrize("top_k", [0, 50])
+def test_a_stated_top_k_differs_from_none(top_k: int, demo_model: Path, tmp_path: Path) -> None:
+    """Without one, transformers samples from 50 tokens, vLLM from all."""
+    quantkit.convert(demo_model, tmp_path / "a")
+    oracle.edit_json(tmp_path / "a" / "generation_config.json", do_sample=True)
+    other = oracle.copy(tmp_path / "a", tmp_path / "b")
+    oracle.edit_json(other / "generation_config.json", top_k=top_k)
+    assert verify(tmp_path / "a", other).only_settings_differ
+
+
 def test_settings_that_change_nothing_are_no_difference(demo_model: Path, tmp_path: Path) -> None:
     quantkit.convert(demo_model, tmp_path / "a")
     other = oracle.copy(tmp_path / "a", tmp_path / "b")
