@@ -58,7 +58,7 @@ _HUB_PAGE = re.compile(r"https?://huggingface\.co/(?:datasets/)?([\w.-]+/[\w.-]+
 # Names stand in titles and commands of model cards, so those with other characters are not used.
 _PLAIN_NAME = re.compile(r"\w[\w .,+&'()/:-]{0,199}")
 _LICENSE_IDS = re.compile(r"[a-z0-9.-]+(, ?[a-z0-9.-]+)+")
-"""Several licences in GGUF's one text, which llama.cpp's converter joins."""
+"""Several licences in GGUF's one string, which llama.cpp's converter joins."""
 _NULL_TAG = "tag:yaml.org,2002:null"
 _MAX_SOURCES = 64
 # Keys of GGUF that belong to one file: its architecture, layout and types, who quantized it, and its identity. The name
@@ -234,7 +234,7 @@ def _name_on_hub(source: str) -> str | None:
 
 
 def _texts_of(value: object) -> list[str]:
-    """Return a text, or the texts in a list, as a list; other values are left out."""
+    """Return a string, or the strings in a list, as a list; other values are left out."""
     if isinstance(value, str):
         return [value]
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
