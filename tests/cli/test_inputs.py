@@ -723,6 +723,37 @@ def test_a_stray_file_next_to_an_index_is_ignored_and_named(sharded: Path, model
     torch.testing.assert_close(weights_of(dst), dict(model.state_dict()), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_single_file_next_to_an_index_must_hold_the_same_weights(
+    kind: str, hf: Path, sharded: Path, pickled: Path, model: Any, capfd: Capture
+) -> None:
+    """transformers loads the single file, other readers what the index lists."""
+    if kind == "safetensors":
+        folder, single, state = sharded, sharded / "model.safetensors", load_file(hf / "model.safetensors")
+    else:
+        folder, single = pickled, pickled / "pytorch_model.bin"
+        state = torch.load(single, weights_only=True)
+        shard = "pytorch_model-00001-of-00001.bin"
+        torch.save(state, folder / shard)
+        index = {"metadata": {}, "weight_map": dict.fromkeys(state, shard)}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+    def save_single(scale: float) -> None:
+        changed = {**state, HEAD: scale * state[HEAD]}
+        if kind == "safetensors":
+            save_file(changed, single, metadata={"format": "pt"})
+        else:
+            torch.save(changed, single)
+
+    save_single(2.0)
+    assert torch.equal(oracle.load(folder).state_dict()[HEAD], 2 * model.state_dict()[HEAD])
+    refused(capfd, 3, folder, single.name, HEAD, "transformers")
+    save_single(1.0)
+    dst, notes = accepted(capfd, folder)
+    assert f"{single.name} not in the index; ignored" in notes
+    assert torch.equal(weights_of(dst)[HEAD], model.state_dict()[HEAD])
+
+
 # Config files
 
 

@@ -84,6 +84,7 @@ def read_headers(folder: Path, kind: str, *, derived: bool) -> Headers:
     stray = {p.name for p in _unindexed(folder, kind)} - {p.name for p in paths}
     if stray:
         found.notes.append(f"{folder}: {', '.join(sorted(stray))} not in the index; ignored")
+        _require_same_weights(folder / f"{_STEMS[kind]}.{kind}", kind, found, index)
     for name in [name for name in found.tensors if not derived and is_derived_buffer(name)]:
         del found.tensors[name]
         del found.files[name]
@@ -113,6 +114,29 @@ def _check_copies(copies: Sequence[tuple[str, TensorFile]], files: Mapping[str, 
         return []
     name, file = copies[0]
     return [f"{file.path}: {len(copies)} tensors are equal copies of tensors in other files; ignored: {name}"]
+
+
+def _require_same_weights(single: Path, kind: str, headers: Headers, index: Path) -> None:
+    """Compare a single file of weights, which the index does not list, with the shards.
+
+    transformers loads ``model.safetensors`` before it looks for an index; vLLM and quantkit load what the index lists.
+
+    Raises:
+        CheckpointError: if the single file has another value of a tensor.
+    """
+    if not single.is_file():
+        return
+    try:
+        file = safetensors_io.open_file(single) if kind == "safetensors" else pth_io.open_file(single)
+    except CheckpointError:
+        return  # an interrupted download, which no reader loads
+    for name in file.tensors:
+        home = headers.files.get(name)
+        if home is not None and not same_tensor(home, name, file, name):
+            raise CheckpointError(
+                f"tensor '{name}' differs from that of {home.path.name}, which {index.name} names", path=single,
+                hint="transformers loads this file, other readers those of the index: remove the wrong ones",
+            )  # fmt: skip
 
 
 def _stale_index(index: Path, name: str, path: Path, home: str) -> CheckpointError:
