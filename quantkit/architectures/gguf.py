@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
+from dataclasses import replace
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import EXPERT_ROLES, DiskTensor, Place, joined_tensors
@@ -15,6 +17,13 @@ from quantkit.errors import UnsupportedError
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 """Factors that divide the frequency of each rotary pair: always, beyond the original context, within it."""
 ROPE_TENSORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
+
+_QKV = "attention.qkv"
+
+
+def has_merged_qkv(names: Collection[str]) -> bool:
+    """Return whether a file with tensors of these names stores queries, keys and values as one tensor."""
+    return f"{GGUF[_QKV].format(layer=0)}.weight" in names
 
 
 @functools.cache
@@ -39,13 +48,18 @@ def gguf_architecture(config: ModelConfig) -> GgufArchitecture:
     return family.gguf
 
 
-def gguf_tensors(config: ModelConfig) -> list[DiskTensor]:
+def gguf_tensors(config: ModelConfig, *, merged_qkv: bool = False) -> list[DiskTensor]:
     """The tensors of a model's file in the order of writing, with the canonical ones that each holds.
 
     A tensor of all experts is [E, O, I]; a norm's weight is `stored_offset` larger than the canonical one. Raises
     `UnsupportedError`, see `gguf_architecture`.
+
+    Args:
+        merged_qkv: whether queries, keys and values are one tensor, as llama.cpp accepts of every architecture.
     """
     architecture = gguf_architecture(config)
+    if merged_qkv:
+        architecture = replace(architecture, fused=(*architecture.fused, _QKV))
     found = joined_tensors(
         config, lambda parameter: (_name(architecture, parameter), _stacked(parameter)),
         interleaved=architecture.interleaved_rotary,

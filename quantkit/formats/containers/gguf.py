@@ -17,7 +17,7 @@ from typing import Any
 
 from quantkit.architectures.config import ModelConfig
 from quantkit.architectures.disk import DiskTensor, Place
-from quantkit.architectures.gguf import ROPE_TENSORS, gguf_tensors, keeps_float32, stored_offset
+from quantkit.architectures.gguf import ROPE_TENSORS, gguf_tensors, has_merged_qkv, keeps_float32, stored_offset
 from quantkit.architectures.gguf_config import MODEL_TYPE, config_of, metadata_of, notes_of
 from quantkit.architectures.gguf_rope import rope_tensors
 from quantkit.architectures.topology import Parameter, parameters
@@ -180,7 +180,8 @@ class GgufCheckpoint:
         known = bool(padding) and padding[0] < config.vocab_size
         # null if it is unknown: without the key, transformers uses its own default.
         self.extra_config: Mapping[str, Any] = {"pad_token_id": padding[0] if known else None}
-        self._disk = {tensor.name: tensor for tensor in gguf_tensors(config)}
+        tensors = gguf_tensors(config, merged_qkv=has_merged_qkv(self._stored))
+        self._disk = {tensor.name: tensor for tensor in tensors}
         self.config = config.with_dtype(self._dtype().value)
         self._floats_as = floats_as or DType(self.config.dtype)
         self._check()
