@@ -76,7 +76,11 @@ def config_of(
     general = Settings(metadata, path)
     starts = general.ids("tokenizer.ggml.bos_token_id")
     llama_ends = [general.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    ends = general.ids(EOS_IDS) or tuple(dict.fromkeys(end for one in llama_ends for end in one))
+    ends = tuple(dict.fromkeys(end for one in llama_ends for end in one))
+    listed_ends = general.ids(EOS_IDS)
+    if set(ends) <= set(listed_ends):  # otherwise a key was changed after quantkit wrote the file
+        ends = listed_ends
+    has_qkv_bias = not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(shapes)
     raw: dict[str, Any] = {
         "vocab_size": embedding[0], "hidden_size": hidden,
         "intermediate_size": _one(keys, "feed_forward_length", Limits.width), "num_hidden_layers": layers,
@@ -85,7 +89,7 @@ def config_of(
         "tie_word_embeddings": tied, "torch_dtype": dtype, "sliding_window": window,
         "use_sliding_window": window is not None, "layer_types": [SLIDING if one else FULL for one in windowed],
         "bos_token_id": starts[0] if starts else None, "eos_token_id": list(ends) or None,
-        "attention_bias": "blk.0.attn_q.bias" in shapes, "qkv_bias": "blk.0.attn_q.bias" in shapes,
+        "attention_bias": has_qkv_bias, "qkv_bias": has_qkv_bias,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes, **read_rope(keys, architecture, factors, head_dim, context),
         **_experts(keys, architecture), **architecture.read(keys, head_dim),
     }  # fmt: skip

@@ -241,16 +241,21 @@ def read_ids(settings: Settings, vocabulary: Vocabulary) -> dict[str, int]:
 def read_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[int]:
     """Return the EOS tokens: those that quantkit listed, or else those of llama.cpp's keys.
 
+    The list counts only if it has the tokens of all keys. Otherwise a tool such as ``gguf_set_metadata.py`` changed a
+    key after quantkit wrote the file, and llama.cpp ends at the changed token.
+
     Raises:
         CheckpointError: for an id that is not in the vocabulary.
     """
-    if listed := settings.ids(ENDS):
-        if max(listed) >= (rows := len(settings.strings(TOKENS))):
-            problem = f"{ENDS} is not in the vocabulary"
-            raise CheckpointError(problem, path=settings.path, found=max(listed), expected=rows - 1)
+    by_key = [ids.get("eos_token"), *(_id(settings, key, vocabulary) for key in (EOT, EOM))]
+    stated = list(dict.fromkeys(number for number in by_key if number is not None))
+    listed = settings.ids(ENDS)
+    if listed and max(listed) >= (rows := len(settings.strings(TOKENS))):
+        problem = f"{ENDS} is not in the vocabulary"
+        raise CheckpointError(problem, path=settings.path, found=max(listed), expected=rows - 1)
+    if listed and set(stated) <= set(listed):
         return list(dict.fromkeys(listed))
-    stated = [ids.get("eos_token"), *(_id(settings, key, vocabulary) for key in (EOT, EOM))]
-    return list(dict.fromkeys(number for number in stated if number is not None))
+    return stated
 
 
 def begins_and_ends(settings: Settings, vocabulary: Vocabulary, ids: Mapping[str, int]) -> tuple[bool, bool]:

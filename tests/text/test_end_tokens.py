@@ -190,6 +190,21 @@ def test_two_end_tokens_fit_next_to_one_that_llama_cpp_knows(byte_level: Path, t
     assert written == [tokenizer.eos_ids[0], 7, 8]
 
 
+def test_a_key_that_was_changed_later_counts_more_than_quantkits_list(byte_level: Path, tmp_path: Path) -> None:
+    """Files are repaired with gguf_set_metadata.py, which does not know quantkit's key; llama.cpp reads its own."""
+    tokenizer = load_tokenizer(byte_level)
+    metadata, _ = tokenizer_metadata(byte_level, tokenizer.vocab_size)
+    changed_eos, changed_turn_end = 7, 8
+    metadata["tokenizer.ggml.eos_token_id"] = changed_eos
+    metadata["tokenizer.ggml.eot_token_id"] = changed_turn_end
+    written = tmp_path / "written"
+    written.mkdir()
+    for name, content in folder_files(metadata, byte_level).items():
+        (written / name).write_bytes(content)
+    assert listed_end_tokens(written) == [changed_eos, changed_turn_end]
+    assert load_tokenizer(written).eos_ids == (changed_eos,)
+
+
 def test_an_end_token_that_only_the_config_lists_is_llama_cpps_eos(byte_level: Path, tmp_path: Path) -> None:
     """Without the key llama.cpp has 11 for EOS, and ends at that token."""
     folder = Path(shutil.copytree(byte_level, tmp_path / "model"))

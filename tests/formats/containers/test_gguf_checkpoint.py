@@ -97,6 +97,41 @@ def test_a_file_of_the_converter_is_the_model_that_it_was_made_of(case: str, tmp
         torch.testing.assert_close(found.load(name), source.load(name), rtol=0, atol=rounded)
 
 
+@pytest.mark.parametrize("kind", [Ggml.F32, Ggml.Q8_0])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen2-tied", "gemma3"])
+def test_queries_keys_and_values_may_be_one_tensor(case: str, kind: Ggml, tmp_path: Path) -> None:
+    """llama.cpp loads such files of every architecture, whatever the converter writes by default."""
+    family, changes = CASES[case]
+    source, tensors = _source(json.dumps([family, changes]))
+    metadata = metadata_of(source.config) | _ENDS
+    apart = {**tensors}
+    merged = {**tensors}
+    for layer in range(source.config.num_layers):
+        for leaf in ("weight", "bias"):
+            names = [f"blk.{layer}.attn_{part}.{leaf}" for part in "qkv"]
+            if names[0] in merged:
+                merged[f"blk.{layer}.attn_qkv.{leaf}"] = np.concatenate([merged.pop(name) for name in names])
+    types = {name: kind for name in (*apart, *merged) if "attn_" in name and name.endswith("weight")}
+    types = {name: one for name, one in types.items() if "norm" not in name}
+    expected = _opened(gguf_files.write(tmp_path / "apart.gguf", metadata, apart, types))
+    found = _opened(gguf_files.write(tmp_path / "merged.gguf", metadata, merged, types))
+    assert found.names() == expected.names()
+    assert found.config.differences(expected.config) == []
+    assert schemes(found) == schemes(expected)
+    for name in expected.names():
+        assert torch.equal(_floats(found.load(name)), _floats(expected.load(name)))
+
+
+def test_end_tokens_of_keys_that_were_changed_later_count(tmp_path: Path) -> None:
+    source, tensors = _source(json.dumps(["llama", {}]))
+    keys = {"quantkit.eos_token_ids": [2, 9], "tokenizer.ggml.eos_token_id": 2}
+    written = gguf_files.write(tmp_path / "written.gguf", metadata_of(source.config) | _ENDS | keys, tensors)
+    assert _opened(written).config.eos_token_ids == (2, 9)
+    keys["tokenizer.ggml.eos_token_id"] = 5
+    changed = gguf_files.write(tmp_path / "changed.gguf", metadata_of(source.config) | _ENDS | keys, tensors)
+    assert _opened(changed).config.eos_token_ids == (5,)
+
+
 @pytest.mark.parametrize("kind", [Ggml.Q4_0, Ggml.Q8_0])
 @pytest.mark.parametrize("case", ["llama", "phi3", "qwen3-moe"])
 def test_codes_are_those_of_the_file(case: str, kind: Ggml, tmp_path: Path) -> None:
