@@ -16,7 +16,7 @@ from quantkit.text.gguf_tokenizer import PIPELINE_PARTS, TOKEN_FLAGS, run_merges
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.merges import merges_by_rank, merges_make_all, pairs_of, ranks_of_merges
 from quantkit.text.sentencepiece_file import PieceType, SentencePieceFile, read_sentencepiece
-from quantkit.text.special_tokens import added_tokens, fixes_mistral_regex, special_tokens
+from quantkit.text.special_tokens import added_tokens, fixes_mistral_regex, read_tokenizer_config, special_tokens
 from quantkit.text.stated_tokens import missing_added_tokens
 from quantkit.text.tiktoken_file import LLAMA3_PATTERN, is_tiktoken, llama3_specials, read_tiktoken
 from quantkit.text.token_bytes import spelled_bytes
@@ -134,6 +134,12 @@ def _from_json(folder: Path) -> FoundTokenizer:
         found.notes.append("llama.cpp keeps whitespace next to special tokens that the tokenizer drops")
     if any("single_word" in one for one in flags.values()):
         found.notes.append("llama.cpp finds added tokens inside words, where the tokenizer does not")
+    if read_tokenizer_config(folder).flag("split_special_tokens", False):
+        found.notes.append("llama.cpp finds special tokens in text, which the tokenizer splits (split_special_tokens)")
+    if kinds := pipeline.text_changing_steps(parts["decoder"]):
+        found.notes.append(
+            f"llama.cpp restores text without these steps of the tokenizer's decoder: {', '.join(kinds)}"
+        )
     found.ignore_merges = model.flag("ignore_merges", False)
     if model.flag("byte_fallback", False):
         return _scored(found, model.values.get("unk_token"), vocabulary, path)

@@ -148,8 +148,16 @@ def decoder_settings(decoder: Any) -> dict[str, object]:
         restore bytes and spaces, which is all that formats without such steps do.
     """
     steps = [{"type": "ByteLevel"} if one.get("type") == "ByteLevel" else one for one in canonical_steps(decoder)]
-    more = [one for one in steps if one != RESTORE_SPACES and one.get("type") not in _DECODED]
-    return {"decoder": steps, "decoder beyond bytes": more}
+    return {"decoder": steps, "decoder beyond bytes": _steps_beyond_bytes(steps)}
+
+
+def text_changing_steps(decoder: Any) -> list[str]:
+    """Return the types of a decoder's steps that do more than to restore bytes and spaces, which llama.cpp lacks."""
+    return [str(step.get("type")) for step in _steps_beyond_bytes(canonical_steps(decoder))]
+
+
+def _steps_beyond_bytes(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [step for step in steps if step != RESTORE_SPACES and step.get("type") not in _DECODED]
 
 
 def splitting_settings(normalizer: Any, pre_tokenizer: Any) -> dict[str, object]:

@@ -353,6 +353,33 @@ def test_what_llama_cpp_does_not_have_is_refused(
         _metadata(folder)
 
 
+def test_decoder_steps_that_llama_cpp_lacks_are_a_note(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Lucie's decoder drops the space that its tokenizer puts after each line break; llama.cpp keeps it."""
+    assert not [
+        note
+        for note in tokenizer_metadata(folders["qwen2"], load_tokenizer(folders["qwen2"]).vocab_size)[1]
+        if "decoder" in note
+    ]
+
+    def add_step(raw: dict[str, Any]) -> None:
+        replace = {"type": "Replace", "pattern": {"String": "\n "}, "content": "\n"}
+        raw["decoder"] = {"type": "Sequence", "decoders": [raw["decoder"], replace]}
+
+    folder = _edited(folders["qwen2"], tmp_path / "model", add_step)
+    rows = load_tokenizer(folder).vocab_size
+    notes = [note for note in tokenizer_metadata(folder, rows)[1] if "tokenizer's decoder" in note]
+    assert len(notes) == 1
+    assert notes[0].endswith(": Replace")
+
+
+def test_a_tokenizer_that_splits_special_tokens_is_a_note(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["qwen2"], tmp_path / "model"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "split_special_tokens": True}))
+    rows = load_tokenizer(folder).vocab_size
+    assert [note for note in tokenizer_metadata(folder, rows)[1] if "split_special_tokens" in note]
+
+
 @pytest.mark.parametrize("changes", [{"model_type": "unigram"}, {"normalization_rule_name": "nmt_nfkc"}], ids=str)
 def test_sentencepiece_models_of_other_kinds_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="does not have a sentencepiece model"):
