@@ -100,6 +100,12 @@ class TensorFile:
     def path(self) -> Path:
         return self.source.path
 
+    def add_name(self, name: str, other_name: str) -> StoredTensor:
+        """Give the tensor `name` a second name, and return it with that."""
+        self._views = {**self._views, other_name: self._views[name]}
+        self.tensors[other_name] = replace(self.tensors[name], name=other_name)
+        return self.tensors[other_name]
+
     def read(self, name: str, part: TensorSlice | None = None) -> torch.Tensor:
         """A tensor, or a part of it."""
         return self.read_view(self._views[name], part)

@@ -1034,6 +1034,17 @@ def test_a_tied_head_stored_again_is_dropped(tied: Path, capfd: Capture) -> None
     assert torch.equal(oracle.logits(oracle.load(dst), tokens), oracle.logits(oracle.load(tied), tokens))
 
 
+def test_a_tied_matrix_may_be_stored_as_the_head_alone(tied: Path, capfd: Capture) -> None:
+    """safetensors' save_model keeps one of the two names, and transformers loads either."""
+    state = weights_of(tied)
+    rewrite(tied, lambda state: state.update({HEAD: state.pop(EMBEDDING)}))
+    dst, notes = accepted(capfd, tied)
+    assert f"the embedding is stored as {HEAD}" in notes
+    assert torch.equal(weights_of(dst)[EMBEDDING], state[EMBEDDING])
+    tokens = oracle.random_tokens(12)
+    assert torch.equal(oracle.logits(oracle.load(dst), tokens), oracle.logits(oracle.load(tied), tokens))
+
+
 def test_a_tied_head_that_differs_is_refused(tied: Path, capfd: Capture) -> None:
     rewrite(tied, lambda state: state.update({HEAD: state[EMBEDDING] + 1}))
     refused(capfd, 3, tied, tied / "config.json", "lm_head.weight differs from the embedding", "tie_word_embeddings")

@@ -89,6 +89,7 @@ class HFCheckpoint:
             self.extra_config = {k: v for k, v in raw.items() if k not in owned}
             if self._text is None:
                 self._read_headers(kind)
+                self._take_head_for_embedding()
                 self._take_kv_cache(raw)
             dtypes = {tensor.dtype for tensor in self._stored.values()}
             if raw.get("dtype") is None and raw.get("torch_dtype") is None and len(dtypes) == 1 and dtypes <= {*FLOATS}:
@@ -330,6 +331,22 @@ class HFCheckpoint:
         self._stored, self._files = found.tensors, found.files
         self._settings = [*found.settings, *self._settings]
         self.notes += found.notes
+
+    def _take_head_for_embedding(self) -> None:
+        """Read a tied model's embedding from its head if only the head is stored, as transformers does.
+
+        Writers that store a shared tensor once, such as safetensors' ``save_model``, may keep the name of the head.
+        """
+        if not self.config.tied_embeddings:
+            return
+        head, embedding = disk_name(self.config, "head"), disk_name(self.config, "embedding")
+        stored_head = self._stored.get(head)
+        if stored_head is None or stored_head.dtype not in FLOATS or embedding in self._stored:
+            return
+        file = self._files.pop(head)
+        del self._stored[head]
+        self._stored[embedding], self._files[embedding] = file.add_name(head, embedding), file
+        self.notes.append(f"{self.path}: the embedding is stored as {head}, to which the config ties it")
 
     def _drop_tied_head(self) -> None:
         """Drop a tied model's stored head, which must equal the embedding."""
