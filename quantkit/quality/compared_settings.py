@@ -8,9 +8,10 @@ from pathlib import Path
 from quantkit.formats.checkpoint import Checkpoint
 from quantkit.formats.folder import checked_tokenizer
 from quantkit.formats.registry import CONTAINERS
-from quantkit.json_values import read_settings, shown
+from quantkit.json_values import shown
 from quantkit.runtime.generation_config import NAME as GENERATION
 from quantkit.runtime.generation_config import sampling_defaults
+from quantkit.text.generation_settings import read_other_settings
 from quantkit.text.gguf_tokenizer import text_folder
 from quantkit.text.special_tokens import read_tokenizer_config
 from quantkit.text.tokenizer import ids_around_text
@@ -20,41 +21,6 @@ _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetit
 # Where a folder states no top_k, transformers samples from 50 tokens, vLLM and quantkit from all: of two folders, it is
 # compared as it is stated.
 _READERS_DIFFER = ("top_k",)
-# The other keys of generation_config.json that change what transformers generates, with its own defaults. Keys that
-# only change how it computes, such as `use_cache`, are not compared, and neither are those of helper models.
-_OTHER_DEFAULTS: dict[str, object] = {
-    "bad_words_ids": None,
-    "begin_suppress_tokens": None,
-    "diversity_penalty": 0.0,
-    "early_stopping": False,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "exponential_decay_length_penalty": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "guidance_scale": None,
-    "length_penalty": 1.0,
-    "max_length": 20,
-    "max_new_tokens": None,
-    "max_time": None,
-    "min_length": 0,
-    "min_new_tokens": None,
-    "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "penalty_alpha": None,
-    "remove_invalid_values": False,
-    "renormalize_logits": None,
-    "sequence_bias": None,
-    "stop_strings": None,
-    "suppress_tokens": None,
-    "token_healing": None,
-    "top_h": None,
-    "typical_p": 1.0,
-    "watermarking_config": None,
-}
 _CLEAN_UP = "clean_up_tokenization_spaces"
 
 
@@ -79,7 +45,7 @@ def find_setting_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
             del neutral[key]
     differences = _describe_differences(GENERATION, _read_sampling(a.path, neutral), _read_sampling(b.path, neutral))
     if are_folders:
-        differences += _describe_differences(GENERATION, _read_other_keys(a.path), _read_other_keys(b.path))
+        differences += _describe_differences(GENERATION, read_other_settings(a.path), read_other_settings(b.path))
         differences += _describe_differences("tokenizer_config.json", _read_flags(a), _read_flags(b))
     return differences
 
@@ -103,13 +69,6 @@ def _read_sampling(folder: Path, neutral: Mapping[str, float]) -> dict[str, obje
         penalty = options.get("repetition_penalty", 1.0)
         options = {"temperature": 0.0, "repetition_penalty": penalty}
     return {name: value for name, value in options.items() if name not in neutral or value != neutral[name]}
-
-
-def _read_other_keys(folder: Path) -> dict[str, object]:
-    path = folder / GENERATION
-    values = read_settings(path) if path.is_file() else {}
-    stated = {key: value for key, value in values.items() if key in _OTHER_DEFAULTS and value is not None}
-    return {key: value for key, value in stated.items() if value != _OTHER_DEFAULTS[key]}
 
 
 def _read_flags(checkpoint: Checkpoint) -> dict[str, object]:

@@ -11,6 +11,7 @@ from quantkit.errors import CheckpointError, RequestError
 from quantkit.json_values import Settings, read_settings
 from quantkit.runtime.sampling_params import SamplingOptions, SamplingParams
 from quantkit.text.end_tokens import tokenizer_eos
+from quantkit.text.generation_settings import list_unapplied
 from quantkit.text.gguf_tokenizer import text_folder
 
 _log = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ def sampling_defaults(folder: str | Path) -> SamplingOptions:
         raise CheckpointError(error.problem, path=settings.path, found=error.found) from error
     if settings.has("num_beams") and settings.integer("num_beams", 1, 2**31) > 1:
         _log.info("%s: requests beam search, which is not supported; tokens are drawn one by one", settings.path)
+    if unapplied := list_unapplied(settings.values):
+        _log.info("%s: quantkit does not apply %s", settings.path, ", ".join(unapplied))
     return found
 
 

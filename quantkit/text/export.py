@@ -20,6 +20,7 @@ from quantkit.text.chat_template import ChatTemplates
 from quantkit.text.compare import first_difference
 from quantkit.text.end_tokens import listed_end_tokens
 from quantkit.text.folder_vocabulary import UNREACHED, FoundTokenizer, exportable_vocabulary, folder_vocabulary
+from quantkit.text.generation_settings import FILE, list_unapplied, read_other_settings
 from quantkit.text.gguf_tokenizer import SAMPLING, run_merges, text_folder, tokenizer_json, written_folder
 from quantkit.text.gguf_vocabulary import Vocabulary
 from quantkit.text.sentencepiece_file import PieceType
@@ -85,6 +86,8 @@ def tokenizer_metadata(
     if own or found.pipeline:  # empty if GGUF's keys state all of it
         metadata[keys.PIPELINE] = json.dumps(own, ensure_ascii=False)
     notes = [*found.notes, *_require_equal(tokenizer, found.vocabulary, metadata, folder)]
+    if lost := list_unapplied(read_other_settings(folder)):
+        notes.append(f"GGUF has no keys for these settings of {FILE}: {', '.join(lost)}")
     if guessed := sorted(keys.eos_by_spelling(found.vocabulary.ids()) - set(ends)):
         spellings = ", ".join(found.vocabulary.tokens[number] for number in guessed)
         notes.append(f"llama.cpp also ends a generation at {spellings}, by the spelling")

@@ -137,3 +137,13 @@ def test_beams_are_noted_and_not_searched(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, logger="quantkit"):
         assert quantkit.sampling_defaults(tmp_path) == {}
     assert "requests beam search, which is not supported" in caplog.text
+
+
+def test_settings_that_quantkit_does_not_apply_are_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _say(tmp_path, suppress_tokens=[5], bad_words_ids=[[6]], max_length=64, typical_p=1.0, no_repeat_ngram_size=0)
+    with caplog.at_level(logging.INFO, logger="quantkit"):
+        assert quantkit.sampling_defaults(tmp_path) == {}
+    (note,) = [record.getMessage() for record in caplog.records]
+    assert "bad_words_ids, suppress_tokens" in note
+    assert "max_length" not in note
+    assert "typical_p" not in note

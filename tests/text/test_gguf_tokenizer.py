@@ -372,6 +372,14 @@ def test_decoder_steps_that_llama_cpp_lacks_are_a_note(folders: dict[str, Path],
     assert notes[0].endswith(": Replace")
 
 
+def test_generation_settings_without_a_key_are_a_note(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["qwen2"], tmp_path / "model"))
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [5], "repetition_penalty": 1.1}))
+    _, notes = tokenizer_metadata(folder, load_tokenizer(folder).vocab_size)
+    (note,) = [note for note in notes if "generation_config.json" in note]
+    assert note.endswith(": suppress_tokens")
+
+
 def test_a_tokenizer_that_splits_special_tokens_is_a_note(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(folders["qwen2"], tmp_path / "model"))
     path = folder / "tokenizer_config.json"
