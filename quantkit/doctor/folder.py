@@ -43,6 +43,7 @@ class Folder(SideFiles):
             a single file; empty if there are none.
         settings: of the quantization, wherever the folder has them; None for floats.
         index: the file of each tensor, as the index says; None if there is none that can be read.
+        index_has_metadata: whether the index has the object ``metadata``.
         listed: the files of weights that belong to the model, whether or not they exist.
         stray: other files of the same kind next to them.
         others: further models there, which are not checked.
@@ -67,6 +68,7 @@ class Folder(SideFiles):
         self.twice: dict[str, tuple[str, str]] = {}
         self.others: list[Path] = []
         self.index: Mapping[str, Any] | None = None
+        self.index_has_metadata = False
         root = found if found.is_dir() else found.parent
         names = sorted(os.listdir(root)) if found.is_dir() else [found.name]
         path_of_config = root / CONFIG
@@ -144,13 +146,15 @@ class Folder(SideFiles):
 
     def _indexed(self, index: Path) -> list[Path]:
         try:
-            mapped = read_json(index).get("weight_map")
+            content = read_json(index)
+            mapped = content.get("weight_map")
             if not isinstance(mapped, dict) or not mapped:
                 raise CheckpointError("lacks the key 'weight_map'", path=index)
         except CheckpointError as error:
             self.problems.append((index, error))
             return []
         self.index = mapped
+        self.index_has_metadata = isinstance(content.get("metadata"), dict)
         inside = {name for name in mapped.values() if isinstance(name, str) and may_hold_weights(name)}
         return [self.root / name for name in sorted(inside)]
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from quantkit.architectures.disk import disk_name
 from quantkit.architectures.families import ignored_rope_settings
 from quantkit.architectures.families.opaque import is_extra_layer
 from quantkit.architectures.names import is_derived_buffer, is_embedding
@@ -111,6 +112,9 @@ def _unreadable(folder: Folder, path: Path, error: QuantkitError, *, is_listed: 
 
 def _index(folder: Folder) -> Iterator[Finding]:
     assert folder.index is not None
+    if not folder.index_has_metadata:
+        # transformers 5 reads the key without asking whether it is there, and raises a KeyError.
+        yield finding("damaged-index", "metadata", "the index lacks this object, and transformers does not load it")
     for name, file in folder.index.items():
         if not isinstance(file, str) or not may_hold_weights(file):
             yield finding("damaged-index", name, f"the index names no file of weights here: {shown(file)}")
@@ -164,8 +168,14 @@ def _missing(view: View) -> Iterator[Finding]:
         coded = name.removesuffix(".weight") in view.coded  # complete or not, which another rule checks
         if name in view.stored or coded or view.folder.in_unread_file(name):
             continue
+        if is_embedding(tensor.module) and _stores_tied_head(view):
+            continue  # readers tie it to the head, whichever of the two is stored
         stacked = f", or those of each expert of {tensor.module}" if tensor.stacked else ""
         yield finding("missing-tensor", name, f"not in any file; expected {list(tensor.shape)}{stacked}")
+
+
+def _stores_tied_head(view: View) -> bool:
+    return view.config is not None and view.config.tied_embeddings and disk_name(view.config, "head") in view.stored
 
 
 def _extra(view: View) -> Iterator[Finding]:

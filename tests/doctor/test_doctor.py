@@ -139,6 +139,12 @@ def _moved_in_index(folder: Path) -> None:
     build.put(folder, INDEX, index)
 
 
+def _without_metadata(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    del index["metadata"]
+    build.put(folder, INDEX, index)
+
+
 def _outside(folder: Path) -> None:
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["extra"] = "../other.safetensors"
@@ -261,6 +267,7 @@ CASES = [
     Case("missing-file", shards=3, damage=_removed(FIRST, INDEX)),
     Case("damaged-index", shards=3, damage=_written(INDEX, b"{}")),
     Case("damaged-index", shards=3, damage=_outside),
+    Case("damaged-index", shards=3, damage=_without_metadata),
     Case("damaged-index", shards=3, damage=_indexed("foo.xyz")),
     Case("damaged-index", shards=3, damage=_indexed("x" * 5000 + ".safetensors")),
     Case("not-a-file", damage=_linked("config.json")),
@@ -455,6 +462,13 @@ def test_a_folder_that_is_broken_for_a_rule_is_found_by_it_alone(case: Case, tmp
 def test_sound_folders_have_nothing(form: str, shards: int, tmp_path: Path) -> None:
     folder = build.make(tmp_path / "model", form, shards)
     assert _names(quantkit.diagnose(folder, deep=True, tp=2)) == set()
+
+
+def test_a_tied_matrix_that_is_stored_as_the_head_alone_is_sound(tmp_path: Path) -> None:
+    tensors, config = build.tensors("floats"), dict(build.FORMATS["floats"][1])
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    config["tie_word_embeddings"] = True
+    assert _names(quantkit.diagnose(build.write(tmp_path / "model", tensors, config))) == set()
 
 
 @pytest.mark.parametrize("form", ["floats", "packed-8", "int8", "fp8"])
