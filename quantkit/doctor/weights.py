@@ -113,7 +113,7 @@ def _unreadable(folder: Folder, path: Path, error: QuantkitError, *, is_listed: 
 def _index(folder: Folder) -> Iterator[Finding]:
     assert folder.index is not None
     if not folder.index_has_metadata:
-        # transformers 5 reads the key without asking whether it is there, and raises a KeyError.
+        # transformers 5 reads the key unconditionally, and raises a KeyError.
         yield finding("damaged-index", "metadata", "the index lacks this object, and transformers does not load it")
     for name, file in folder.index.items():
         if not isinstance(file, str) or not may_hold_weights(file):

@@ -24,6 +24,8 @@ from quantkit.text.token_bytes import spelled_bytes
 UNREACHED = -1000.0
 """The score of tokens that merges do not result in, as llama.cpp's converter writes it."""
 
+_LONGEST_COMPARED = 128  # letters; all substrings of a token are tried
+
 
 @dataclass
 class FoundTokenizer:
@@ -134,6 +136,10 @@ def _from_json(folder: Path) -> FoundTokenizer:
         found.notes.append("llama.cpp keeps whitespace next to special tokens that the tokenizer drops")
     if any("single_word" in one for one in flags.values()):
         found.notes.append("llama.cpp finds added tokens inside words, where the tokenizer does not")
+    if _has_hidden_tokens(added):
+        found.notes.append(
+            "llama.cpp finds an added token that contains another, where the tokenizer finds the contained one"
+        )
     if read_tokenizer_config(folder).flag("split_special_tokens", False):
         found.notes.append("llama.cpp finds special tokens in text, which the tokenizer splits (split_special_tokens)")
     if kinds := pipeline.text_changing_steps(parts["decoder"]):
@@ -144,6 +150,24 @@ def _from_json(folder: Path) -> FoundTokenizer:
     if model.flag("byte_fallback", False):
         return _scored(found, model.values.get("unk_token"), vocabulary, path)
     return _byte_level(found, vocabulary, folder)
+
+
+def _has_hidden_tokens(added: Collection[Mapping[str, Any]]) -> bool:
+    """Return whether an added token of normalized text contains one of text as it is.
+
+    The tokenizers library looks for the latter first, so it never finds the former. llama.cpp looks for longer tokens
+    first.
+    """
+    plain = {token["content"] for token in added if not token.get("normalized", True)} - {""}
+    for token in added:
+        spelling = token["content"]
+        if not token.get("normalized", True) or len(spelling) > _LONGEST_COMPARED:
+            continue
+        for start in range(len(spelling)):
+            for stop in range(start + 1, len(spelling) + 1):
+                if spelling[start:stop] in plain and stop - start < len(spelling):
+                    return True
+    return False
 
 
 def _byte_level(found: FoundTokenizer, vocabulary: Mapping[str, int], folder: Path) -> FoundTokenizer:

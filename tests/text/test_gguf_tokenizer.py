@@ -372,6 +372,27 @@ def test_decoder_steps_that_llama_cpp_lacks_are_a_note(folders: dict[str, Path],
     assert notes[0].endswith(": Replace")
 
 
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_added_tokens_that_hide_others_are_a_note(
+    is_normalized: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Only tokens of normalized text are looked for after the others, whatever their length."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "special": False}
+
+    def add_tokens(raw: dict[str, Any]) -> None:
+        first = 1 + max(token["id"] for token in raw["added_tokens"])
+        inner = {"id": first, "content": "<x>", "normalized": False, **flags}
+        outer = {"id": first + 1, "content": "a<x>", "normalized": is_normalized, **flags}
+        raw["added_tokens"] += [inner, outer]
+
+    folder = _edited(folders["qwen2"], tmp_path / "model", add_tokens)
+    tokenizer = load_tokenizer(folder)
+    found_outer = len(tokenizer.encode("a<x>", specials=True)) == 1
+    _, notes = tokenizer_metadata(folder, tokenizer.vocab_size)
+    assert found_outer is not is_normalized
+    assert bool([note for note in notes if "contains another" in note]) is is_normalized
+
+
 def test_generation_settings_without_a_key_are_a_note(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(folders["qwen2"], tmp_path / "model"))
     (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [5], "repetition_penalty": 1.1}))
