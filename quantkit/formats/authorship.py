@@ -222,13 +222,14 @@ def _name_on_hub(source: str) -> str | None:
 
     Hubs refuse a card that names something else, and a path shows the folders of a machine.
     """
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    import huggingface_hub.utils
 
+    utils: Any = huggingface_hub.utils
     page = _HUB_PAGE.fullmatch(source)
     name = source if page is None else page[1]
     try:
-        validate_repo_id(name)
-    except HFValidationError:
+        utils.validate_repo_id(name)
+    except utils.HFValidationError:
         return None
     return name
 
