@@ -445,7 +445,7 @@ def check_verify(subject: Subject) -> str:
         run_quantkit(subject, "verify", subject.source, folder)
     finally:
         remove(changed)
-    return f"0 for the file, 10 for int8, 11 where {victim} is shifted, and the source within its bound"
+    return f"0 for the file, int8 and the source, 10 for int8 with --strict, 11 where {victim} is shifted"
 
 
 # Published models: use
