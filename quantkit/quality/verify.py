@@ -61,7 +61,7 @@ class _NotGiven(Enum):
 
 
 class Verdict(Enum):
-    """The result of `verify`; the value is the exit code of `quantkit verify --strict`. Without `--strict`, `SAME` and
+    """The result of `verify`; the value is the exit code of the command if equality is asked for. Otherwise, `SAME` and
     `WITHIN_BOUND` are both success."""
 
     SAME = 0

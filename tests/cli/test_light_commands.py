@@ -118,7 +118,7 @@ def test_a_plain_mistake_is_reported_without_torch(folders: Path) -> None:
         ("generate", source, "hi", "--max-new-tokens", "0"), ("generate", source, "hi", "--backend", "foo"),
         ("bench", source, "--backend", "foo"), ("generate", "A prompt", source), ("generate", source, "-dash"),
         ("convert", source, out, "--to", "onnx"), ("convert", "nothere", ""), ("run", source),
-        ("generate", source, "hi", "--top-k", "-1"), ("generate", source, "hi", "--min-p", "2"),
+        ("generate", source, "hi", "--top-k", "-2"), ("generate", source, "hi", "--min-p", "2"),
         ("generate", source, "hi", "--stop", ""), ("generate", source, "hi", "--n", "0"),
         ("generate", source, "hi", "--repetition-penalty", "0"), ("generate", source, "hi", "--logit-bias", "x"),
         ("generate", source, "hi", "--beam-size", "2"), ("generate", source, "hi", "--echo"),
