@@ -37,7 +37,7 @@ from quantkit.version import __version__
 
 _FORMATS = {"gptq": 1, "gptq_v2": 2, "gptq_p": 2}  # the last differs only for 3 bits and others
 _READ_SIZES = {None, 16, 32, 64, 128, 256, 512, 1024}  # by gptqmodel
-_MAX_PATTERNS = 4096
+_MAX_PATTERNS = 4096  # that are compared with each module; names are looked up, there may be one for each module
 _OLD_KEYS = (("w_bit", "bits"), ("q_group_size", "group_size"))
 """Keys of early AWQ, and the same ones since."""
 _PACKINGS = {
@@ -225,9 +225,6 @@ class Overrides:
             return
         dynamic = settings.inside("dynamic")
         match_time = MatchTime(settings.path)
-        if len(dynamic.values) > _MAX_PATTERNS:
-            problem, expected = f"{dynamic.name} has too many patterns", f"at most {_MAX_PATTERNS}"
-            raise CheckpointError(problem, path=settings.path, found=len(dynamic.values), expected=expected)
         for place, (key, value) in enumerate(dynamic.values.items()):
             pattern = key.removeprefix("+:").removeprefix("-:")
             name = _escaped_name(pattern)
@@ -241,6 +238,9 @@ class Overrides:
                 own = dynamic.inside(key)
                 symmetric = own.flag("sym", base.symmetric is not False)
                 self.claims.append((replace(base.updated(own), symmetric=symmetric), own))
+            if len(self._patterns) > _MAX_PATTERNS:
+                problem, expected = f"{dynamic.name} has too many patterns", f"at most {_MAX_PATTERNS}"
+                raise CheckpointError(problem, path=settings.path, found=len(dynamic.values), expected=expected)
 
     def find(self, module: str) -> int | None:
         """The place of the first pattern that matches a module; None if none does."""

@@ -385,6 +385,19 @@ def test_modules_may_have_bits_and_groups_of_their_own(llama: Path, tmp_path: Pa
     assert {module: codec.scheme for module, codec in read.items()} == found
 
 
+def test_settings_may_name_as_many_modules_as_a_model_has() -> None:
+    experts = [f"model.layers.{layer}.mlp.experts.{expert}.down_proj" for layer in range(36) for expert in range(128)]
+    kept = {f"model.layers.{layer}.self_attn.o_proj": QuantScheme(4, 32) for layer in range(36)}
+    written = METHODS["gptq"].write_settings(kept, [*kept, *experts])
+    assert len(written["dynamic"]) == len(experts) == 4608
+    stored = [f"{module}.qweight" for module in kept]
+    read = METHODS["gptq"].read_settings(_stated(written), [*kept, *experts], stored)
+    assert {module: codec.scheme for module, codec in read.items()} == kept
+    patterns = {f"-:.*{module}": {} for module in experts}
+    with pytest.raises(CheckpointError, match="too many patterns"):
+        METHODS["gptq"].read_settings(_stated({**written, "dynamic": patterns}), kept, stored)
+
+
 @pytest.mark.parametrize("scheme", [QuantScheme(4, 32), QuantScheme(4, 8, False), QuantScheme(8, None)], ids=str)
 def test_theirs_goes_to_ours_and_back_to_the_same_bytes(scheme: QuantScheme, llama: Path, tmp_path: Path) -> None:
     settings = _settings(scheme.bits, scheme.group_size or -1, sym=scheme.symmetric)
