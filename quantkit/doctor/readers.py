@@ -109,5 +109,3 @@ def _vllm(coded: Description, claim: Claim) -> Iterator[Finding]:
         yield finding("slow-groups", module, f"groups of {claim.group_size}")
     if layout is GPTQ and claim.symmetric is False:
         yield finding("gptq-zeros", module, "sym is false")
-    if layout is GPTQ and claim.by_index and claim.group_size is not None:
-        yield finding("gptq-order", module, "desc_act is true")

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from quantkit.doctor.findings import RUNTIMES, Finding, Rule, rules
 from quantkit.errors import RequestError
-from quantkit.formats.codecs import vllm
+from quantkit.formats.codecs import vllm, vllm_settings
 
 ALL = {rule.name: rule for theme in rules().values() for rule in theme}
 FIRST = "model-00001-of-00003.safetensors"
@@ -411,6 +411,8 @@ CASES = [
     Case("other-method", "packed", requested={"runtime": "mlx"}),
     Case("gptq-zeros", "gptq-asym", requested={"runtime": "vllm"}),
     Case("gptq-order", "gptq", change=_setting(desc_act=True), requested={"runtime": "vllm"}),
+    Case("vllm-settings", "packed", change=_setting(sparsity_config={"targets": ["Linear"]}),
+        requested={"runtime": "vllm"}),
     Case("vllm-names", "gptq", change=_both(
         _reencode(_ATTENTION, lambda weight: build.gptq(weight, 8)),
         _setting(dynamic={rf"+:^{re.escape(name)}$": {"bits": 8} for name in _ATTENTION})),
@@ -724,7 +726,8 @@ def test_docs_list_every_rule() -> None:
 
 def test_all_rules_that_are_reported_are_listed() -> None:
     code = "".join(path.read_text() for path in (Path(quantkit.__file__).parent / "doctor").glob("*.py"))
-    code += Path(vllm.__file__).read_text()  # whose findings the doctor passes on
+    passed_on = (vllm, vllm_settings)
+    code += "".join(Path(module.__file__).read_text() for module in passed_on)
     assert set(re.findall(r'finding\(\s*"([^"]+)"', code)) <= set(ALL) <= set(re.findall(r'"([a-z0-9-]+)"', code))
 
 

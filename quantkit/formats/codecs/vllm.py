@@ -26,7 +26,8 @@ from quantkit.formats.codecs.gptq_linear import GPTQ
 from quantkit.formats.codecs.layout import Claim
 from quantkit.formats.codecs.targets import is_head
 from quantkit.formats.codecs.vllm_modules import FUSED, VllmModule, VllmNames
-from quantkit.json_values import Settings
+from quantkit.formats.codecs.vllm_settings import refused_settings
+from quantkit.json_values import Settings, within
 from quantkit.patterns import MatchTime, Pattern
 
 Shape = tuple[int, ...]
@@ -58,8 +59,8 @@ class VllmProblem:
 
     Attributes:
         rule: the doctor's rule: ``fused-schemes``, ``expert-schemes``, ``vllm-names``, ``vllm-loader``,
-            ``vllm-tiles`` or ``vllm-head``.
-        where: the module by vLLM's name.
+            ``vllm-tiles``, ``vllm-head``, ``vllm-settings`` or ``gptq-order``.
+        where: the module by vLLM's name, or the settings.
         what: what was found.
     """
 
@@ -125,11 +126,15 @@ class Linears:
 
 
 def vllm_problems(linears: Linears) -> list[VllmProblem]:
-    """What vLLM cannot load of some linears; nothing if the settings cannot be read, which others report."""
+    """What vLLM refuses in settings, and cannot load of some linears; the latter only if the settings can be read:
+    others report those that cannot."""
+    settings = linears.settings
+    problems = [VllmProblem(rule, settings.name, what) for rule, what in refused_settings(settings.values)]
     try:
-        return [problem for found in linears.compare() if (problem := _problem(linears, *found)) is not None]
+        modules = [problem for found in linears.compare() if (problem := _problem(linears, *found)) is not None]
     except CheckpointError:
-        return []
+        return problems
+    return problems + modules
 
 
 def describe_problems(problems: Sequence[VllmProblem]) -> str | None:
@@ -302,24 +307,32 @@ class _CompressedTensorsLookup:
 
 
 class _GptqLookup:
-    """vLLM's lookup in settings of GPTQ: the tensors say which linears are quantized, patterns how."""
+    """vLLM's lookup in settings of GPTQ: a list of parts of names, or the tensors, say which linears are quantized,
+    patterns how."""
 
     def __init__(self, linears: Linears) -> None:
         settings = linears.settings
         self._base = base_claim(settings, GPTQ, settings.values.get("sym", True) is not False)
         self._overrides = Overrides(settings, self._base)
         self._coded = {linears.names.map_setting(module) for module in linears.coded}
+        listed = within(settings.values.get("modules_in_block_to_quantize"))
+        self._listed = [linears.names.map_setting(name) for name in listed if isinstance(name, str)]
         self._head = bool(settings.values.get("lm_head"))
 
     def find(self, module: VllmModule) -> _Found:
         if not module.is_experts:
             names = module.shards or (module.name,)
-            coded = [name in self._coded for name in names]
+            coded = [self._is_coded(name) for name in names]
             if not all(coded):
                 return _SPLIT if any(coded) else None
             if is_head(module.name) and not self._head:
                 return None
         return self._overrides.claim(module.name, self._base)
+
+    def _is_coded(self, name: str) -> bool:
+        if self._listed:
+            return any(part in name for part in self._listed)
+        return name in self._coded
 
 
 class _AwqLookup:

@@ -24,6 +24,7 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 """The linears that vLLM fuses, by the last part of the name of the fused one."""
 _FUSED_BY_PART = {part: fused for fused, parts in FUSED.items() for part in parts}
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_NUMBER_OR_SIGN = re.compile(r"(?<![^.])(?:\d+|[*+])(?![^.])")
 _LAYER = re.compile(r".*?\blayers\.(\d+)\.")
 
 
@@ -141,14 +142,15 @@ def _replace_beginning(template: str, replacements: Mapping[str, str]) -> str | 
 
 
 def _fill(template: str, name: str, layers: int = 0) -> str:
-    """A template with the numbers of a name; those in place of ``+`` count on from the number of layers."""
-    numbers = iter(_NUMBER.findall(name))
+    """A template with the numbers of a name; those in place of ``+`` count on from the number of layers.
+
+    A name may have these signs too, as globs in settings do; they stay.
+    """
+    numbers = iter(_NUMBER_OR_SIGN.findall(name))
     parts = []
     for part in template.split("."):
-        if part == "*":
-            parts.append(next(numbers))
-        elif part == "+":
-            parts.append(str(layers + int(next(numbers))))
-        else:
-            parts.append(part)
+        number = next(numbers) if part in ("*", "+") else part
+        if part == "+" and number.isdecimal():
+            number = str(layers + int(number))
+        parts.append(number)
     return ".".join(parts)

@@ -230,3 +230,70 @@ def test_experts_in_one_tensor_are_linears_of_each_expert() -> None:
     settings = written(method, schemes, "gemma4_text").settings
     linears = Linears.of(method, settings, found, coded, {"model_type": "gemma4_text"})
     assert rules_of(linears) == {"expert-schemes"}
+
+
+GPTQ_SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+AWQ_SETTINGS = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+PACKED_SETTINGS: dict[str, Any] = {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": []}
+FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+def without(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("settings", "rules"),
+    [
+        (GPTQ_SETTINGS, set()),
+        (without(GPTQ_SETTINGS, "desc_act"), {"vllm-settings"}),
+        (without(GPTQ_SETTINGS, "sym"), {"vllm-settings"}),
+        ({**GPTQ_SETTINGS, "desc_act": True}, {"gptq-order"}),
+        ({**GPTQ_SETTINGS, "desc_act": True, "static_groups": True}, {"gptq-order"}),
+        ({**GPTQ_SETTINGS, "desc_act": True, "group_size": -1}, set()),
+        ({**GPTQ_SETTINGS, "dynamic": {"+:.*nothing.*": {"desc_act": True}}}, {"gptq-order"}),
+        ({**GPTQ_SETTINGS, "dynamic": {"-:.*nothing.*": {"desc_act": True}, "lm_head": False}}, set()),
+        (AWQ_SETTINGS, set()),
+        (without(AWQ_SETTINGS, "zero_point"), {"vllm-settings"}),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": True}, set()),
+        (PACKED_SETTINGS, set()),
+        ({**PACKED_SETTINGS, "sparsity_config": {}, "kv_cache_scheme": FP8_CACHE}, set()),
+        ({**PACKED_SETTINGS, "sparsity_config": {"format": "dense", "targets": ["Linear"]}}, {"vllm-settings"}),
+        ({**PACKED_SETTINGS, "kv_cache_scheme": {**FP8_CACHE, "type": "int"}}, {"vllm-settings"}),
+        ({**PACKED_SETTINGS, "kv_cache_scheme": {**FP8_CACHE, "strategy": "channel"}}, {"vllm-settings"}),
+        ({**PACKED_SETTINGS, "kv_cache_scheme": {**FP8_CACHE, "symmetric": False}}, {"vllm-settings"}),
+    ],
+)
+def test_settings_that_vllm_refuses_are_found(settings: dict[str, Any], rules: set[str]) -> None:
+    method = METHODS[settings["quant_method"]]
+    assert rules_of(Linears.of(method, settings, {}, {}, {"model_type": "llama"})) == rules
+
+
+@pytest.mark.parametrize(
+    ("listed", "rules"),
+    [
+        ([["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"]], set()),
+        (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], {"vllm-names"}),
+        ([["self_attn.q_proj"], ["self_attn.o_proj"]], {"vllm-names"}),
+        ([], set()),
+    ],
+)
+def test_lists_of_quantized_modules_decide_as_in_vllm(listed: list[Any], rules: set[str]) -> None:
+    coded = in_layers(*ATTENTION)
+    settings = {**GPTQ_SETTINGS, "modules_in_block_to_quantize": listed}
+    shapes = dict.fromkeys(coded, (64, 64))
+    assert rules_of(Linears.of(METHODS["gptq"], settings, shapes, coded, {"model_type": "llama"})) == rules
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox", "falcon_h1"])
+def test_globs_in_settings_and_names_are_no_numbers(model_type: str) -> None:
+    """Other tools write them under ``ignore``, where vLLM compares them as names."""
+    coded = in_layers(*ATTENTION)
+    settings = written(METHODS["compressed-tensors"], dict.fromkeys(coded, INT4)).settings.values
+    globs = ["*.gate", "gpt_neox.*.gate", "gpt_neox.layers.0.+.*", "+.*"]
+    floats = ["model.layers.*.mamba.in_proj", "model.layers.+.mamba.in_proj"]
+    settings = {**settings, "ignore": [*floats, *globs]}
+    shapes = dict.fromkeys([*coded, *floats], (64, 64))
+    linears = Linears.of(METHODS["compressed-tensors"], settings, shapes, coded, {"model_type": model_type})
+    assert all(problem.where.startswith("model.") for problem in vllm_problems(linears))
+    assert linears.names.map_setting("*.gate.1.+") == "*.gate.1.+"
