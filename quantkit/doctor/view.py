@@ -92,7 +92,7 @@ class View:
     def all_linears(self) -> dict[str, tuple[int, ...] | None]:
         """The shapes of all modules that runtimes may build as linears, by name; None if a shape is not known."""
         coded = {module: self.linears.get(module) for module in self.coded}
-        return stored_linears(self.stored, {**self.linears, **coded})
+        return stored_linears(self.stored, {**self.linears, **coded}, str(self.folder.config.get("model_type")))
 
     @functools.cached_property
     def hints(self) -> Hints:

@@ -40,6 +40,8 @@ _UNREAD = {
     ),
 }
 """By `model_type` the modules that vLLM's own loader of a model does not take, and why not."""
+_QUANTIZED_ROUTERS = frozenset({"k2_horizon", "lfm2_moe", "qwen3_moe", "qwen3_vl_moe"})
+"""The model types whose routers vLLM quantizes if settings do not name them."""
 _PLACES = {part: place for parts in FUSED.values() for place, part in enumerate(parts)}
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -120,6 +122,8 @@ class Linears:
         claims = self.method.claims(self.settings, self.shapes, self.coded).modules
         if isinstance(self.method, Gptq | Awq):  # whose settings need not name what is stored as floats
             claims = {part: claim for part, claim in claims.items() if part in self.coded}
+        else:  # no reader but vLLM quantizes routers: whatever the settings state, they mean floats
+            claims = {part: claim for part, claim in claims.items() if part in self.coded or not _is_router(part)}
         for module in self.names.group(self.shapes):
             found = None if module.is_float else lookup.find(module)
             yield module, [claims.get(part) for part in module.parts], found
@@ -147,24 +151,31 @@ def describe_problems(problems: Sequence[VllmProblem]) -> str | None:
 
 
 def stored_linears(
-    stored: Mapping[str, StoredTensor], coded: Mapping[str, Shape | None]
-) -> dict[str, Shape | None]:  # fmt: skip
+    stored: Mapping[str, StoredTensor], coded: Mapping[str, Shape | None], model_type: str
+) -> dict[str, Shape | None]:
     """The shapes of all modules of a folder that vLLM may build as quantized linears.
 
-    Tables and routers are not among them: settings need not name them, and vLLM does not quantize them.
+    Tables are not among them, nor most routers: settings need not name them, and vLLM does not quantize them.
 
     Args:
         stored: all tensors.
         coded: the shapes of the weights that are stored as codes, by module; None if they are not known.
+        model_type: of the model.
     """
     shapes: dict[str, Shape | None] = {}
+    has_float_routers = model_type not in _QUANTIZED_ROUTERS
     for name, tensor in stored.items():
-        if is_table(name) or not ROUTERS.isdisjoint(name.split(".")):
+        if is_table(name) or (has_float_routers and _is_router(name)):
             continue
         modules = possible_linears(OpaqueTensor(name, tensor.shape, str(tensor.dtype)))
         is_stack = len(tensor.shape) > 2
         shapes |= dict.fromkeys(modules, None if is_stack else tensor.shape)
     return {**shapes, **coded}
+
+
+def _is_router(name: str) -> bool:
+    """Whether a module or tensor is a router, or in one."""
+    return not ROUTERS.isdisjoint(name.split("."))
 
 
 def _problem(

@@ -249,8 +249,8 @@ class HFCheckpoint:
             for name, codec in self._codecs.items()
             if codec.scheme is not None
         }
-        shapes = stored_linears(self._stored, coded)
         config = self._stated_config
+        shapes = stored_linears(self._stored, coded, str(config.get("model_type")))
         return vllm_problems(Linears.of(self._method, config.get(SETTINGS, {}), shapes, coded, config))
 
     @property

@@ -220,7 +220,7 @@ def test_experts_in_one_tensor_are_linears_of_each_expert() -> None:
     }
     stored = {name: StoredTensor(name, DType.BFLOAT16, shape) for name, shape in shapes.items()}
     coded: dict[str, tuple[int, ...] | None] = dict.fromkeys([f"{bank}.{expert}.gate_proj" for expert in range(2)])
-    found = stored_linears(stored, coded)
+    found = stored_linears(stored, coded, "gemma4_text")
     assert found == {
         "model.layers.0.self_attn.o_proj": (64, 32),
         **dict.fromkeys([f"{bank}.0.down_proj", f"{bank}.1.down_proj", *coded]),
@@ -297,3 +297,27 @@ def test_globs_in_settings_and_names_are_no_numbers(model_type: str) -> None:
     linears = Linears.of(METHODS["compressed-tensors"], settings, shapes, coded, {"model_type": model_type})
     assert all(problem.where.startswith("model.") for problem in vllm_problems(linears))
     assert linears.names.map_setting("*.gate.1.+") == "*.gate.1.+"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ignored", "rules"),
+    [
+        ("qwen3_moe", ["lm_head"], {"vllm-names"}),
+        ("qwen3_moe", ["lm_head", "re:.*mlp.gate$"], set()),
+        ("qwen2_moe", ["lm_head"], set()),
+    ],
+)
+@pytest.mark.parametrize("method", ["compressed-tensors", "awq"])
+def test_routers_that_vllm_quantizes_must_be_named(
+    method: str, model_type: str, ignored: list[str], rules: set[str]
+) -> None:
+    """vLLM builds the routers of Qwen 3 as linears with settings; no tool quantizes them."""
+    coded = in_layers(*ATTENTION, *EXPERTS)
+    settings = dict(written(METHODS[method], dict.fromkeys(coded, INT4), model_type).settings.values)
+    if method == "awq":
+        settings["modules_to_not_convert"] = [name.removeprefix("re:.*").removesuffix("$") for name in ignored]
+    settings["ignore"] = ignored
+    routers = {f"{name}.weight": (2, 64) for name in in_layers("mlp.gate")}
+    stored = {name: StoredTensor(name, DType.BFLOAT16, shape) for name, shape in routers.items()}
+    shapes = stored_linears(stored, dict.fromkeys(coded, (64, 64)), model_type)
+    assert rules_of(Linears.of(METHODS[method], settings, shapes, coded, {"model_type": model_type})) == rules
