@@ -584,6 +584,14 @@ def test_every_rule_has_a_case() -> None:
     assert tried | elsewhere | {"refused", "other-scheme", "slow-groups"} == set(ALL)
 
 
+def test_names_in_settings_may_have_long_numbers(tmp_path: Path) -> None:
+    tensors, config = build.tensors("packed"), json.loads(json.dumps(build.FORMATS["packed"][1]))
+    _settings(config)["ignore"] += [f"model.layers.{'9' * 5000}.mlp.down_proj", "*.gate"]
+    folder = build.write(tmp_path / "model", tensors, config)
+    diagnosis = quantkit.diagnose(folder, runtime="vllm")
+    assert [finding for finding in diagnosis.findings if diagnosis.severity(finding) == "error"] == []
+
+
 def test_scalars_of_other_bits_and_groups_are_reported_for_vllm(tmp_path: Path) -> None:
     tensors, config = build.tensors("packed"), json.loads(json.dumps(build.FORMATS["packed"][1]))
     _weights(config).update(num_bits=16)

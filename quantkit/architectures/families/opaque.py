@@ -43,6 +43,7 @@ _TABLE = re.compile(
 _EXTRA = ("mtp", "nextn")  # how the names of modules begin that predict further tokens
 _STACKED = re.compile(r"(.*\bexperts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
 _SIDE_BY_SIDE = {"gate_up_proj": ("gate_proj", "up_proj")}
+_MAX_DIGITS = 9  # of the number of a layer; longer ones are no numbers, and Python refuses to parse some
 _BEFORE_LAYERS = frozenset({"model", "language_model", "text_model", "transformer", "backbone"})
 _LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config")
 _FLOAT_TYPES = ("float32", "float16", "bfloat16")
@@ -206,8 +207,10 @@ def layer_beyond(name: str, raw: Mapping[str, Any]) -> int | None:
     count, parts = _num_layers(raw), name.split(".")
     at = parts.index("layers") + 1 if "layers" in parts[:-1] else 0
     language = all(part in _BEFORE_LAYERS for part in parts[: max(0, at - 1)])
-    beyond = count and at and language and parts[at].isdecimal() and int(parts[at]) >= count
-    return int(parts[at]) if beyond else None
+    if not (count and at and language and parts[at].isdecimal() and len(parts[at]) <= _MAX_DIGITS):
+        return None
+    layer = int(parts[at])
+    return layer if layer >= count else None
 
 
 def _num_layers(raw: Mapping[str, Any]) -> int:

@@ -25,7 +25,8 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 _FUSED_BY_PART = {part: fused for fused, parts in FUSED.items() for part in parts}
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _NUMBER_OR_SIGN = re.compile(r"(?<![^.])(?:\d+|[*+])(?![^.])")
-_LAYER = re.compile(r".*?\blayers\.(\d+)\.")
+_MAX_DIGITS = 9
+_LAYER = re.compile(r".*?\blayers\.(\d{1,9})\.")  # Python refuses to parse numbers of thousands of digits
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def _fill(template: str, name: str, layers: int = 0) -> str:
     parts = []
     for part in template.split("."):
         number = next(numbers) if part in ("*", "+") else part
-        if part == "+" and number.isdecimal():
+        if part == "+" and number.isdecimal() and len(number) <= _MAX_DIGITS:
             number = str(layers + int(number))
         parts.append(number)
     return ".".join(parts)
