@@ -225,9 +225,13 @@ class Overrides:
             return
         dynamic = settings.inside("dynamic")
         match_time = MatchTime(settings.path)
+        patterns = [key.removeprefix("+:").removeprefix("-:") for key in dynamic.values]
+        names = [_escaped_name(pattern) for pattern in patterns]
+        if names.count(None) > _MAX_PATTERNS:
+            problem, expected = f"{dynamic.name} has too many patterns", f"at most {_MAX_PATTERNS}"
+            raise CheckpointError(problem, path=settings.path, found=names.count(None), expected=expected)
         for place, (key, value) in enumerate(dynamic.values.items()):
-            pattern = key.removeprefix("+:").removeprefix("-:")
-            name = _escaped_name(pattern)
+            pattern, name = patterns[place], names[place]
             if name is None:
                 self._patterns.append((place, Targets([f"re:{pattern}"], key=dynamic.name, match_time=match_time)))
             else:
@@ -238,9 +242,6 @@ class Overrides:
                 own = dynamic.inside(key)
                 symmetric = own.flag("sym", base.symmetric is not False)
                 self.claims.append((replace(base.updated(own), symmetric=symmetric), own))
-            if len(self._patterns) > _MAX_PATTERNS:
-                problem, expected = f"{dynamic.name} has too many patterns", f"at most {_MAX_PATTERNS}"
-                raise CheckpointError(problem, path=settings.path, found=len(dynamic.values), expected=expected)
 
     def find(self, module: str) -> int | None:
         """The place of the first pattern that matches a module; None if none does."""
