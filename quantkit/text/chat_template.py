@@ -264,7 +264,10 @@ def _checked_chat(messages: Any) -> list[dict[str, Any]]:
                 "a message is an object with a role", found=shown(message),
                 expected='{"role": "user", "content": "..."}',
             )  # fmt: skip
-        fields = {name: copy.deepcopy(value) for name, value in message.items() if value is not None}
+        try:
+            fields = {name: copy.deepcopy(value) for name, value in message.items() if value is not None}
+        except RecursionError as error:
+            raise RequestError("a message is nested too deep", found=f"role {shown(message['role'])}") from error
         if (reasoning := next((fields[name] for name in _REASONING if name in fields), None)) is not None:
             fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
         chat.append(fields)

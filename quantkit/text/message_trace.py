@@ -33,6 +33,10 @@ _CALLS_HINT = "leave out the call and its result, or use a model whose chat temp
 _MARK = re.compile(r"(?:said|tool)\d+n\d+e")
 # Beside `content`; reasoning is not among them: templates drop that of earlier answers, or do not know it.
 _SAID_ELSEWHERE = ("refusal", "audio")
+_SAID_IN_CALLS = ("name", "arguments", "input")  # the last of a custom tool, which has no arguments
+_KINDS_OF_CALLS = ("function", "custom")
+
+_Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,14 @@ class _Statement:
         value: what it is.
         mark: a word that is nowhere in the conversation.
         hint: what to do if the template drops it.
+        identifier_path: of a call's identifier that has the value in it, which a template may print instead.
     """
 
-    path: tuple[str | int, ...]
+    path: _Path
     value: object
     mark: str
     hint: str
+    identifier_path: _Path | None = None
 
     @property
     def name(self) -> str:
@@ -102,18 +108,28 @@ def _require_printed(
     rendered = _try_to_render(marked, render, checks)
     if rendered is None:
         # The template requires something of the contents. Most statements can be found as they are.
-        missing = [statement for statement in statements if not _is_in(statement.value, text)]
+        roles = [message["role"] for message in conversation["messages"]]
+        said = [str(value).casefold() for value in (*roles, *(statement.value for statement in statements))]
+        missing = [statement for statement in statements if not _is_in(statement.value, text.casefold(), said)]
         are_tools_missing = bool(tool_marks)
+        missing_tools: list[int] = []
     else:
         printed = set(_MARK.findall(rendered.casefold()))
         missing = [statement for statement in statements if statement.mark not in printed]
         are_tools_missing = bool(tool_marks) and printed.isdisjoint(tool_marks)
-    if not missing and not are_tools_missing:
+        # Without any mark, the template prints tools without their descriptions.
+        missing_tools = [] if are_tools_missing else [i for i, mark in enumerate(tool_marks) if mark not in printed]
+    if not missing and not are_tools_missing and not missing_tools:
         return
     original = render(conversation, checks)  # `text` may have the time in it
     without_tools = {**conversation, "tools": None}
     if are_tools_missing and _try_to_render(without_tools, render, checks) == original:
         raise RequestError("the model's chat template does not print tools", hint=_TOOL_HINT, argument="tools")
+    for index in missing_tools:
+        tools = conversation["tools"][:index] + conversation["tools"][index + 1 :]
+        if _try_to_render({**conversation, "tools": tools}, render, checks) == original:
+            problem = f"the model's chat template does not print tools[{index}]"
+            raise RequestError(problem, hint="leave it out", argument="tools")
     for statement in missing:
         changed = _with_marks(conversation, [statement], [])
         if _try_to_render(changed, render, checks) == original:
@@ -134,8 +150,12 @@ def _try_to_render(conversation: Conversation, render: Render, budget: Budget) -
         return None
 
 
-def _is_in(value: object, text: str) -> bool:
-    return isinstance(value, str) and value.strip().casefold() in text.casefold()
+def _is_in(value: object, text: str, said: Sequence[str]) -> bool:
+    """Whether a text has a value as often as it was said, also as a part of something else; all in small letters."""
+    if not isinstance(value, str):
+        return False
+    word = value.strip().casefold()
+    return text.count(word) >= sum(other.count(word) for other in said)
 
 
 def _statements(conversation: Conversation, text: str) -> list[_Statement]:
@@ -143,18 +163,17 @@ def _statements(conversation: Conversation, text: str) -> list[_Statement]:
     marks = _marks(conversation, text, "said")
     statements = []
 
-    def add(path: tuple[str | int, ...], value: object, hint: str) -> None:
-        is_blank = value in (None, [], {}) or (isinstance(value, str) and not value.strip())
-        if not is_blank:
-            statements.append(_Statement(path=path, value=value, mark=next(marks), hint=hint))
+    def add(path: _Path, value: object, hint: str, identifier_path: _Path | None = None) -> None:
+        if not _is_blank(value):
+            mark = next(marks)
+            statements.append(_Statement(path=path, value=value, mark=mark, hint=hint, identifier_path=identifier_path))
 
     for index, message in enumerate(conversation["messages"]):
         path = ("messages", index)
-        calls = _calls(message)
-        for call_path, call in calls:
-            for key in ("name", "arguments"):
-                add((*path, *call_path, key), call.get(key), _CALLS_HINT)
-        if calls:
+        num_before = len(statements)
+        for call_path, call in _calls(message):
+            _add_call((*path, *call_path), call, add)
+        if len(statements) > num_before:
             continue
         content = message.get("content")
         if _is_text_parts(content):
@@ -167,26 +186,43 @@ def _statements(conversation: Conversation, text: str) -> list[_Statement]:
     return statements
 
 
-def _calls(message: Mapping[str, Any]) -> list[tuple[tuple[str | int, ...], dict[str, Any]]]:
-    """List the functions that a message calls, with their paths in it: as OpenAI has them today, as it had them before
-    (``function_call``), and without ``function``, as data sets have them."""
-    calls: list[tuple[tuple[str | int, ...], dict[str, Any]]] = []
+def _is_blank(value: object) -> bool:
+    return value in (None, [], {}) or (isinstance(value, str) and not value.strip())
+
+
+def _calls(message: Mapping[str, Any]) -> list[tuple[_Path, object]]:
+    """List the calls of a message, with their paths in it: as OpenAI has them today, and as it had them before
+    (``function_call``). Data sets may have JSON in place of the list."""
+    calls: list[tuple[_Path, object]] = []
     tool_calls = message.get("tool_calls")
-    for number, call in enumerate(tool_calls if isinstance(tool_calls, list) else []):
-        if not isinstance(call, dict):
-            continue
-        path: tuple[str | int, ...] = ("tool_calls", number)
-        function = call
-        if isinstance(call.get("function"), dict):
-            path = (*path, "function")
-            function = call["function"]
-        if str(function.get("name")) in str(call.get("id")):
-            # Kimi K2's template prints the id in place of the name: functions.NAME:0
-            function = {**function, "name": None}
-        calls.append((path, function))
-    if isinstance(message.get("function_call"), dict):
-        calls.append((("function_call",), message["function_call"]))
+    if isinstance(tool_calls, list):
+        for number, call in enumerate(tool_calls):
+            calls.append((("tool_calls", number), call))
+    else:
+        calls.append((("tool_calls",), tool_calls))
+    calls.append((("function_call",), message.get("function_call")))
     return calls
+
+
+def _add_call(path: _Path, call: object, add: Callable[..., None]) -> None:
+    """Add what a call says: of a function, of a custom tool, or without ``function``, as data sets have it. Anything
+    but an object is one statement."""
+    if not isinstance(call, dict):
+        add(path, call, _CALLS_HINT)
+        return
+    called = call
+    called_path = path
+    for kind in _KINDS_OF_CALLS:
+        if isinstance(call.get(kind), dict):
+            called = call[kind]
+            called_path = (*path, kind)
+            break
+    for key in _SAID_IN_CALLS:
+        value = called.get(key)
+        identifier_path = None
+        if key == "name" and isinstance(value, str) and value in str(call.get("id", "")):
+            identifier_path = (*path, "id")  # Kimi K2's template prints it in place of the name: functions.NAME:0
+        add((*called_path, key), value, _CALLS_HINT, identifier_path)
 
 
 def _is_text_parts(content: object) -> bool:
@@ -218,16 +254,25 @@ def _with_marks(
     """Copy a conversation with the marks of statements in their places, and those of tools as their descriptions."""
     copied: Conversation = _as_lists(conversation)
     for statement in statements:
-        *parents, last = statement.path
-        holder: Any = copied
-        for key in parents:
-            holder = holder[key]
+        holder, last = _find_holder(copied, statement.path)
         holder[last] = statement.marked
+        if statement.identifier_path is not None:
+            holder, last = _find_holder(copied, statement.identifier_path)
+            holder[last] = str(holder[last]).replace(str(statement.value), statement.mark)
     for tool, mark in zip(copied["tools"] or [], tool_marks, strict=False):
         function = tool.get("function")
         described = function if isinstance(function, dict) else tool
         described["description"] = mark
     return copied
+
+
+def _find_holder(conversation: Conversation, path: _Path) -> tuple[Any, str | int]:
+    """Return the dict or list that has the value at a path, and its key or index there."""
+    *parents, last = path
+    holder: Any = conversation
+    for key in parents:
+        holder = holder[key]
+    return holder, last
 
 
 def _as_lists(value: Any) -> Any:

@@ -97,12 +97,51 @@ CALLS: Messages = [user("W?"), assistant("", tool_calls=[call()]), {"role": "too
         ),
         (ANY_ROLE, assistant(None, tool_calls=[call()["function"]]), "messages[1].tool_calls[0].name"),
         (KNOWN_ROLES, assistant(None, function_call=call()["function"]), "messages[1].function_call.name"),
+        (
+            ANY_ROLE,
+            assistant("", tool_calls=[{"id": "call_now_0", "function": {"name": "now", "arguments": {}}}]),
+            "messages[1].tool_calls[0].function.name",
+        ),
+        (
+            ANY_ROLE,
+            assistant("", tool_calls=[{"function": {"name": "on", "arguments": {}}}]),
+            "messages[1].tool_calls[0].function.name",
+        ),
+        (
+            ANY_ROLE,
+            assistant("", tool_calls=[{"type": "custom", "custom": {"name": "run", "input": "ls"}}]),
+            "messages[1].tool_calls[0].custom.name",
+        ),
+        (ANY_ROLE, assistant("", tool_calls='[{"name": "weather"}]'), "messages[1].tool_calls"),
+        (ANY_ROLE, assistant("", tool_calls=['{"name": "weather"}']), "messages[1].tool_calls[0]"),
+        (
+            "{% for m in messages if not m.tool_calls %}{{ m.content }}{% endfor %}",
+            assistant("Let me see.", tool_calls=[{"id": "1"}]),
+            "messages[1].content",
+        ),
         (KNOWN_ROLES, assistant(None, refusal="No."), "messages[1].refusal"),
         (KNOWN_ROLES, assistant(None, audio={"id": "audio_1"}), "messages[1].audio"),
     ],
 )
 def test_what_an_answer_did_is_refused_if_it_is_dropped(source: str, message: dict[str, Any], place: str) -> None:
     assert dropped_place(source, [user("W?"), message, user("So?")]) == place
+
+
+def test_a_dropped_message_is_found_although_the_template_refuses_other_contents() -> None:
+    source = "{% if not messages[0].content.startswith('Hello') %}{{ raise_exception('no') }}{% endif %}" + KNOWN_ROLES
+    for content in ("ell", "USER", "Hello"):  # which the prompt has anyway
+        messages = [user("Hello"), {"role": "critic", "content": content}, user("Hi")]
+        assert dropped_place(source, messages) == "messages[1].content"
+    assert template_chat(source).text([user("Hello"), assistant("ell"), user("Hello")]).endswith("<user>Hello")
+
+
+def test_a_message_that_is_nested_too_deep_is_refused() -> None:
+    content: list[Any] = []
+    for _ in range(5000):
+        content = [content]
+    with pytest.raises(RequestError) as caught:
+        template_chat(ANY_ROLE).text([user("Hi"), {"role": "tool", "content": content}])
+    assert "nested" in caught.value.problem
 
 
 def test_parts_of_a_message_are_looked_for_one_by_one() -> None:
@@ -148,6 +187,10 @@ def test_a_template_that_refuses_a_conversation_is_quoted() -> None:
 def test_tools_that_the_template_does_not_print_are_refused() -> None:
     assert dropped_place(ANY_ROLE, [user("Hi")], tools=[WEATHER]) == "tools"
     assert "weather" in template_chat(KNOWN_ROLES).text([user("Hi")], tools=[WEATHER])
+    first_tool = ANY_ROLE + "{{ tools[0] | tojson if tools }}"
+    other_tool = {"type": "function", "function": {"name": "time"}}
+    assert dropped_place(first_tool, [user("Hi")], tools=[WEATHER, other_tool]) == "tools[1]"
+    assert "weather" in template_chat(first_tool).text([user("Hi")], tools=[WEATHER])
     only_names = ANY_ROLE + "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     assert template_chat(only_names).text([user("Hi")], tools=[WEATHER]) == "<user>Hiweather"
 
@@ -191,6 +234,10 @@ SOUND: dict[str, tuple[str, Messages]] = {
         "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.id }}"
         "{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}",
         [user("W?"), assistant("", tool_calls=[call(id="functions.weather:0")])],
+    ),
+    "a custom tool": (
+        ANY_ROLE + "{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}",
+        [user("W?"), assistant("", tool_calls=[{"type": "custom", "custom": {"name": "run", "input": "ls"}}])],
     ),
     "a result in JSON": (KNOWN_ROLES, [*CALLS[:2], {"role": "tool", "content": {"degrees": 18}}]),
     "results in a list": (KNOWN_ROLES, [*CALLS[:2], {"role": "tool", "content": [{"degrees": 18}]}]),
