@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import ipaddress
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -122,7 +123,23 @@ class ServeOptions:
         """The names by which requests may call this server; None for any."""
         if not self.local and not self.allowed_host:
             return None
-        return _LOCAL | {host_name(host) for host in self.allowed_host}
+        names = _LOCAL | {host_name(host) for host in self.allowed_host}
+        if not self._is_wildcard:
+            names |= {self.name_in_address.lower()}  # one of this machine's addresses, such as 127.0.0.2
+        return names
+
+    @property
+    def name_in_address(self) -> str:
+        """The host as a URL has it."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+    @property
+    def _is_wildcard(self) -> bool:
+        """Whether the host is no address of its own, but stands for all of this machine."""
+        try:
+            return not self.host or ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:  # a name
+            return False
 
 
 def served(path: Path, options: ServeOptions, *, progress: Progress = silent) -> Served:
@@ -245,8 +262,7 @@ def serve(
             ) from error
         with socket:
             socket.listen(config.backlog)  # who reads the address may connect at once
-            host = f"[{options.host}]" if ":" in options.host else options.host
-            began(f"http://{host}:{socket.getsockname()[1]}")
+            began(f"http://{options.name_in_address}:{socket.getsockname()[1]}")
             with suppress(KeyboardInterrupt):  # the signal, once more, when all has ended
                 _ending_server(config, found.worker).run(sockets=[socket])
     finally:

@@ -294,6 +294,15 @@ def test_hosts_are_any_for_other_machines_unless_some_are_named() -> None:
     assert named == {"llm.example", "localhost", "127.0.0.1", "[::1]"}
 
 
+@pytest.mark.parametrize(
+    ("host", "name"), [("127.0.0.2", "127.0.0.2"), ("0:0:0:0:0:0:0:1", "[0:0:0:0:0:0:0:1]"), ("::1", "[::1]")]
+)
+def test_a_server_answers_to_the_address_that_it_prints(host: str, name: str) -> None:
+    assert ServeOptions(host=host).host_names == {name, "localhost", "127.0.0.1", "[::1]"}
+    named = ServeOptions(host="192.0.2.7", api_key=KEY, allowed_host=("llm.example",)).host_names
+    assert named == {"192.0.2.7", "llm.example", "localhost", "127.0.0.1", "[::1]"}
+
+
 @pytest.mark.parametrize("host", ["", "https://llm.example", "llm.example:443", "a b", "*", "x/y"])
 def test_what_is_no_host_is_refused(host: str) -> None:
     with pytest.raises(RequestError) as refused:
