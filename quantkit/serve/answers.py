@@ -20,6 +20,8 @@ from quantkit.runtime.request import Completion
 from quantkit.serve.worker import Delta
 
 DONE = b"data: [DONE]\n\n"
+# Line ends for Python's `str.splitlines`, and so for the lines of httpx and requests, which cut an event there.
+_LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 _MAX_MESSAGE = 1000  # characters
 
 
@@ -198,4 +200,5 @@ def now() -> int:
 
 
 def _data(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace") + b"\n\n"
+    text = json.dumps(value, ensure_ascii=False).translate(_LINE_ENDS)
+    return b"data: " + text.encode(errors="backslashreplace") + b"\n\n"

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import forked
+import httpx
 import pytest
 from openai import AuthenticationError, OpenAI, RateLimitError
 from served import KEY, started
@@ -68,6 +69,15 @@ def test_pieces_are_the_whole(client: OpenAI, expected: list[quantkit.Completion
     offsets = [offset for part in parts if part is not None for offset in part.text_offset or []]
     assert "".join(tokens) == text
     assert offsets == [len("".join(tokens[:number])) for number in range(24)]
+
+
+def test_line_ends_of_a_text_do_not_end_a_line_of_a_stream(address: str) -> None:
+    prompt = "one\u2028two\u2029three\x85four"
+    body = {"prompt": prompt, "max_tokens": 1, "echo": True, "stream": True}
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as response:
+        lines = [line for line in response.iter_lines() if line]  # where `str.splitlines` does
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert "".join(choice["text"] for event in events for choice in event["choices"]).startswith(prompt)
 
 
 def test_flags_of_a_stream_may_be_false(client: OpenAI) -> None:
