@@ -132,7 +132,7 @@ def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchR
     for key, value in given.items():
         if key in _WITHOUT_EFFECT:
             continue
-        defaults = _defaults(key, url)
+        defaults = _defaults(key, url, samples=line.get("n", 1))
         if any(_is_same_json(value, default) for default in defaults):
             continue
         hint = "leave it out"
@@ -169,8 +169,10 @@ def from_batch_line(values: Mapping[str, Any], answered_by: str) -> tuple[BatchR
     return batch, line
 
 
-def _defaults(key: str, url: str) -> tuple[object, ...]:
-    """Return the values of a parameter that change nothing."""
+def _defaults(key: str, url: str, *, samples: object) -> tuple[object, ...]:
+    """Return the values of a parameter that change nothing for a request with so many samples."""
+    if key == "best_of":  # as many as are returned: nothing is chosen
+        return (*_DEFAULTS[key], samples)
     if key == "add_special_tokens" and url == _COMPLETIONS:  # a chat template has printed them already
         return (True,)
     return _DEFAULTS.get(key, ())

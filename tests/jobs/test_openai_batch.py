@@ -184,6 +184,16 @@ def test_a_request_may_spell_out_what_changes_nothing(chat: bool, model: Path, t
         assert {**other, "id": first["id"]} == first
 
 
+def test_as_many_samples_as_are_returned_may_be_drawn(model: Path, tmp_path: Path) -> None:
+    plain = request("a", url="/v1/completions", prompt="The", max_tokens=4, n=2, temperature=1, seed=3)
+    best = {**plain, "custom_id": "b", "body": {**plain["body"], "best_of": 2}}
+    first, second = [answer["response"]["body"]["choices"] for answer in answers(model, tmp_path, "best", plain, best)]
+    assert (len(first), second) == (2, first)
+    prompts = written(tmp_path / "a.jsonl", {**best, "body": {**best["body"], "best_of": 3}})
+    with pytest.raises(RequestError, match="'best_of'"):
+        quantkit.generate_file(model, prompts, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
