@@ -32,7 +32,7 @@ class Guard:
         Args:
             api_key: that the header Authorization must have; None lets all in.
             hosts: the names that the header Host may have: a page of another site, whose name leads here, has its
-                own. None for any.
+                own. None for any. A request of HTTP/1.0 may have no such header.
             max_requests: at the same time; more would take too much memory, even before they are read. For one more,
                 a request gives way whose client is slow to send it.
             open_paths: that need no key, and are answered however many requests run.
@@ -50,7 +50,7 @@ class Guard:
             # A proxy that believes the other header than this server sees another request after this one.
             wrong = error_of("the request has both Content-Length and Transfer-Encoding")
             refusal = JSONResponse(wrong, 400, {"Connection": "close"})
-        elif self._hosts is not None and without_port(headers.get("host", "")) not in self._hosts:
+        elif not self._has_known_host(headers):
             unknown = error_of("this server is not known by that name; whoever runs it can allow it")
             refusal = JSONResponse(unknown, 421)
         elif scope["path"] not in self._open and not self._has_key(headers):
@@ -68,6 +68,16 @@ class Guard:
             await self._app(scope, receive, send)
         finally:
             self._running -= 1
+
+    def _has_known_host(self, headers: Headers) -> bool:
+        """Whether a request calls this server by a name that it may have.
+
+        HTTP/1.0 has no such header, and neither have the checks that load balancers send with it. Each browser sends
+        it, so that no page of another site gets here without one.
+        """
+        if self._hosts is None or "host" not in headers:
+            return True
+        return without_port(headers["host"]) in self._hosts
 
     def _has_key(self, headers: Headers) -> bool:
         return self._expected is None or hmac.compare_digest(_bearer_token(headers), self._expected)

@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -89,6 +90,14 @@ def test_errors_do_not_say_where_the_template_is(address: str) -> None:
 )  # fmt: skip
 def test_a_host_is_this_machine_as_a_whole(host: str, status: int, address: str) -> None:
     assert _answer(address, "GET", "/health", Host=host)[0] == status
+
+
+@pytest.mark.parametrize(("version", "status"), [("1.0", 200), ("1.1", 400)])
+def test_a_check_of_health_needs_no_host_before_http_1_1(version: str, status: int, address: str) -> None:
+    place = urlsplit(address)
+    with closing(socket.create_connection((place.hostname, place.port), 60)) as client:
+        client.sendall(f"GET /health HTTP/{version}\r\n\r\n".encode())
+        assert client.makefile("rb").readline().split()[1] == str(status).encode()
 
 
 def test_a_key_of_any_letters_is_sent_as_utf_8() -> None:
