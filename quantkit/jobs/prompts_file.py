@@ -78,6 +78,8 @@ OPTIONS = {"max_new_tokens", "stop", "n", "logprobs", "echo", "draft_tokens", *S
 _PROMPTS = ("prompt", "messages", "token_ids")
 _OF_MESSAGES = ("tools", "chat_template_kwargs")
 _KEYS = {*_PROMPTS, *_OF_MESSAGES, *OPTIONS, "id", "specials", "response_format"}
+# Names in quantkit, and arguments of transformers' `apply_chat_template`: they would not reach the template as such.
+_NO_VARIABLES = {"messages", "tools", "self", "budget", "chat_template", "tokenize"}
 _ELSEWHERE = {
     "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "text": "prompt", "input": "prompt",
     "conversation": "messages", "conversations": "messages", "custom_id": "id", "prompt_token_ids": "token_ids",
@@ -318,7 +320,7 @@ class PromptReader:
             raise wrong_type("tools", tools, "a list of objects")
         if not isinstance(variables, dict):
             raise wrong_type("chat_template_kwargs", variables, "an object")
-        if taken := variables.keys() & {"messages", "tools", "self", "budget"}:
+        if taken := variables.keys() & _NO_VARIABLES:
             problem = f"'{min(taken)}' is no variable of the template's own"
             raise RequestError(problem, argument="chat_template_kwargs")
         return self._chat.encode(value, tools=tools, **variables)

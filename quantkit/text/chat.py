@@ -121,6 +121,14 @@ class TemplateChat:
             if is_from_user and message.get("content") is None:
                 raise RequestError("a message has no content", found=shown(message), expected=_MESSAGE)
         template = self._choose(tools is not None)
+        if variables.get("documents") and not template.reads_documents:
+            raise RequestError(
+                "the model's chat template does not print documents",
+                hint="put them in a message",
+                argument="chat_template_kwargs",
+            )
+        if variables.get("continue_final_message"):
+            _require_nothing_after(messages[-1:], variables["continue_final_message"])
         if not template.knows_developer:
             messages = [_with_system_role(message) for message in messages]
         trace_variables = variables
@@ -357,6 +365,29 @@ def _spellings(messages: Sequence[Message], *, keep_parts: bool) -> Iterator[lis
         if respelled != chat:
             chat = respelled
             yield chat
+
+
+def _require_nothing_after(last: Sequence[Message], continued: object) -> None:
+    """Require that a message which is continued says nothing after the field that is continued.
+
+    Args:
+        last: the message, if there is one.
+        continued: the name of the field; True is ``content``.
+
+    Raises:
+        RequestError: if it does, since the prompt ends before it.
+    """
+    field = continued if isinstance(continued, str) else "content"
+    later = ["tool_calls", "function_call"]
+    if field != "content":
+        later.append("content")
+    for message in last:
+        if not isinstance(message, Mapping) or message.get(field) is None:  # an error of the template's rendering
+            continue
+        for key in later:
+            if message.get(key):
+                problem = f"the prompt would end before '{key}' of the message that is continued"
+                raise RequestError(problem, hint="leave it out, or do not continue the message", argument="messages")
 
 
 def _with_json_arguments(message: Message) -> Message:

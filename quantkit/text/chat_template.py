@@ -113,6 +113,11 @@ class ChatTemplate:
         model has never seen."""
         return _DEVELOPER.search(self.source) is not None
 
+    @property
+    def reads_documents(self) -> bool:
+        """Whether the template reads the documents that a question is about, by its source."""
+        return "documents" in self.source
+
     @cached_property
     def _renders_probe(self) -> bool:
         """Whether the template renders, or refuses, the simplest conversation: its failures are then due to others."""

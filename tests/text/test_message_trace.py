@@ -184,6 +184,32 @@ def test_a_template_that_refuses_a_conversation_is_quoted() -> None:
     assert "only one" in caught.value.problem
 
 
+def test_documents_that_the_template_does_not_print_are_refused() -> None:
+    documents = [{"title": "Oslo", "text": "It rains."}]
+    assert dropped_place(ANY_ROLE, [user("Hi")], documents=documents) == "documents"
+    with_documents = ANY_ROLE + "{% for document in documents or [] %}{{ document.text }}{% endfor %}"
+    assert template_chat(with_documents).text([user("Hi")], documents=documents) == "<user>HiIt rains."
+    assert template_chat(ANY_ROLE).text([user("Hi")], documents=[]) == "<user>Hi"
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        (True, {"tool_calls": [call()]}),
+        (True, {"function_call": call()["function"]}),
+        ("reasoning_content", {"reasoning_content": "hm"}),
+    ],
+)
+def test_a_message_that_is_continued_says_nothing_after_that(field: str | bool, fields: dict[str, Any]) -> None:
+    source = KNOWN_ROLES.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}{{ m.function_call }}")
+    with pytest.raises(RequestError) as caught:
+        template_chat(source).text([user("Hi"), assistant("Yes", **fields)], continue_final_message=field)
+    assert caught.value.argument == "messages"
+    begun = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    continued = template_chat(source).text([user("Hi"), begun], continue_final_message="reasoning_content")
+    assert continued.endswith("hm")
+
+
 def test_tools_that_the_template_does_not_print_are_refused() -> None:
     assert dropped_place(ANY_ROLE, [user("Hi")], tools=[WEATHER]) == "tools"
     assert "weather" in template_chat(KNOWN_ROLES).text([user("Hi")], tools=[WEATHER])
