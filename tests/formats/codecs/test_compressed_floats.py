@@ -126,7 +126,8 @@ def test_experts_are_read_by_transformers_or_a_note_says_so(name: str, tmp_path:
     result = quantkit.quantize(floats, tmp_path / "made", name, **options)
     noted = any("transformers does not load experts in" in note for note in result.notes)
     assert noted == (name in ("nvfp4", "fp8-block"))
-    assert (quantkit.inspect(result.path).readers == ["quantkit"]) == noted
+    readers = quantkit.inspect(result.path).readers
+    assert any("transformers" in reader for reader in readers) != noted
     same = quantkit.convert(result.path, tmp_path / "same", dequantize=True).path
     expected = oracle.logits(oracle.load(same, torch.bfloat16), oracle.random_tokens(8))
     try:
