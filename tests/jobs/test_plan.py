@@ -103,7 +103,7 @@ def test_no_samples_are_drawn(demo_model: Path, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(data, "tokenized", counted)
     found = quantkit.plan.quantize(
-        demo_model, tmp_path / "out", "int8", method="gptq", calibration=path, samples=6000, length=64
+        demo_model, tmp_path / "out", "int8", method="gptq", calibration=path, samples=2000, length=64
     )
     assert found.seconds > 0
     assert calls == [data.MAX_WHOLE_LENGTH]
