@@ -116,7 +116,7 @@ def _require_stored_scales(weight: Tensor, spec: TensorSpec, scheme: QuantScheme
     expected_error = relative_error(quantize_rtn(normalized, scheme, torch.float16), normalized)
     error = relative_error(quantize_rtn(weight, scheme, torch.float16), weight)
     if error > expected_error * _MAX_ERROR_GROWTH:
-        raise scale_out_of_range(spec.name, spec.dtype, source, "too small", scheme)
+        raise scale_out_of_range(spec.name, spec.dtype, source, values="too small", scheme=scheme)
 
 
 def _has_small_scale(weight: Tensor, scheme: QuantScheme) -> bool:

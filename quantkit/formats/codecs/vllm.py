@@ -51,6 +51,13 @@ class _Split:
 
 
 _SPLIT = _Split()
+
+
+class _Unnamed:
+    """Stands for the settings of a linear that no target names, as None does for those of a linear of floats."""
+
+
+_UNNAMED = _Unnamed()
 _Found = Claim | None | _Split
 """What vLLM finds for a module: a claim, None for floats, or `_SPLIT`, for which it raises an error."""
 
@@ -130,15 +137,21 @@ class Linears:
 
 
 def vllm_problems(linears: Linears) -> list[VllmProblem]:
-    """What vLLM refuses in settings, and cannot load of some linears; the latter only if the settings can be read:
-    others report those that cannot."""
+    """List what vLLM refuses in settings and, if these can be read, what it cannot load of some linears.
+
+    Other checks report settings that cannot be read.
+    """
     settings = linears.settings
     problems = [VllmProblem(rule, settings.name, what) for rule, what in refused_settings(settings.values)]
+    of_modules = []
     try:
-        modules = [problem for found in linears.compare() if (problem := _problem(linears, *found)) is not None]
+        for module, stated, found in linears.compare():
+            problem = _problem(linears, module, stated, found)
+            if problem is not None:
+                of_modules.append(problem)
     except CheckpointError:
         return problems
-    return problems + modules
+    return problems + of_modules
 
 
 def describe_problems(problems: Sequence[VllmProblem]) -> str | None:
@@ -303,18 +316,21 @@ class _CompressedTensorsLookup:
         ignored = [self._ignored.matches(shard) for shard in shards]
         if any(ignored):
             return None if all(ignored) else _SPLIT
+        claim = self._find_target(name)
+        if not isinstance(claim, _Unnamed):
+            return claim
+        found = [self._find_target(shard) for shard in shards]
+        claims = [claim for claim in found if not isinstance(claim, _Unnamed)]
+        if claims and len(claims) == len(shards):
+            return claims[0]  # vLLM does not compare those of the others
+        return of_class
+
+    def _find_target(self, name: str) -> Claim | _Unnamed | None:
+        """Return the claim of the first group that names a linear."""
         for group, claim in self._groups:
             if group.matches(name):
                 return claim
-        targets = [self._target(shard) for shard in shards]
-        if targets and all(isinstance(target, tuple) for target in targets):
-            first = targets[0]
-            return first[0] if isinstance(first, tuple) else None
-        return of_class
-
-    def _target(self, name: str) -> tuple[Claim | None] | None:
-        """The claim of the first group that names a part, in a tuple; None if none does."""
-        return next(((claim,) for group, claim in self._groups if group.matches(name)), None)
+        return _UNNAMED
 
 
 class _GptqLookup:
